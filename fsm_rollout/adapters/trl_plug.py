@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 
+# What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages).
 Trl: TypeAlias = Any
-"""What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages)."""
 
 
 def rollout_func(

@@ -48,8 +48,7 @@ from fsm_rollout.trajectory.settings import Limits, Sampling
 
 logger = logging.getLogger(__name__)
 
-Verl: TypeAlias = Any
-"""What is verl's: it has no types."""
+Verl: TypeAlias = Any  # what is verl's: it has no types
 
 
 @dataclass(eq=False)
@@ -149,8 +148,8 @@ class SharedRollout:
         return made
 
 
+# verl makes an agent loop anew for each trajectory; what is dear is made once, by client, agent and reward.
 _SHARED: dict[tuple[int, str, str | None], SharedRollout] = {}
-"""verl makes an agent loop anew for each trajectory; what is dear is made once, by client, agent and reward."""
 
 
 class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-EPSILON = 1e-6
-"""Added to a group's standard deviation, so that equal scores give 0."""
+EPSILON = 1e-6  # added to a group's standard deviation, so that equal scores give 0
 
 
 class SampleScore(NamedTuple):

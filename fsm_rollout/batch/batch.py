@@ -27,10 +27,10 @@ from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+# What is true of a batch and of no row.
 _FACT_NAMES = (
     "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
 )  # fmt: skip
-"""What is true of a batch and of no row."""
 
 Overflow = Literal["error", "omit", "truncate"]
 

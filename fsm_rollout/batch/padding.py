@@ -21,8 +21,7 @@ from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.tokens import NO_VERSION
 
 Array = npt.NDArray[np.generic]
-LARGE = 2**22
-"""From so many bytes on, NumPy asks for huge pages."""
+LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,8 @@ RESPONSE_COLUMNS: Mapping[str, Column] = {
     "sampling_mask_counts": Column("sampling_mask_counts", np.int32, np.int32, 0),
 }
 
+# Every key with a value for each token, and the one that says how long each of its rows is. Only `routed_experts` has
+# further dimensions, and is left out where they are empty.
 RAGGED_OF: Mapping[str, str] = {
     "prompts": "prompts",
     "responses": "responses",
@@ -55,8 +56,6 @@ RAGGED_OF: Mapping[str, str] = {
     **dict.fromkeys(RESPONSE_COLUMNS, "responses"),
     "routed_experts": "input_ids",
 }
-"""Every key with a value for each token, and the one that says how long each of its rows is. Only ``routed_experts``
-has further dimensions, and is left out where they are empty."""
 
 
 def pack(rows: Sequence[TrainingRow]) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int64]]]:

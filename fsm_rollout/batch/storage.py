@@ -23,11 +23,10 @@ from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 
 _FIELDS = tuple(field.name for field in fields(TrainingRow))
+# The columns that are no tensors: all that a row holds after its arrays.
 NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
-"""The columns that are no tensors: all that a row holds after its arrays."""
 _SCALARS = (str, int, float, bool, type(None))
-_FACTS = "batch.json"
-"""Beside TensorDict's own files: what is true of the batch and of no row, and how it is stored."""
+_FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
 
 
 def column(values: Sequence[object]) -> NonTensorStack | NonTensorData:

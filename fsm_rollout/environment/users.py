@@ -27,8 +27,8 @@ from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+# Asks a model on a named engine, in its own template and tokenizer: engine, messages, sampling → its text.
 Ask = Callable[[str, Sequence[Message], Sampling | None], Awaitable[str]]
-"""Asks a model on a named engine, in its own template and tokenizer: engine, messages, sampling → its text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,14 +83,11 @@ class Tool(ABC):
 class AgentCall:
     """One try of a call of an agent used as a tool."""
 
-    tool: str
-    """The tool's name."""
+    tool: str  # the tool's name
     task: str
-    seed: int
-    """The try's own, however often it is interrupted and made again."""
+    seed: int  # the try's own, however often it is interrupted and made again
     call_id: str
-    number: int = 1
-    """Which try of the call it is: 1, 2, …"""
+    number: int = 1  # which try of the call it is: 1, 2, …
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +102,16 @@ class AgentAnswer:
 class CallResult(msgspec.Struct, frozen=True, gc=False):
     """One attempted call, at its end; the fields are those of :class:`fsm_rollout.trajectory.events.Called`."""
 
-    text: str
-    """What the model reads."""
+    text: str  # what the model reads
+    # `None`, a slug (`unknown_tool`, `bad_arguments`, `timed_out`, a tool format's), or the error's class.
     failure: str | None = None
-    """``None``, a slug (``unknown_tool``, ``bad_arguments``, ``timed_out``, a tool format's), or the error's class."""
-    bad: bool = False
-    """Whether the model is to blame; charged to ``bad_calls``."""
+    bad: bool = False  # whether the model is to blame; charged to `bad_calls`
     reward: float | None = None
+    # From the request to the answer: waiting for a free slot, every try, and the pauses between tries.
     seconds: float = 0.0
-    """From the request to the answer: waiting for a free slot, every try, and the pauses between tries."""
-    tries: int = 0
-    """How often the tool was run; 0 when the call never reached it."""
-    truncated_tokens: int = 0
-    """How many tokens of the result ``response_tokens`` has cut away."""
-    truncated_characters: int = 0
-    """How many characters were cut away where the tool has no ``response_tokens``."""
+    tries: int = 0  # how often the tool was run; 0 when the call never reached it
+    truncated_tokens: int = 0  # how many tokens of the result `response_tokens` has cut away
+    truncated_characters: int = 0  # how many characters were cut away where the tool has no `response_tokens`
     child_id: str | None = None
 
 

@@ -17,10 +17,9 @@ import msgspec
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
 
+# Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)
 PlainData = dict[str, Any]
-"""Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)"""
-Message = PlainData
-"""A chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name."""
+Message = PlainData  # a chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True):
@@ -44,10 +43,8 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     date: str
     validate: bool = False
     parent_id: str | None = None
-    sampling: PlainData = {}
-    """What the prompt itself says about sampling."""
-    spent: dict[str, int] = {}
-    """What entering the initial state was charged."""
+    sampling: PlainData = {}  # what the prompt itself says about sampling
+    spent: dict[str, int] = {}  # what entering the initial state was charged
 
 
 class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
@@ -60,10 +57,10 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     trained: bool
     engine: str
     guarded: int = 0
+    # The places in `ids` of tokens that spell a control token as plain text (`injection: guard`).
     guarded_at: list[int] = []
-    """The places in ``ids`` of tokens that spell a control token as plain text (``injection: guard``)."""
+    # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
-    """Whether a generation opened it, because its messages could not be glued to the stream before."""
 
 
 class MessagesAppended(Event, frozen=True, kw_only=True, tag="wrote"):
@@ -125,18 +122,17 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     finish_reason: FinishReason
     message: Message
     attempts: list[ToolCall | MalformedCall] = []
-    continued: bool = False
-    """Whether it continues the last message of the history, a turn that was cut."""
+    continued: bool = False  # whether it continues the last message of the history, a turn that was cut
+    # Whether it continues an aborted generation; then it is the same generation and not counted again.
     resumed: bool = False
-    """Whether it continues an aborted generation; then it is the same generation and not counted again."""
+    # With `top_p` and `top_k`: the distribution that the ids were sampled from and that `logprobs` are of.
     temperature: float = 1.0
-    """With ``top_p`` and ``top_k``: the distribution that the ids were sampled from and that ``logprobs`` are of."""
     top_p: float = 1.0
     top_k: int = 0
+    # What else the engine said of `ids`, and of the tokens before them that it had said nothing of.
     notes: list[Note] = []
-    """What else the engine said of ``ids``, and of the tokens before them that it had said nothing of."""
+    # The limit that cut it, when `finish_reason` is "length" and it was not the turn's own `max_tokens`.
     cut_by: str | None = None
-    """The limit that cut it, when ``finish_reason`` is "length" and it was not the turn's own ``max_tokens``."""
     queue_seconds: float = 0.0
     seconds: float = 0.0
     cached_tokens: int = 0
@@ -191,8 +187,7 @@ class ModelQueried(Event, frozen=True, kw_only=True, tag="asked"):
     """The environment asked a model on a named engine, and this is what it said; it enters no stream by itself."""
 
     engine: str
-    index: int
-    """How many times the trajectory had asked that engine before."""
+    index: int  # how many times the trajectory had asked that engine before
     state: str
     text: str
     tokens: int
@@ -227,16 +222,14 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     limit: str | None = None
     detail: str | None = None
     stop_reason: str | None = None
+    # Which of the agent's transitions fired, by its place in `transitions`; `None` for an implicit one.
     row: int | None = None
-    """Which of the agent's transitions fired, by its place in ``transitions``; ``None`` for an implicit one."""
+    # Whose fault it is, if it is a failure: `failed`, or another trigger that no transition of the agent takes.
     failure: FailureClass | None = None
-    """Whose fault it is, if it is a failure: ``failed``, or another trigger that no transition of the agent takes."""
 
 
-Part = float | str | None
-"""A part of a reward, or something that it measured."""
-REWARD = "reward"
-"""The source of a score that the run's reward gave."""
+Part = float | str | None  # a part of a reward, or something that it measured
+REWARD = "reward"  # the source of a score that the run's reward gave
 
 
 class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
@@ -251,8 +244,7 @@ class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     value: float
     turn: int | None = None
     source: str = ""
-    parts: dict[str, Part] = {}
-    """What the run's reward reported beside the score, by name."""
+    parts: dict[str, Part] = {}  # what the run's reward reported beside the score, by name
 
 
 class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
@@ -275,8 +267,7 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     """
 
     away: float
-    weight_version: int = 0
-    """The weights that it goes on with."""
+    weight_version: int = 0  # the weights that it goes on with
 
 
 class Ended(Event, frozen=True, kw_only=True, tag="ended"):
@@ -284,8 +275,7 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
     stop_reason: str
     detail: str | None = None
-    failure: FailureClass | None = None
-    """Whose fault it is, if it is a failure."""
+    failure: FailureClass | None = None  # whose fault it is, if it is a failure
 
 
 AnyEvent = (
@@ -314,9 +304,9 @@ _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, 
 _unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=array_of)
 
 
+# Packs an event (MessagePack); a TypeError says that it holds something that is not plain data, such as an object in a
+# prompt's extra fields.
 encode: Callable[[AnyEvent], bytes] = _encoder.encode
-"""Packs an event (MessagePack); a TypeError says that it holds something that is not plain data, such as an object in a
-prompt's extra fields."""
 
 
 def unwritable(data: object) -> str | None:

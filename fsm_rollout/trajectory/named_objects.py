@@ -28,8 +28,7 @@ class _Given:
 given = _Given()
 _names: dict[int, str] = {}
 _numbers = itertools.count(1)
-HERE_ALONE = f"{__name__}:given."
-"""How the names begin that only this process knows."""
+HERE_ALONE = f"{__name__}:given."  # how the names begin that only this process knows
 
 
 def path_of(code: object) -> object:

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KWARGS = ("tools_kwargs", "interaction_kwargs")
-"""Further fields that tools and interactions read."""
+KWARGS = ("tools_kwargs", "interaction_kwargs")  # further fields that tools and interactions read
 PROMPT_FILES = (".jsonl", ".json", ".parquet")
 SHOWN_PROBLEMS = 20
 

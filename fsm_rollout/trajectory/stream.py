@@ -105,9 +105,9 @@ class Turn(msgspec.Struct, gc=False):
         return str(self.message.get("content") or "")
 
 
+# A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:
+# `main~2` rewrites an earlier history, `main+2` shares nothing with any.
 BRANCH, FURTHER = "~", "+"
-"""A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:
-``main~2`` rewrites an earlier history, ``main+2`` shares nothing with any."""
 
 
 def root_of(context: str) -> str:

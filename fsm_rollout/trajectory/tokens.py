@@ -20,17 +20,13 @@ import numpy.typing as npt
 from fsm_rollout.errors import StreamError
 
 if TYPE_CHECKING:
-    Ids = array[int]
-    """Token ids: an ``array`` of int32."""
-    Logprobs = array[float]
-    """Natural-log probabilities: an ``array`` of float32."""
+    Ids = array[int]  # token ids: an `array` of int32
+    Logprobs = array[float]  # natural-log probabilities: an `array` of float32
 else:  # ``array`` takes no type parameter at run time before Python 3.12
     Ids = Logprobs = array
 
-NO_VERSION = -1
-"""The weight version of a token that no engine sampled."""
-LAST_VERSION = 2**31 - 1
-"""The highest weight version: batches hold them as int32."""
+NO_VERSION = -1  # the weight version of a token that no engine sampled
+LAST_VERSION = 2**31 - 1  # the highest weight version: batches hold them as int32
 
 
 def as_ids(ids: Sequence[int]) -> Ids:
@@ -61,8 +57,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     end: int
     owner: Owner
     state: str
-    turn: int
-    """Index of the generation (within the trajectory) that sampled the span, or that the span leads up to."""
+    turn: int  # index of the generation (within the trajectory) that sampled the span, or that the span leads up to
     version: int = NO_VERSION
 
     def __len__(self) -> int:
@@ -83,14 +78,10 @@ class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What an engine says of consecutive tokens of a stream: some integers for each."""
 
     kind: NoteKind
-    start: int
-    """The position of the first of these tokens in its stream, the prompt's counted."""
-    counts: Ids
-    """How many integers each token has."""
-    values: Ids
-    """Those of all tokens, end to end."""
-    layers: int = 1
-    """Into how many equal parts the integers of a token fall: the layers of the model that they are of."""
+    start: int  # the position of the first of these tokens in its stream, the prompt's counted
+    counts: Ids  # how many integers each token has
+    values: Ids  # those of all tokens, end to end
+    layers: int = 1  # into how many equal parts the integers of a token fall: the layers of the model that they are of
 
     @property
     def end(self) -> int:
@@ -138,8 +129,7 @@ class TokenStream:
         self._ids: Ids = array("i")
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
-        self.notes: list[Note] = []
-        """What engines said of the tokens, in the order in which they did."""
+        self.notes: list[Note] = []  # what engines said of the tokens, in the order in which they did
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
@@ -268,16 +258,14 @@ class TokenStream:
 class Responses(NamedTuple):
     """The responses of some streams end to end: one value per token in each array."""
 
-    ends: npt.NDArray[np.int64]
-    """Where each stream's part ends."""
+    ends: npt.NDArray[np.int64]  # where each stream's part ends
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     mask: npt.NDArray[np.int8]
     versions: npt.NDArray[np.int32]
     turns: npt.NDArray[np.int32]
     states: npt.NDArray[np.int32]
-    sampled: npt.NDArray[np.bool_]
-    """Whether an engine sampled the token, to be trained on or not."""
+    sampled: npt.NDArray[np.bool_]  # whether an engine sampled the token, to be trained on or not
 
 
 def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = MappingProxyType({})) -> Responses:

@@ -505,13 +505,13 @@ def routing_key(limit: str, state: str) -> str:
     return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
+# How a trajectory takes in each event: the method named like the event's tag in the journal (`_` and the tag).
 _APPLY: Mapping[type[events.Event], Callable[[Trajectory, AnyEvent], None]] = {
     event: getattr(Trajectory, f"_{event.__struct_config__.tag}") for event in get_args(AnyEvent)
 }
-"""How a trajectory takes in each event: the method named like the event's tag in the journal (``_`` and the tag)."""
 
+# What a handler does through its visit (the glue before a generation is part of that generation).
 DONE_IN_A_VISIT = frozenset({
     events.ContextOpened, events.MessagesAppended, events.Generated, events.CallBegun, events.Called,
     events.ModelQueried, events.UserReplied, events.LimitCharged, events.Scored,
 })  # fmt: skip
-"""What a handler does through its visit (the glue before a generation is part of that generation)."""

@@ -48,21 +48,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_EVERY = 5.0
-"""Seconds between two looks whether a server that owes answers is still there."""
-LAST_TOKENS = 2.0
-"""Seconds that a server has to hand over what was sampled when the engine is closed in mid-generation."""
-RECALL_WITHIN = 30.0
-"""Seconds after which a request that SGLang was asked to end, and does not, is left behind."""
-MISSING_FOR = 30.0
-"""Seconds after which a server that does not answer these is given up."""
+LOOK_EVERY = 5.0  # seconds between two looks whether a server that owes answers is still there
+LAST_TOKENS = 2.0  # seconds that a server has to hand over what was sampled when the engine is closed in mid-generation
+RECALL_WITHIN = 30.0  # seconds after which a request that SGLang was asked to end, and does not, is left behind
+MISSING_FOR = 30.0  # seconds after which a server that does not answer these is given up
+# Seconds without a word about any request after which a server that has some is given up, however healthy it says it
+# is.
 SILENT_FOR = 300.0
-"""Seconds without a word about any request after which a server that has some is given up, however healthy it says it
-is."""
-READY_EVERY = 0.1
-"""Seconds between two looks whether a server that starts is ready."""
-EXIT_WITHIN = 5.0
-"""Seconds in which the process of a server that broke a connection is seen to have ended."""
+READY_EVERY = 0.1  # seconds between two looks whether a server that starts is ready
+EXIT_WITHIN = 5.0  # seconds in which the process of a server that broke a connection is seen to have ended
 
 
 @dataclass(slots=True, eq=False)
@@ -71,19 +65,14 @@ class Entry:
 
     request: Request
     stream: ChunkStream
-    ids: Ids
-    """The prompt, and what has been sampled."""
-    room: int
-    """How many tokens may still be sampled."""
+    ids: Ids  # the prompt, and what has been sampled
+    room: int  # how many tokens may still be sampled
     since: float
-    routed: int = 0
-    """Of how many of the first ``ids`` the routed experts are known."""
+    routed: int = 0  # of how many of the first `ids` the routed experts are known
     sampled: int = 0
     admitted: bool = False
-    rid: str = ""
-    """What SGLang calls it at present."""
-    task: asyncio.Task[None] | None = None
-    """Runs while SGLang has the request."""
+    rid: str = ""  # what SGLang calls it at present
+    task: asyncio.Task[None] | None = None  # runs while SGLang has the request
     aborted: bool = False
 
     @property
@@ -114,41 +103,30 @@ class Connection(threading.Thread):
     ) -> None:
         super().__init__(name="fsm-rollout-sglang", daemon=True)
         self.server = server
-        self.max_context = 0
-        """The longest input plus output, in tokens."""
-        self.version = 0
-        """That of the present weights."""
-        self.failure: EngineError | None = None
-        """Why no request will ever be taken again."""
+        self.max_context = 0  # the longest input plus output, in tokens
+        self.version = 0  # that of the present weights
+        self.failure: EngineError | None = None  # why no request will ever be taken again
         self._process = process
         self._replica = replica
         self._vocabulary = vocabulary
         self._experts = experts
-        self._says_experts = False
-        """Whether the server says which experts tokens were routed to."""
-        self._mask_tokens = 0
-        """The longest sampling mask that the server gives."""
-        self._memory = ["kv_cache"]
-        """What the server gives back while it sleeps."""
-        self._folder: Path | None = None
-        """The weights that the server was last given from here."""
+        self._says_experts = False  # whether the server says which experts tokens were routed to
+        self._mask_tokens = 0  # the longest sampling mask that the server gives
+        self._memory = ["kv_cache"]  # what the server gives back while it sleeps
+        self._folder: Path | None = None  # the weights that the server was last given from here
         self._entries: dict[str, Entry] = {}
-        self._taking = threading.Lock()
-        """Guards what :meth:`submit` looks at: ``_entries`` and ``failure``."""
-        self._chunks: list[tuple[ChunkStream, Chunk]] = []
-        """What has come in this pass of the loop."""
-        self._held: set[str] = set()
-        """Why SGLang may have no requests: "paused", "asleep", "updating", "doubted"."""
-        self._last_activity = 0.0
-        """When SGLang last said something of a request, or was given one (the loop's time)."""
+        self._taking = threading.Lock()  # guards what `submit` looks at: `_entries` and `failure`
+        self._chunks: list[tuple[ChunkStream, Chunk]] = []  # what has come in this pass of the loop
+        self._held: set[str] = set()  # why SGLang may have no requests: "paused", "asleep", "updating", "doubted"
+        self._last_activity = 0.0  # when SGLang last said something of a request, or was given one (the loop's time)
         # All ids have one length: SGLang aborts every request whose id *begins* with the one that it is given.
         prefix = secrets.token_hex(4)
         self._rids = (f"{prefix}-{number:012d}" for number in itertools.count())
         self._orders = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        # Gives up what is under way when the process has not ended by then.
         self._ending: asyncio.TimerHandle | None = None
-        """Gives up what is under way when the process has not ended by then."""
         self._enough = asyncio.Event()
         if process is None:  # else the next connection cannot meet another server
             server.doubt = self._doubt

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+# Arguments of SGLang's `ServerArgs`; others may be given over them.
 ARGUMENTS: Mapping[str, object] = {
     "device": "cpu",
     "dtype": "float32",
@@ -31,7 +32,6 @@ ARGUMENTS: Mapping[str, object] = {
     "skip_server_warmup": True,
     "sleep_on_idle": True,  # else an idle engine keeps a core busy, which another one could use
 }
-"""Arguments of SGLang's ``ServerArgs``; others may be given over them."""
 
 
 def prepare(threads: int | None) -> Mapping[str, object]:

@@ -33,14 +33,11 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = {"host", "port", "api_key"}
 STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_interval"}
+# Arguments of SGLang that this engine sets itself.
 OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
-"""Arguments of SGLang that this engine sets itself."""
-KEPT_BY_SGLANG = 6
-"""Tokens of the window that SGLang does not use."""
-PROGRESS_EVERY = 15.0
-"""Seconds between two lines in the log while SGLang starts."""
-SHARED_MEMORY = Path("/dev/shm")
-"""Where new tensors go on their way to SGLang, if there is room: a folder in memory."""
+KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
+PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
+SHARED_MEMORY = Path("/dev/shm")  # where new tensors go on their way to SGLang, if there is room: a folder in memory
 
 
 class SGLangEngine(SGLangHTTPEngine):

@@ -84,10 +84,9 @@ class SGLangHTTPEngine:
 
     def _read_model(self, folder: Path) -> None:
         self._folder = folder
-        self.tokenizer = load_tokenizer(folder)
-        """That of the model folder."""
+        self.tokenizer = load_tokenizer(folder)  # that of the model folder
+        # The stop tokens that the model's generation config names.
         self.eos_ids = stop_tokens_in(folder, self.tokenizer)
-        """The stop tokens that the model's generation config names."""
 
     def _connect(self, server: Server, replica: str, process: ServerProcess | None = None) -> None:
         self._closed = False

@@ -37,14 +37,11 @@ import psutil
 from fsm_rollout.engines.sglang import cpu as sglang_cpu
 from fsm_rollout.errors import EngineError, did_you_mean
 
-_SERVER = "FSM_ROLLOUT_SGLANG_SERVER"
-"""Tells SGLang's processes the id of the server's."""
-_SET_DEATH_SIGNAL = 1
-"""Linux's ``PR_SET_PDEATHSIG``."""
-CLOSE_WITHIN = 20.0
-"""Seconds that a process has to end once it is killed."""
+_SERVER = "FSM_ROLLOUT_SGLANG_SERVER"  # tells SGLang's processes the id of the server's
+_SET_DEATH_SIGNAL = 1  # Linux's `PR_SET_PDEATHSIG`
+CLOSE_WITHIN = 20.0  # seconds that a process has to end once it is killed
+# How much of the process's output an error shows, of how much that it looks through.
 OUTPUT_LINES, OUTPUT_BYTES = 15, 16_384
-"""How much of the process's output an error shows, of how much that it looks through."""
 
 # -- the process that starts the server -------------------------------------------------------------------------------
 
@@ -74,8 +71,7 @@ class ServerProcess:
             start_new_session=True,  # a Ctrl-C in the terminal is for the caller alone
         )
         self.pid = self._process.pid
-        self.exited: Future[int] = Future()
-        """Its exit code."""
+        self.exited: Future[int] = Future()  # its exit code
         self._waiter = threading.Thread(target=self._wait, name="fsm-rollout-sglang-exit", daemon=True)
         self._waiter.start()
         assert self._process.stdin is not None
@@ -113,12 +109,12 @@ class ServerProcess:
         self._port.close()
 
 
+# Lines that a process prints while nothing is wrong: warnings, progress bars.
 _NOISE = re.compile(r"\w*Warning\b|\bWARNING\b|\bINFO\b|\bW\d{4} |\d%\|.*\||\bit/s\]|^\s*warnings\.warn\(")
-"""Lines that a process prints while nothing is wrong: warnings, progress bars."""
+# Lines that say what went wrong.
 _TELLING = re.compile(
     r"crashed|exit code|out of memory|^(?!Traceback)[\w.]*(?:Error|Exception|Exit|Interrupt)\b(?::|$)|\b[Kk]illed\b"
 )
-"""Lines that say what went wrong."""
 
 
 def explained(reason: str, output: str) -> str:

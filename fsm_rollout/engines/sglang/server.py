@@ -20,14 +20,12 @@ import msgspec
 
 from fsm_rollout.errors import EngineError
 
-ANSWER_WITHIN = 30.0
-"""Seconds that a server has to take a connection, and to answer a question about itself."""
-IDLE_WITHIN = 30.0
-"""Seconds that a server has to become idle when nothing is asked of it any more."""
+ANSWER_WITHIN = 30.0  # seconds that a server has to take a connection, and to answer a question about itself
+IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
+# Seconds that it has to give memory back or take it again, and to load weights.
 MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
-"""Seconds that it has to give memory back or take it again, and to load weights."""
+# The longest line of an answer; a server without incremental output repeats the whole answer in each.
 LINE_BYTES = 256 * 2**20
-"""The longest line of an answer; a server without incremental output repeats the whole answer in each."""
 
 
 class WeightsRefused(EngineError):
@@ -51,8 +49,7 @@ class Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_token_sampling_logprobs: list[float] = []
     output_token_sampling_mask: list[list[int]] = []
-    routed_experts: str = ""
-    """At the end of a request, in base64: int32 ``[tokens, layers, top_k]``."""
+    routed_experts: str = ""  # at the end of a request, in base64: int32 `[tokens, layers, top_k]`
 
 
 class _Line(msgspec.Struct):
@@ -60,8 +57,7 @@ class _Line(msgspec.Struct):
 
     output_ids: list[int] | None = None
     meta_info: Meta | None = None
-    error: dict[str, object] | str | None = None
-    """Stands in place of the others when SGLang refuses the request."""
+    error: dict[str, object] | str | None = None  # stands in place of the others when SGLang refuses the request
 
 
 class Info(msgspec.Struct):
@@ -96,19 +92,16 @@ class Server:
         api_key: the key that the server demands.
     """
 
-    name, kind, described = "SGLang", "SGLang server", "an SGLang server"
-    """What it is called in messages."""
-    health = "/health"
-    """A route that it answers while it is well."""
+    name, kind, described = "SGLang", "SGLang server", "an SGLang server"  # what it is called in messages
+    health = "/health"  # a route that it answers while it is well
 
     def __init__(self, url: str, send_every: int, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self.label = ""
-        """What the server should call its weights."""
+        self.label = ""  # what the server should call its weights
+        # Whether we gave the weights that label. Until then others may update them without our knowing.
         self.labelled_here = False
-        """Whether we gave the weights that label. Until then others may update them without our knowing."""
+        # Called when the next connection may meet another server, or other weights.
         self.doubt: Callable[[], None] = lambda: None
-        """Called when the next connection may meet another server, or other weights."""
         self.send_every = send_every
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

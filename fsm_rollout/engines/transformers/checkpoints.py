@@ -19,8 +19,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 _BUILDING = threading.Lock()
-NAMED = 3
-"""How many of the tensors that a folder lacks are named."""
+NAMED = 3  # how many of the tensors that a folder lacks are named
 
 
 def load_checkpoint(

@@ -36,12 +36,9 @@ from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
 
-GAPS = 4
-"""Of so many rows that take part in a step one may be idle."""
-LIKE_LENGTH = 32
-"""Requests are filled together when the longest has at most so many tokens more than the shortest."""
-WORTH_SHARING = 16
-"""Tokens with which most requests begin are held once for all of them if there are so many."""
+GAPS = 4  # of so many rows that take part in a step one may be idle
+LIKE_LENGTH = 32  # requests are filled together when the longest has at most so many tokens more than the shortest
+WORTH_SHARING = 16  # tokens with which most requests begin are held once for all of them if there are so many
 
 
 @dataclass(slots=True, eq=False)
@@ -50,24 +47,17 @@ class _Running:
 
     request: Request
     since: float
-    room: int = 0
-    """How many tokens may still be sampled."""
-    tokens: list[int] = field(default_factory=list)
-    """The prompt and what was sampled: the whole context."""
-    ids: Ids = field(default_factory=lambda: Ids("i"))
-    """Sampled and not yet sent."""
+    room: int = 0  # how many tokens may still be sampled
+    tokens: list[int] = field(default_factory=list)  # the prompt and what was sampled: the whole context
+    ids: Ids = field(default_factory=lambda: Ids("i"))  # sampled and not yet sent
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
     mask_counts: Ids = field(default_factory=lambda: Ids("i"))
+    # From how many tokens, and from which, those were sampled, with top_p or top_k.
     mask: Ids = field(default_factory=lambda: Ids("i"))
-    """From how many tokens, and from which, those were sampled, with top_p or top_k."""
-    row: int = -1
-    """Its row in the cache, once it has one."""
-    shared: int = 0
-    """How many of its first tokens it shares: their keys and values are not in its row."""
-    cached: int = 0
-    """How many of its tokens its row holds, those that it shares counted in."""
-    idle: bool = False
-    """It has ended; its row is kept for the next turn of its session."""
+    row: int = -1  # its row in the cache, once it has one
+    shared: int = 0  # how many of its first tokens it shares: their keys and values are not in its row
+    cached: int = 0  # how many of its tokens its row holds, those that it shares counted in
+    idle: bool = False  # it has ended; its row is kept for the next turn of its session
 
     @property
     def missing(self) -> list[int]:
@@ -110,10 +100,8 @@ class DecodeLoop:
         self._replica = replica
         self._waiting: deque[_Running] = deque()
         self._unfilled: deque[_Running] = deque()
-        self._rows: list[_Running] = []
-        """What is in each row of the cache: running requests, and idle ones."""
-        self._idle: dict[str, _Running] = {}
-        """The idle rows by session, the longest idle first."""
+        self._rows: list[_Running] = []  # what is in each row of the cache: running requests, and idle ones
+        self._idle: dict[str, _Running] = {}  # the idle rows by session, the longest idle first
         self._steps = 0
         self.release()
 

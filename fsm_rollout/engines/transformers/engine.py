@@ -48,11 +48,9 @@ class _ModelThread(threading.Thread):
         super().__init__(name="fsm-rollout-model", daemon=True)
         self.decode = decode
         self.load = Load()
-        self._held: set[str] = set()
-        """Why nothing is sampled: "paused", "asleep", both, or (empty) not at all."""
+        self._held: set[str] = set()  # why nothing is sampled: "paused", "asleep", both, or (empty) not at all
         self._lock = threading.Lock()
-        self._streams: dict[str, ChunkStream] = {}
-        """Where the chunks of each request under way go; ``_lock`` guards it."""
+        self._streams: dict[str, ChunkStream] = {}  # where the chunks of each request under way go; `_lock` guards it
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     # -- from any thread ------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-COLUMN_STEP = 128
-"""The cache grows by at least so many columns at a time."""
+COLUMN_STEP = 128  # the cache grows by at least so many columns at a time
 
 
 class Rows(Protocol):
@@ -31,10 +30,8 @@ class Rows(Protocol):
     in the row. All ids, positions and rows are int64.
     """
 
-    shares: ClassVar[bool]
-    """Whether :attr:`prefix` may be more than nothing."""
-    prefix: list[int]
-    """Tokens with which many rows begin: their keys and values are held once."""
+    shares: ClassVar[bool]  # whether `prefix` may be more than nothing
+    prefix: list[int]  # tokens with which many rows begin: their keys and values are held once
 
     def reserve(self, used: Sequence[int], columns: int, limit: int) -> None:
         """Make room for ``columns`` in each row, of at most ``limit``, with some to spare.
@@ -142,10 +139,8 @@ class _Place:
     rows: torch.Tensor
     positions: torch.Tensor
     width: int
-    first_rows: bool
-    """Whether ``rows`` are the first n, in order."""
-    fresh: bool
-    """Whether nothing comes before them in their rows."""
+    first_rows: bool  # whether `rows` are the first n, in order
+    fresh: bool  # whether nothing comes before them in their rows
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the attention mask ``[n, 1, q, width]``: each token sees the columns up to its own."""

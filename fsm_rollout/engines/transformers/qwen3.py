@@ -22,18 +22,12 @@ from transformers import PreTrainedModel
 
 from fsm_rollout.engines.transformers.key_value_rows import roomier, roomy_copy
 
-PREFIX_ROW = 0
-"""Of the cache; the rows of requests come after it."""
-PLAIN = ("torch.nn.modules.", "transformers.")
-"""Where the classes of a model without adapters come from."""
-BLOCK = 8
-"""So many rows of a step attend together, to as many columns as the longest of them has."""
-PIECE = 256
-"""So many tokens of a row are filled at once: a score for each pair of tokens is in memory."""
-SMALL = 9216
-"""Multiplications of one product, up to which OpenBLAS computes it in the calling thread."""
-UNSEEN = torch.finfo(torch.float32).min
-"""Added to the score of a token that another does not see."""
+PREFIX_ROW = 0  # of the cache; the rows of requests come after it
+PLAIN = ("torch.nn.modules.", "transformers.")  # where the classes of a model without adapters come from
+BLOCK = 8  # so many rows of a step attend together, to as many columns as the longest of them has
+PIECE = 256  # so many tokens of a row are filled at once: a score for each pair of tokens is in memory
+SMALL = 9216  # multiplications of one product, up to which OpenBLAS computes it in the calling thread
+UNSEEN = torch.finfo(torch.float32).min  # added to the score of a token that another does not see
 
 
 def serves(model: PreTrainedModel) -> bool:
@@ -62,8 +56,8 @@ class Qwen3Rows:
         self._heads, self._dim = config.num_key_value_heads, config.head_dim
         self._epsilon: float = config.rms_norm_eps
         self._layers = [_parameters(layer) for layer in model.model.layers]
+        # `[layers, keys and values, rows, heads, columns, head_dim]`
         self._cache = torch.zeros(len(self._layers), 2, 0, self._heads, 0, self._dim)
-        """``[layers, keys and values, rows, heads, columns, head_dim]``"""
 
     def reserve(self, used: Sequence[int], columns: int, limit: int) -> None:
         """See :class:`Rows`."""
