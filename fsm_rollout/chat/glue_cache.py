@@ -72,7 +72,7 @@ class GlueTemplate(CacheEntry):
         self._injection: Injection = injection
         self._dropped = dropped
         self._fast = False
-        self._known: dict[str, array[int]] = {}  # the ids of short texts that came before
+        self._known: dict[str, array[int]] = {}  # the ids of short middles that came before
         self.pieces = pieces
         whole = [self.encode(probe) for probe in probes]
         first, last = str(pieces[0]), str(pieces[-1])
@@ -94,15 +94,14 @@ class GlueTemplate(CacheEntry):
             middle = "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
             known = self._known.get(middle)
             if known is not None:
-                return Encoded(known.tolist(), entry=self)
+                return Encoded([*self._head, *known, *self._tail], entry=self)
             ids = self._encoder.encode(middle)
             if self._encoder.markers_of(ids) == self._markers:
-                whole = [*self._head, *ids, *self._tail]
                 if len(middle) <= SHORT:
                     if len(self._known) >= MOST_ENTRIES:
                         self._known.clear()
-                    self._known[middle] = array("i", whole)  # a list takes nine times the memory
-                return Encoded(whole, entry=self)
+                    self._known[middle] = array("i", ids)  # a list takes nine times the memory
+                return Encoded([*self._head, *ids, *self._tail], entry=self)
         encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self._dropped)
         encoded.entry = self
         return encoded

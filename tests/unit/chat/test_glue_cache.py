@@ -259,6 +259,17 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(kept) <= 16 for kept in vars(chat._cache).values() if isinstance(kept, dict))
 
 
+def test_what_is_remembered_of_a_prompt_does_not_grow_with_its_tools() -> None:
+    """Nor does the time: what the template writes itself is there once, as ids, for all prompts."""
+    chat = ChatTemplate(zoo.tokenizer_for(TRICKY["trims"].replace("{%- for", "{{ tools | tojson }}{%- for", 1)))
+    schemas = [{"type": "function", "function": {"name": f"look{index}"}} for index in range(30)]
+    for text in ("one", "two", "three", "one"):
+        prompt = chat.prompt([zoo.user(text)], schemas)
+        assert prompt == chat.prompt_reference([zoo.user(text)], schemas).ids
+    (learned,) = (template for template in chat._cache.templates.values() if template is not None)
+    assert 0 < max(map(len, learned._known.values())) < 100 < len(prompt)
+
+
 def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:
     chat = chat_of("shows ids and names")
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
