@@ -50,7 +50,6 @@ class Problem:
     rule: int = 0
 
     def __str__(self) -> str:
-        """Format as ``file:line: message``."""
         where = "".join(f"{part}:" for part in (self.file, self.line) if part is not None)
         tag = f" [rule {self.rule}]" if self.rule else ""
         return f"{where} {self.message}{tag}".lstrip()

@@ -482,7 +482,6 @@ class Rollout:
             raise EngineError("this rollout is closed, and its engines with it; make another")
 
     def _loop(self) -> LoopThread:
-        """Return the event loop that plain calls share."""
         if self._loop_thread is None or not self._loop_thread.alive:
             self._loop_thread = LoopThread()
         return self._loop_thread

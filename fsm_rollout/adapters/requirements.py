@@ -13,11 +13,7 @@ from fsm_rollout.errors import BatchError
 
 
 def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
-    """Check that no sample of a group has several rows, for a trainer that takes one for each prompt it gave.
-
-    Raises:
-        BatchError: one has.
-    """
+    """Raise BatchError if a sample has several rows, for a trainer that takes one for each prompt it gave."""
     counts = Counter((row.group_id, row.sample) for row in rows)
     for row in rows:
         if (number := counts[row.group_id, row.sample]) > 1:
@@ -30,11 +26,7 @@ def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
 
 
 def score_of(row: TrainingRow, trainer: str) -> float:
-    """Return a row's score, for a trainer that cannot represent a missing one.
-
-    Raises:
-        BatchError: it has no score.
-    """
+    """Return a row's score; BatchError if it has none, for a trainer that cannot represent that."""
     if row.score is None:
         raise BatchError(
             f"row {row.row_id} has no score, and {trainer} would read that as a number; leave such rows out "

@@ -105,11 +105,7 @@ class RolloutWorker:
         """Do nothing: each token carries the version of the weights that sampled it."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the worker, or that it has been silent for so long.
-
-        Raises:
-            RolloutError: it was.
-        """
+        """Raise RolloutError with what ended the worker, or that it has been silent for so long."""
         if self._error is not None:
             raise RolloutError(f"the rollout worker has ended: {self._error}") from self._error
         silent = time.monotonic() - self._lively_at

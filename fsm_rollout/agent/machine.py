@@ -46,7 +46,6 @@ class _Transition(transitions.Transition):
     by_user: bool = False  # whether the user wrote it, `on_error` included
 
     def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
-        """Return whether its conditions hold."""
         for holds, target in self.tests:  # noqa: SIM110  # a generator costs more than most predicates
             if holds(trajectory, outcome) is not target:
                 return False

@@ -190,7 +190,6 @@ class TrajectoryBatch:
         return cls(tensordict, pad_id, rows[0].state_names if rows else (), sample_scores=scores)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self.tensordict.batch_size[0])
 
     @property
@@ -384,7 +383,6 @@ class TrajectoryBatch:
         return cls(tensordict, **facts)
 
     def __repr__(self) -> str:
-        """Say how many rows, of what shape, and what was left out."""
         shape = "packed"
         if not self.packed:
             shape = f"P={self.tensordict['prompts'].shape[1]}, R={self.tensordict['responses'].shape[1]}"

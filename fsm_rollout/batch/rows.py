@@ -34,7 +34,6 @@ class RowId(NamedTuple):
     stream: int
 
     def __str__(self) -> str:
-        """Format as ``trajectory_id/stream``."""
         return f"{self.trajectory_id}/{self.stream}"
 
 
@@ -217,11 +216,7 @@ def rows(
 
 
 def _experts_shape(streams: Sequence[Stream]) -> tuple[int, int]:
-    """Return in how many layers each token has how many routed experts; ``(0, 0)`` where no engine says.
-
-    Raises:
-        BatchError: not the same everywhere.
-    """
+    """Return how many layers and routed experts each token has, ``(0, 0)``: none said; BatchError if they differ."""
     notes = (note for stream in streams for note in stream.tokens.notes if note.kind is NoteKind.ROUTED_EXPERTS)
     shapes = {(note.layers, note.counts[0] // note.layers) for note in notes if note.counts}
     if len(shapes) > 1:

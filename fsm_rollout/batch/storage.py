@@ -87,11 +87,7 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
 
 
 def _make_sure_of_room(folder: Path, tensordict: TensorDict) -> None:
-    """Take as much room as the tensors will need, and give it back: a memory map on a full disk ends the process.
-
-    Raises:
-        OSError: there is not so much.
-    """
+    """Take as much room as the tensors need, and give it back (or raise OSError): a full disk would end the process."""
     needed = sum(t.numel() * t.element_size() for t in tensordict.values(True, True) if isinstance(t, torch.Tensor))
     reserve = folder / "reserve"
     with reserve.open("wb") as file:

@@ -37,7 +37,6 @@ class Deadline:
         self.walled = False  # whether it was its wall that ended the block
 
     async def __aenter__(self) -> Deadline:
-        """Start counting."""
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()

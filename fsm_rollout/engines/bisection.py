@@ -61,7 +61,6 @@ class Bisection:
         self._timer: asyncio.TimerHandle | None = None
 
     def __contains__(self, pending: PendingRequest) -> bool:
-        """Whether a request is on trial, or has been."""
         return pending.shared > 1 or pending in self._on_trial
 
     @property

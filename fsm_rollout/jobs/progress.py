@@ -74,7 +74,6 @@ class RunProgress:
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> RunProgress:
-        """Start showing."""
         if self._console.is_terminal:
             self._live.start()
         else:
@@ -94,7 +93,6 @@ class RunProgress:
             self._console.print(self._line())
 
     def _line(self) -> Text:
-        """Return the plain line of now."""
         if not self._begun:
             waited = time.monotonic() - self._started
             return Text("starting the engines …" + (f" ({waited:.0f} s)" if waited >= 1 else ""))

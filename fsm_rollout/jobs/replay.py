@@ -62,7 +62,6 @@ class Difference:
     what: str
 
     def __str__(self) -> str:
-        """Say where, and what."""
         token = "" if self.token is None else f", token {self.token}"
         return f"{self.trajectory_id}: in {self.state}, generation {self.turn}{token}: {self.what}"
 

@@ -70,7 +70,6 @@ class Page:
     html: str = field(repr=False)
 
     def __repr__(self) -> str:
-        """Say what it is, and what to do with it."""
         return f"<Page of {len(self.html):,} characters: .save('page.html') writes it, a notebook shows it>"
 
     def save(self, path: str | Path) -> Path:
@@ -81,7 +80,6 @@ class Page:
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook."""
         return framed(self.html)
 
 

@@ -90,7 +90,6 @@ class RunState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
-        """Check the arguments."""
         check_at_least(1, "trajectory per prompt", "n", self.n)
         check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
         if max_filtered is not None:

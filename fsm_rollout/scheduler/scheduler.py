@@ -428,7 +428,6 @@ class Scheduler:
         return len(self._open) + len(run.counted) + sum(group.counts for group in self._done) < run.max_groups
 
     def _is_over(self, run: RunState) -> bool:
-        """Whether nothing more is to be started."""
         return run.stop is not None or (run.exhausted and not (self._open or self._done))
 
     def _open_next(self, run: RunState) -> Group | None:
@@ -499,7 +498,6 @@ class Scheduler:
         return groups
 
     def _waits(self) -> list[str]:
-        """Return what the run waits for."""
         return waits_of(list(self._open.values()), self.clients, asyncio.get_running_loop().time())
 
     # -- weights, stopping --------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ class Staleness:
     version: Callable[[], int]  # returns the version of the policy's weights
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.most is not None:
             check_at_least(0, "weight versions", "max_staleness", self.most)
         check_at_least(0, "restarts", "max_restarts", self.restarts)

@@ -170,7 +170,6 @@ def _warn_of_ignored_cancellation(trajectory: Trajectory) -> None:
 
 
 def _outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a visit that raised."""
     error = single(error)
     if isinstance(error, LimitReached):
         return Outcome(Trigger.LIMIT_REACHED, limit=error.limit, detail=error.detail)

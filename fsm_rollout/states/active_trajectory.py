@@ -80,7 +80,6 @@ class ActiveTrajectory:
     live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
 
     def __post_init__(self, run_agent: RunAgent) -> None:
-        """Open its tools."""
         trajectory = self.trajectory
         self.live_user = self.live_user if trajectory.parent_id is None else None
         self.task: asyncio.Task[None] | None = None  # the task that runs it

@@ -161,7 +161,6 @@ class _Connection:
 
     @property
     def was_open(self) -> bool:
-        """Whether it has ever been open."""
         return self.client.done() and not self.client.cancelled() and self.client.exception() is None
 
     async def close(self) -> None:

@@ -134,7 +134,6 @@ def _decoded(answer: bytes) -> Answer:
 
 
 def _result(answer: Answer) -> object:
-    """Return what a tool returned, or raise what it raised."""
     if answer.of_the_call:
         raise BadArguments(answer.message)
     if answer.error:

@@ -167,7 +167,6 @@ class ToolSession:
     run_agent: RunAgent | None
 
     def __post_init__(self, tools_kwargs: object) -> None:
-        """Check the prompt's ``tools_kwargs``."""
         self.hidden = self.toolbox.check(tools_kwargs)  # the values of hidden parameters, by tool
         self.under_way: dict[str, str] = {}  # the tools of the calls under way, by the calls' ids
         # What this trajectory holds open: the tasks that make, or have made, its instances, and its connections.

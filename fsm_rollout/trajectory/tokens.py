@@ -61,7 +61,6 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     version: int = NO_VERSION
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return self.end - self.start
 
 
@@ -162,7 +161,6 @@ class TokenStream:
         self._spans.append(Span(start, len(self._ids), owner, state, turn, version))
 
     def __len__(self) -> int:
-        """Return the number of tokens, prompt included."""
         return len(self._ids)
 
     def __eq__(self, other: object) -> bool:

@@ -495,7 +495,6 @@ class Trajectory(msgspec.Struct):
         self.ended_at = event.at if self.ended_at is None else self.ended_at
 
     def __repr__(self) -> str:
-        """Say which, where and how far."""
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
         return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.generations} generations>"
 

@@ -132,7 +132,6 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
 
 
 def _covers(earlier: TransitionSpec, later: TransitionSpec) -> bool:
-    """Whether ``earlier`` holds whenever ``later`` does."""
     return all(test in later.tests for test in earlier.tests)
 
 

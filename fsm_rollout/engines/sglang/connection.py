@@ -150,11 +150,7 @@ class Connection(threading.Thread):
                 self.join()
 
     def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
-        """Start a dispatch; its requests that cannot be served are answered at once.
-
-        Raises:
-            EngineError: an id is under way already, or the engine has failed.
-        """
+        """Start a dispatch; EngineError for an id that is under way, or an engine that has failed."""
         entries = []
         with self._taking:
             if self.failure is not None:
@@ -219,11 +215,7 @@ class Connection(threading.Thread):
         self.version = int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
     async def await_start(self, process: ServerProcess) -> None:
-        """Wait until the server that ``process`` starts is ready, and meet it.
-
-        Raises:
-            EngineError: the process has ended.
-        """
+        """Wait until the server that ``process`` starts is ready, and meet it; EngineError if the process ends."""
         while not process.exited.done():
             with suppress(EngineError):
                 await self.server.call("/ready")
@@ -289,11 +281,7 @@ class Connection(threading.Thread):
         self._end(entry, reason, error)
 
     def _body(self, entry: Entry) -> dict[str, object]:
-        """Write a request in SGLang's words.
-
-        Raises:
-            ValueError: SGLang cannot say the logprobs of such sampling.
-        """
+        """Write a request in SGLang's words; ValueError if SGLang cannot say the logprobs of such sampling."""
         params = entry.request.sampling
         sampling: dict[str, object] = {
             "max_new_tokens": entry.room,
@@ -478,11 +466,7 @@ class Connection(threading.Thread):
             self._release("doubted")
 
     async def _check_weights(self) -> None:
-        """Give a server that lost our weights the last ones again.
-
-        Raises:
-            EngineError: it was never given any from here, refuses, or is not there.
-        """
+        """Give a server that lost our weights the last ones again; EngineError if there are none, or it refuses."""
         server = self.server
         if (label := await server.ask_label()) == server.label:
             return

@@ -127,11 +127,7 @@ class SGLangEngine(SGLangHTTPEngine):
         self._connection.max_context = min(max_context or sys.maxsize, self.max_context)
 
     def _await_start(self, timeout: float) -> None:
-        """Wait until SGLang has started, saying so now and then.
-
-        Raises:
-            EngineError: it has failed, or the time is up.
-        """
+        """Wait until SGLang has started, saying so now and then; EngineError if it fails, or the time is up."""
         began = time.monotonic()
         ready = self._connection.do(self._connection.await_start(self._process))
         while (waited := time.monotonic() - began) < timeout:

@@ -149,11 +149,7 @@ class SGLangHTTPEngine:
         await self._order(self._connection.resume)
 
     async def sleep(self) -> None:
-        """Have the server give memory back until :meth:`wake`: its cache's, and its weights' where it keeps a copy.
-
-        Raises:
-            EngineError: requests are under way and the engine is not paused.
-        """
+        """Have the server give memory back until :meth:`wake`; EngineError while requests run and it is not paused."""
         await self._order(self._connection.sleep)
 
     async def wake(self) -> None:

@@ -34,11 +34,7 @@ def _text_config(folder: Path) -> Mapping[str, Any]:
 
 
 def config_number(folder: Path, key: str) -> int | None:
-    """Return a number of the config: ``vocab_size``, ``max_position_embeddings``.
-
-    Raises:
-        EngineError: a file of the folder is broken.
-    """
+    """Return a number of the config (``vocab_size``, say); EngineError if a file of the folder is broken."""
     number = _text_config(folder).get(key)
     return number if isinstance(number, int) else None
 
@@ -54,11 +50,7 @@ def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
 
 
 def shapes_in(folder: Path) -> Mapping[str, list[int]]:
-    """Return the shapes of the folder's tensors by name, from its safetensors files.
-
-    Raises:
-        EngineError: a file is broken, or cut off.
-    """
+    """Return the shapes of the folder's tensors by name, from its safetensors files; EngineError if one is broken."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -78,11 +70,7 @@ def shapes_in(folder: Path) -> Mapping[str, list[int]]:
 
 
 def check_weights_there(folder: Path) -> None:
-    """Check that a folder has weights, and whole ones where they are safetensors: SGLang finds out after a minute.
-
-    Raises:
-        EngineError: it has none, or a file is broken.
-    """
+    """Raise EngineError for a folder without whole weights, which SGLang would find out after a minute."""
     if not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pt", "gguf")):
         raise EngineError(f"'{folder}' has no weights (*.safetensors, *.bin); copy them there")
     shapes_in(folder)

@@ -182,11 +182,7 @@ class Server:
         await self.call(f"/flush_cache?timeout={IDLE_WITHIN:g}", {}, within=IDLE_WITHIN + ANSWER_WITHIN)
 
     async def load_weights(self, folder: Path, label: str) -> None:
-        """Have it load a folder, which it must be able to read.
-
-        Raises:
-            WeightsRefused: it refuses. EngineError: it is not there, or has failed half-way.
-        """
+        """Have it load a folder that it can read; WeightsRefused if it refuses, EngineError if it failed half-way."""
         path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": label}
         loaded = self._read(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
         if not loaded.success:

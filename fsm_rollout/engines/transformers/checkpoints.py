@@ -50,11 +50,7 @@ def load_model(
 
 
 def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a model folder, on the CPU.
-
-    Raises:
-        EngineError: the folder cannot be loaded.
-    """
+    """Return the tensors of a model folder, on the CPU; EngineError if it cannot be loaded."""
     tensors: Mapping[str, torch.Tensor] = _load_model(model_folder(folder), dtype, torch.device("cpu")).state_dict()
     return tensors
 

@@ -70,11 +70,7 @@ class _ModelThread(threading.Thread):
         return done
 
     def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
-        """Register and queue requests.
-
-        Raises:
-            EngineError: an id is under way already.
-        """
+        """Register and queue requests; EngineError if an id is under way already."""
         with self._lock:
             check_unique(requests, self._streams)
             self._streams.update((request.request_id, stream) for request in requests)

@@ -124,7 +124,6 @@ class _World:
         return Conversation(messages, self.trajectory, self.trajectory.extra, rng, self.ask)
 
     def take(self, reply: Reply) -> None:
-        """Take a reply in."""
         if reply.content is not None:
             self.messages.append({"role": "user", "content": reply.content})
         self._go(Trigger.REPLIED, "INTERACTING", "GENERATING", {})
@@ -182,7 +181,6 @@ class _Interaction(Subject):
         return reply
 
     async def close(self, interaction: BoundInteraction) -> None:
-        """Close one."""
         try:
             async with asyncio.timeout(self.patience):
                 await interaction.close()

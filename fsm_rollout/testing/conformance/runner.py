@@ -48,7 +48,6 @@ class ConformanceError(AssertionError):
         """What else was found broken; it may follow from this."""
 
     def __str__(self) -> str:
-        """Return number and message, and what was promised."""
         promise = f"\n  it says: {self.promise}" if self.promise else ""
         further = "".join(f"\nand {error}" for error in self.further)
         return f"promise {self.invariant}: {self.message}{promise}{further}"
@@ -370,7 +369,6 @@ class Stepped(Generic[T]):
         self.ended_by: BaseException | None = None
 
     def __await__(self) -> Generator[object, None, T]:
-        """Run it."""
         return self._run().__await__()
 
     async def _run(self) -> T:

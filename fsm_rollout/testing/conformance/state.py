@@ -201,7 +201,6 @@ class Story:
     hurry: bool = False  # the state's timeout is shorter than the engine takes for anything
 
     def __str__(self) -> str:
-        """Say it as the last lines of a message."""
         parts = [f"the engine says {', '.join(repr(turn.model_dump(exclude_defaults=True)) for turn in self.says)}"]
         parts += [f"assistant_turns is {self.turns}"] if self.turns < 12 else []
         parts += [f"response_tokens is {self.tokens}"] if self.tokens is not None else []

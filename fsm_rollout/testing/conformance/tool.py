@@ -145,7 +145,6 @@ class _Tool(Subject):
 
     @SUITE.check(1)
     def schema_is_whole(self) -> None:
-        """Look at the schema of the parameters."""
         try:
             json.dumps(self.tool.schema, allow_nan=False)
         except (TypeError, ValueError) as error:

@@ -152,7 +152,6 @@ class AgentItem(CheckItem):
         return None
 
     def _replay(self, plan: str) -> str:
-        """Return the line to paste."""
         option, path = self.config.option, str(self.subject.path)
         words = ["pytest", quote(f"{path}::{self.name}"), "--fsm-agents", quote(path)]
         for flag, value in (("--fsm-tokenizer", option.fsm_tokenizer), ("--fsm-prompts", option.fsm_prompts)):

@@ -142,6 +142,5 @@ class Plan(StrictModel):
         return self.model_copy(update=changed)
 
     def __repr__(self) -> str:
-        """Show as data: what differs from the defaults."""
         data = self.model_dump(mode="json", exclude_defaults=True)
         return f"Plan({', '.join(f'{key}={value!r}' for key, value in data.items())})"

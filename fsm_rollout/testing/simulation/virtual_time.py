@@ -81,7 +81,6 @@ class _Selector(selectors.DefaultSelector):
         return self.rest(0) or ([] if busy else self._loop._wait())
 
     def rest(self, seconds: float) -> Ready:
-        """Wait in real time."""
         return super().select(seconds)
 
 

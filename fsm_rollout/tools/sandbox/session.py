@@ -86,7 +86,6 @@ class Protection:
     why_not: str | None = None  # why there are no namespaces
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
         calls = ", system calls filtered" if self.system_calls else ""
         if self.namespaces:
             return f"no network, a file system, users and processes of its own (namespaces), limits{calls}"

@@ -218,12 +218,7 @@ def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tup
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
-    """Open a journal, of whatever format, to be read like one of the present.
-
-    Raises:
-        JournalError: there is none, or one of a later format.
-        sqlite3.DatabaseError: it is damaged.
-    """
+    """Open a journal of whatever format, to be read as one of today's; JournalError: there is none, or a later one."""
     path = Path(path)
     if not path.is_file():
         raise JournalError(f"there is no journal at {path}")
@@ -248,11 +243,7 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -> Iterator[sqlite3.Connection]:
-    """Open what is left of a journal that SQLite cannot read.
-
-    Raises:
-        JournalError: it is none, or another program works on it, or nothing is left.
-    """
+    """Open what is left of a journal that SQLite cannot read; JournalError: nothing, or another program is at it."""
     path = Path(path)
     if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in (
         sqlite3.SQLITE_CORRUPT,

@@ -114,7 +114,6 @@ class Journal(AbstractContextManager["Journal"]):
         self._next[trajectory_id] = seq + 1
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Say whether it has a trajectory of that id."""
         return trajectory_id in self._next
 
     def handed_over(self, group_id: str, yes: bool = True) -> None:
@@ -151,7 +150,6 @@ class Journal(AbstractContextManager["Journal"]):
             self._check()
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def _put(self, *rows: _Appended | _Insertion) -> None:

@@ -25,7 +25,6 @@ class _Absent:
         return _Absent(f"{self._name}.{name}", self._why)
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Say that it cannot be called."""
         raise NotImplementedError(f"{self._name}: {self._why}")
 
 
