@@ -7,23 +7,14 @@ lines; so the history that it re-sends names the conversation, whatever tools, c
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.chat_request import (
-    Chain,
-    ChatReply,
-    ChatRequest,
-    ProtocolError,
-    begin_chain,
-    extend_chain,
-    refuse,
-)
-from fsm_rollout.states.external.responding import Answer, Parts
+from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, begin_chain, extend_chain, refuse
+from fsm_rollout.states.external.responding import Answer, Exchange
 from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied
@@ -32,67 +23,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 BETWEEN_TURNS = "\n\n"
 # Ends that leave an answer cut.
 CUT_BY = (StopReason.TRUNCATED, *map(StopReason.of_limit, (LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS)))
-
-
-class Exchange:
-    """One request and its answer, as it comes: pieces of text that make up the whole, and exactly one end.
-
-    ``on_first`` is called with the seconds until the first piece of text.
-    """
-
-    def __init__(self, chat: ChatRequest, on_first: Callable[[float], object] = lambda seconds: None) -> None:
-        self.chat = chat
-        self.begun_at = asyncio.get_running_loop().time()
-        self.ending: ChatReply | ProtocolError | None = None  # how it has ended
-        self._shown = ""
-        self._on_first = on_first
-        self._parts: deque[str | Mapping[str, object]] = deque()
-        self._changed = asyncio.Event()
-
-    @property
-    def seconds(self) -> float:
-        """How long it has taken so far."""
-        return asyncio.get_running_loop().time() - self.begun_at
-
-    def show(self, text: str) -> None:
-        """Send what of the text so far was not sent; it may not change what was."""
-        new = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        if new:
-            if not self._shown:
-                self._on_first(self.seconds)
-            self._shown += new
-            self._parts.append(new)
-            self._changed.set()
-
-    def note(self, **note: object) -> None:
-        """Send what happens beside the text, to those who asked for it."""
-        if self.chat.notes:
-            self._parts.append(note)
-            self._changed.set()
-
-    def end(self, ending: ChatReply | ProtocolError) -> None:
-        """End it; only the first end counts."""
-        if self.ending is None:
-            if isinstance(ending, ChatReply):
-                self.show(ending.text)
-            self.ending = ending
-            self._changed.set()
-
-    async def parts(self, leave: Callable[[], object]) -> Parts:
-        """Yield the answer as it comes; ``leave`` is called at the end, also where nobody reads on."""
-        try:
-            while True:
-                self._changed.clear()
-                while self._parts:
-                    yield self._parts.popleft()
-                if isinstance(self.ending, ProtocolError):
-                    raise self.ending
-                if self.ending is not None:
-                    yield Answer(self.ending, delivered=lambda: None)
-                    return
-                await self._changed.wait()
-        finally:
-            leave()
 
 
 def chain_of(caller: str, model: str, sampling: object, messages: Iterable[Message]) -> Chain:
@@ -176,17 +106,16 @@ class ServedConversation:
         if isinstance(ending, ProtocolError):
             exchange.end(ending)
             return
-        exchange.end(
-            ChatReply(
-                reply_id=f"chatcmpl-{self.trajectory_id}",
-                model=exchange.chat.model,
-                message={"role": "assistant", "content": self.text},
-                finish_reason=ending,
-                prompt_tokens=self._prompt_tokens,
-                completion_tokens=self._sampled_tokens,
-                extra={"trajectory": self.trajectory_id, "stop_reason": stop_reason},
-            )
+        reply = ChatReply(
+            reply_id=f"chatcmpl-{self.trajectory_id}",
+            model=exchange.chat.model,
+            message={"role": "assistant", "content": self.text},
+            finish_reason=ending,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._sampled_tokens,
+            extra={"trajectory": self.trajectory_id, "stop_reason": stop_reason},
         )
+        exchange.end(Answer(reply))
 
 
 def ending_of(trajectory: Trajectory, context: str) -> FinishReason | ProtocolError:

@@ -22,9 +22,10 @@ from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
-from fsm_rollout.serve.served_conversation import Exchange, ServedConversation, chain_of, ending_of
+from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
+from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from types import ModuleType
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from aiohttp import web
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
-from fsm_rollout.states.external.responding import Answer, Parts, chat_of, failed, key_of_caller, respond
+from fsm_rollout.states.external.responding import Exchange, Parts, chat_of, failed, key_of_caller, respond
 from fsm_rollout.states.external.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -120,34 +120,29 @@ async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
     if not chat.stream:
         yield await histories.answer(chat)
         return
-    arrived = asyncio.Event()
-    texts: list[str] = []
-    streams: list[TextStream] = []
+    exchange, streams = Exchange(chat), list[TextStream]()
 
     def on_tokens(pending: PendingRequest) -> None:
         if not streams:
             streams.append(TextStream(histories.ctx.context(pending.request.context)))
-        if new := streams[0].new(pending):
-            texts.append(new)
-            arrived.set()
+        if streams[0].new(pending):
+            exchange.show(streams[0].shown)
 
-    work: asyncio.Task[Answer] = asyncio.create_task(histories.answer(chat, on_tokens))
-    work.add_done_callback(lambda _: arrived.set())
+    async def work() -> None:
+        try:
+            exchange.end(await histories.answer(chat, on_tokens))
+        except Exception as error:  # whatever it is, the caller's request has it
+            exchange.end(error)
+
+    task = asyncio.create_task(work())
     try:
-        while texts or not work.done():
-            if texts:
-                yield texts.pop(0)
-            else:
-                arrived.clear()
-                await arrived.wait()
-        answer = work.result()
-        if rest := streams[0].rest(answer.reply.text) if streams else answer.reply.text:
-            yield rest
-        yield answer
+        async with aclosing(exchange.parts()) as parts:
+            async for part in parts:
+                yield part
     finally:
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
 def gateway() -> Gateway:

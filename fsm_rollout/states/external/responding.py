@@ -6,8 +6,10 @@ answered yet also by its status. A caller that goes away ends the work on its an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -25,11 +27,72 @@ class Answer:
     """What a call is answered with."""
 
     reply: ChatReply
-    delivered: Callable[[], object]  # to be called when the caller has it
+    delivered: Callable[[], object] = lambda: None  # to be called when the caller has it
 
 
 # An answer as it comes: pieces of its text, notes for those who asked for them, and at the end the whole.
 Parts = AsyncGenerator["str | Mapping[str, object] | Answer", None]
+
+
+class Exchange:
+    """One request and its answer, as it comes: pieces of text that make up the whole, and exactly one end.
+
+    ``on_first`` is called with the seconds until the first piece of text.
+    """
+
+    def __init__(self, chat: ChatRequest, on_first: Callable[[float], object] = lambda seconds: None) -> None:
+        self.chat = chat
+        self.begun_at = asyncio.get_running_loop().time()
+        self.ending: Answer | Exception | None = None  # how it has ended
+        self._shown = ""
+        self._on_first = on_first
+        self._parts: deque[str | Mapping[str, object]] = deque()
+        self._changed = asyncio.Event()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return asyncio.get_running_loop().time() - self.begun_at
+
+    def show(self, text: str) -> None:
+        """Send what of the text so far was not sent; it may not change what was."""
+        new = text[len(self._shown) :] if text.startswith(self._shown) else ""
+        if new:
+            if not self._shown:
+                self._on_first(self.seconds)
+            self._shown += new
+            self._parts.append(new)
+            self._changed.set()
+
+    def note(self, **note: object) -> None:
+        """Send what happens beside the text, to those who asked for it."""
+        if self.chat.notes:
+            self._parts.append(note)
+            self._changed.set()
+
+    def end(self, ending: Answer | Exception) -> None:
+        """End it; only the first end counts."""
+        if self.ending is None:
+            if isinstance(ending, Answer):
+                self.show(ending.reply.text)
+            self.ending = ending
+            self._changed.set()
+
+    async def parts(self, leave: Callable[[], object] = lambda: None) -> Parts:
+        """Yield the answer as it comes; ``leave`` is called at the end, also where nobody reads on."""
+        try:
+            while True:
+                self._changed.clear()
+                while self._parts:
+                    yield self._parts.popleft()
+                if isinstance(self.ending, Exception):
+                    raise self.ending
+                if self.ending is not None:
+                    yield self.ending
+                    return
+                await self._changed.wait()
+        finally:
+            leave()
 
 
 async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, parts: Parts) -> web.StreamResponse:

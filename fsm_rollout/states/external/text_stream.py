@@ -54,7 +54,3 @@ class TextStream:
             new = new.lstrip()[len(self.shown) :]
         self.shown += new
         return new
-
-    def rest(self, text: str) -> str:
-        """Return what of the final text has not been shown."""
-        return text[len(self.shown) :] if text.startswith(self.shown) else ""
