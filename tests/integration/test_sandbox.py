@@ -253,12 +253,15 @@ def test_what_a_call_leaves_running_ends_with_it(namespaces: bool) -> None:
     assert run(f"{daemon}while not os.path.exists('alive'): time.sleep(0.01)", grows)[1] == "0"
 
 
-def test_a_cancelled_call_ends_its_session(namespaces: bool) -> None:
+def test_a_cancelled_call_ends_its_session_and_the_code(namespaces: bool) -> None:
+    mark = f"mark-{os.getpid()}-cancelled-{namespaces}"
+
     async def calls() -> str:
-        tool = python(**SMALL | {"seconds": 600, "cpu_seconds": 600})
+        tool = python(**SMALL | {"seconds": 3600, "cpu_seconds": 600})
         await tool.execute("x = 1")
-        running = asyncio.ensure_future(tool.execute("import time; time.sleep(600)"))
-        await asyncio.sleep(0)
+        code = f"import subprocess; subprocess.run(['bash', '-c', 'sleep 3600; : {mark}'])"
+        running = asyncio.ensure_future(tool.execute(code))
+        await asyncio.to_thread(until, lambda: processes_of(mark))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -268,6 +271,7 @@ def test_a_cancelled_call_ends_its_session(namespaces: bool) -> None:
             await tool.release()
 
     assert "NameError" in asyncio.run(calls())
+    until(lambda: not processes_of(mark))
 
 
 KILLED = """

@@ -189,7 +189,7 @@ def _guard(settings: Settings, run: socket.socket, folder: str) -> None:
     while (request := lines.next()) is not None:
         if process is None:
             process = _Process(settings, folder)
-        text, ended = process.call(request["code"], settings)
+        text, ended = process.call(request["code"], settings, run)
         if ended is not None:
             process.kill()
             process = None
@@ -256,12 +256,17 @@ class _Process:
         self._answers = answers
         self._lines = _Lines(answers)
 
-    def call(self, code: str, settings: Settings) -> tuple[str, str | None]:
-        """Have code run; return its output, and why the session ended with it, if it did."""
+    def call(self, code: str, settings: Settings, run: socket.socket) -> tuple[str, str | None]:
+        """Have code run; return its output, and why the session ended with it, if it did.
+
+        Nobody waits for it any more once ``run``, the pipe to the run, is closed.
+        """
         used = _use(self.pid)[1]
         until = time.monotonic() + settings["seconds"]
 
         def watch() -> None:
+            if select.select([run], [], [], 0)[0] and not run.recv(1, socket.MSG_PEEK):
+                raise _Exceeded("exit")
             memory, cpu, processes = _use(self.pid)
             if memory > settings["memory"]:
                 raise _Exceeded("memory")
