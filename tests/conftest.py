@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +16,20 @@ from fsm_rollout.concurrency.garbage_collection import YOUNG
 from fsm_rollout.testing.plugin.profiles import register
 from tests import fork_server
 
-pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures"]
+pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures", "tests.ray_fixtures"]
 
-UNIT = Path(__file__).parent / "unit"
 register()  # by itself where the package is installed; a stale build folder in the working directory can hide that
 # Hypothesis has a `ci` of its own, which does not keep as quiet.
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+# Each mutant of the catalogue is caught by as few examples; `nightly` looks for what is rarer.
 settings.register_profile(
-    "ci", max_examples=30, deadline=None, suppress_health_check=QUIET, derandomize=True,
+    "ci", max_examples=25, deadline=None, suppress_health_check=QUIET, derandomize=True,
     phases=[phase for phase in Phase if phase is not Phase.explain], report_multiple_bugs=False,
 )  # fmt: skip
 # A failing property is reported within seconds. Hypothesis has no setting for how long it shrinks (300 s by default).
 assert hasattr(shrinking, "MAX_SHRINKING_SECONDS"), "Hypothesis has changed how it limits shrinking"
 shrinking.MAX_SHRINKING_SECONDS = 8
-# What a unit test draws is small: fewer examples show what they can. The laws' worlds are large.
-# Each mutant of the catalogue is caught by as few; `nightly` looks for what is rarer.
-settings.register_profile("ci-unit", settings.get_profile("ci"), max_examples=25)
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-settings.load_profile(PROFILE)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -43,12 +38,6 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     os.environ[fork_server.ADDRESS] = fork_server.ForkServer([*fork_server.HEAVY, *fork_server.COLLECTED]).address
     for spec in specs:
         spec.python = f"{sys.executable} -S -P {fork_server.__file__}"
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Set what the properties of a module are drawn with, which Hypothesis reads when the module is imported."""
-    if PROFILE == "ci" and isinstance(collector, pytest.Module):
-        settings.load_profile("ci-unit" if UNIT in collector.path.parents else "ci")
 
 
 def pytest_configure() -> None:

@@ -115,9 +115,9 @@ def http() -> Iterator[HTTPServer]:
     server.stop()
 
 
-def test_what_the_server_declares_is_shown_and_checked() -> None:
-    box = toolbox(mcp=STDIO, allow=["add", "read"], timeout=PATIENCE)
-    add, read = (schema["function"] for schema in box.schemas("main"))
+def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but_what_it_is_given() -> None:
+    box = toolbox(mcp=STDIO, allow=["add", "read", "environment"], timeout=PATIENCE)
+    add, read, _ = (schema["function"] for schema in box.schemas("main"))
     assert (add["name"], add["description"], read["name"]) == ("add", "Add two numbers.", "read")
     assert add["parameters"] == {
         "type": "object",
@@ -139,6 +139,10 @@ def test_what_the_server_declares_is_shown_and_checked() -> None:
             assert (failed.failure, failed.bad) == ("tool_error", False)
             assert "there is no file /x; try again, or go on without it" in failed.text
             assert (await call("count")).failure == "unknown_tool"
+            names = (await call("environment")).text
+            assert "TOKEN" in names
+            assert "PATH" in names
+            assert "API_KEY" not in names
 
     asyncio.run(main())
 
@@ -245,19 +249,6 @@ def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPSe
             assert "add is not available (Unreachable); try again later" in away.text
             http.start()
             assert (await call("add", left=1)).text == "2"
-
-    asyncio.run(main())
-
-
-def test_a_server_sees_no_secret_of_ours_but_what_it_is_given() -> None:
-    box = toolbox(mcp=STDIO, timeout=PATIENCE)
-
-    async def main() -> None:
-        async with session(box) as call:
-            names = (await call("environment")).text
-            assert "TOKEN" in names
-            assert "PATH" in names
-            assert "API_KEY" not in names
 
     asyncio.run(main())
 

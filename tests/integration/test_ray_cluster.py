@@ -93,8 +93,8 @@ def client_address(cluster: Cluster, ray_client_port: int) -> str:
 
 def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptureFixture):
     """Tokens, weights, a loss and the end, as for a driver within the cluster."""
-    spec = {"kind": "transformers", "threads": 1, "replicas": 2, "placement": "ray", "cpus": 0.5}
-    pool = build_engine({**spec, "router": "least_loaded", "ray": {"address": client_address}}, Path())
+    spec = {"kind": "transformers", "threads": 1, "placement": "ray", "cpus": 0.5}
+    pool = build_engine({**spec, "ray": {"address": client_address}}, Path())
     assert isinstance(pool, PoolEngine)
     early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
     prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]

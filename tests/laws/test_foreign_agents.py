@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -203,6 +204,7 @@ class ForeignAgent(RuleBasedStateMachine):
 
 
 TestForeignAgent = ForeignAgent.TestCase
+TestForeignAgent.settings = settings(stateful_step_count=20)
 
 
 def test_the_plugin_plays_it_with_drawn_calls_and_runs_none_of_its_code(pytester: pytest.Pytester) -> None:

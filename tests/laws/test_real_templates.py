@@ -11,7 +11,7 @@ from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
 
-LARGE = "75 kB"
+LARGE = "15 kB"
 """Seconds of work for templates that walk through a text by its characters; they have no answer to a short one."""
 NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropped", "text-moved"}
 

@@ -196,7 +196,7 @@ SCENARIOS: dict[str, Scenario] = {
     "partial utf-8": Scenario([user(), said("caf\ufffd")], [user("\ufffd?")], cut=True),
     "spaces around": Scenario(ONE, [result("  \n indented\n\n")], tools=True),
     "json result": Scenario(ONE, [result('{"a": ["é", 1], "b": "c\\"d"}')], tools=True),
-    "75 kB": Scenario(ONE, [result("line of output\n" * 5000)], tools=True),
+    "15 kB": Scenario(ONE, [result("line of output\n" * 1000)], tools=True),
     "injected by a user": Scenario([user(), said()], [user(INJECTED)]),
     "injected by a tool": Scenario(ONE, [result(INJECTED)], tools=True),
     "raw call left in the text": Scenario(
