@@ -13,7 +13,7 @@ from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, begin_chain, extend_chain, refuse
+from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, chains_of, extend_chain, refuse
 from fsm_rollout.states.external.responding import Answer, Exchange
 from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
@@ -27,10 +27,7 @@ CUT_BY = (StopReason.TRUNCATED, *map(StopReason.of_limit, (LimitName.RESPONSE_TO
 
 def chain_of(caller: str, model: str, sampling: object, messages: Iterable[Message]) -> Chain:
     """Return what stands for a history of a caller's with one agent, sampled in one way."""
-    chain = begin_chain([caller, model, sampling])
-    for message in messages:
-        chain = extend_chain(chain, message)
-    return chain
+    return chains_of([caller, model, sampling], messages)[-1]
 
 
 def shown_context(graph: AgentGraph) -> str:

@@ -95,11 +95,14 @@ class BoundAgent:
         client = self.clients[spec.engine]
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
-        tool_format: ToolFormat | None = None
-        if tools:
-            format_name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
-            tool_format = get_format(format_name, client.engine.tokenizer)
+        tool_format = shown_format(spec, chat, client) if tools else None
         return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.engine.eos_ids)
+
+
+def shown_format(spec: Context, chat: ChatTemplate, client: EngineClient) -> ToolFormat:
+    """Return the form in which a context's model calls tools, which its chat template shows unless the agent says."""
+    name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
+    return get_format(name, client.engine.tokenizer)
 
 
 def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:

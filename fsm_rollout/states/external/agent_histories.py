@@ -19,17 +19,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsm_rollout.agent.limits import LimitReached
-from fsm_rollout.chat.formats import detect_format, get_format
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
-from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.bound_agent import BoundContext, shown_format
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.chat_request import (
     Chain,
     ChatReply,
     ChatRequest,
     ProtocolError,
-    begin_chain,
+    chains_of,
     extend_chain,
     refuse,
 )
@@ -209,9 +208,7 @@ class AgentHistories:
         messages, schemas = request.messages, self._shown(request.tools)
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
-        chains = [begin_chain(schemas)]
-        for message in messages:
-            chains.append(extend_chain(chains[-1], message))
+        chains = chains_of(schemas, messages)
         # 1. A retry: the same question, whose answer nobody has had.
         asked = self._questions.get(chains[-1], [])
         for branch in asked:
@@ -307,15 +304,12 @@ class AgentHistories:
     def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:
         """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
         base = self.ctx.agent.contexts[self.context]
-        tool_format = None
-        if schemas:
-            name = detect_format(base.chat.source) if base.spec.tool_format == "auto" else base.spec.tool_format
-            tool_format = get_format(name, base.client.engine.tokenizer)
         names = {stream.context for stream in self.ctx.trajectory.streams}
         number = 2
         while mark is not None and f"{self.context}{mark}{number}" in names:
             number += 1
         name = self.context if mark is None else f"{self.context}{mark}{number}"
+        tool_format = shown_format(base.spec, base.chat, base.client) if schemas else None
         bound = replace(base, name=name, tools=schemas, tool_format=tool_format)
         self.ctx.active.branches[name] = bound
         return bound
@@ -347,9 +341,7 @@ class AgentHistories:
         places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
         if len(places) != len(spans) or not spans:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        chains = [begin_chain(bound.tools)]
-        for message in stream.messages:
-            chains.append(extend_chain(chains[-1], message))
+        chains = chains_of(bound.tools, stream.messages)
         turns = [
             _Turn(before, start, end, delivered=delivered)
             for before, (start, end) in zip(places, spans.values(), strict=True)

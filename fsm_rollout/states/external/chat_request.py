@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from fsm_rollout.trajectory.enums import FinishReason
@@ -122,3 +123,8 @@ def begin_chain(data: object) -> Chain:
 def extend_chain(before: Chain, message: Message) -> Chain:
     """Return that of a history with one message more."""
     return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
+    """Return those of all prefixes of a history, the empty one first."""
+    return list(accumulate(messages, extend_chain, initial=begin_chain(data)))
