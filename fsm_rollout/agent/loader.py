@@ -26,7 +26,7 @@ from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predi
 from fsm_rollout.agent.handlers import load_handler, look_in
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
-from fsm_rollout.agent.yaml.overrides import apply_overrides, interpolate, unescape_interpolation
+from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
@@ -88,7 +88,7 @@ def recorded_agent(text: str, name: str = "<journal>") -> AgentGraph:
     """
     source = SourceMap(name)
     data, problems = read_yaml(text, source)
-    data = _unescaped(data)
+    data = in_texts(unescape_interpolation, data)
     if not isinstance(data, dict):
         raise ConfigError(problems or [Problem(f"an agent is a mapping, got {type(data).__name__}", name)])
     _NormalForm(source, problems, recorded=True).agent(data, (), Path(), ())
@@ -101,14 +101,6 @@ def recorded_agent(text: str, name: str = "<journal>") -> AgentGraph:
     if problems:
         raise ConfigError(in_file_order(problems))
     return graph
-
-
-def _unescaped(value: object) -> object:
-    if isinstance(value, str):
-        return unescape_interpolation(value)
-    if isinstance(value, dict):
-        return {key: _unescaped(item) for key, item in value.items()}
-    return [_unescaped(item) for item in value] if isinstance(value, list) else value
 
 
 def read_agent(path: str | Path, overrides: Sequence[str] = ()) -> Reading:

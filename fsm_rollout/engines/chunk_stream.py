@@ -13,10 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Container, Iterable, Seque
 
 import numpy as np
 
-from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Request
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
-
-__all__ = ["NO_IDS", "NO_LOGPROBS", "ChunkStream", "check_unique", "fail_all", "hand_over", "refusal"]
 
 
 def refusal(request: Request, max_context: int, vocabulary: int | None = None) -> str | None:

@@ -257,6 +257,8 @@ class TasksetTools:
 class ToolsetTool(BoundTool):
     """One tool of a taskset."""
 
+    kind = "a taskset's tool"
+
     def __init__(
         self, server: TasksetTools, toolset: Any, function: Callable[..., Any], place: tuple[bool, int, int]
     ) -> None:
@@ -267,11 +269,6 @@ class ToolsetTool(BoundTool):
         self.parameters = parameters_of(function, where=self.where)
         self.schema = self.parameters.tool(self.name)
         self._runs(function)
-
-    def check(self, tools_kwargs: Mapping[str, object]) -> None:
-        """There must be none."""
-        if tools_kwargs:
-            raise ToolError(f"{self.where}: a taskset's tool takes no tools_kwargs; got {', '.join(tools_kwargs)}")
 
     async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Call the trajectory's own toolset, or the one that all share."""

@@ -183,10 +183,7 @@ class Generation:
         if sampling is not None:
             settings = sampling.over(settings)
         of_prompt = visit.active.sampling
-        if of_prompt is None or bound.spec.engine != POLICY:
-            return settings
-        bounds = [n for n in (settings.max_tokens, of_prompt.max_tokens) if n is not None]  # a prompt may only lower it
-        return of_prompt.over(settings).model_copy(update={"max_tokens": min(bounds, default=None)})
+        return settings if of_prompt is None or bound.spec.engine != POLICY else of_prompt.over_at_most(settings)
 
     def _record(
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool

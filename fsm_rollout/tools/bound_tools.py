@@ -66,6 +66,7 @@ class Session(Protocol):
 class BoundTool(ABC):
     """A tool of an agent, its code loaded and its schema built. One subclass per kind of tool."""
 
+    kind: str  # what it is, for messages
     schema: Schema
     parameters: Parameters
     in_thread = False  # whether its calls occupy a thread
@@ -87,9 +88,10 @@ class BoundTool(ABC):
             problem = described(error, kind) + (f" (at {place})" if place else "")
             _logger.warning("%s failed, which models are told and not charged for: %s", self.where, problem)
 
-    @abstractmethod
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
-        """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit."""
+        """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit; most kinds of tools take none."""
+        if tools_kwargs:
+            raise ToolError(f"{self.where}: {self.kind} takes no tools_kwargs; got {', '.join(tools_kwargs)}")
 
     @abstractmethod
     async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
@@ -278,6 +280,7 @@ def _succeeded(task: asyncio.Task[Instance]) -> bool:
 class AgentTool(BoundTool):
     """Another agent, run as a child trajectory."""
 
+    kind = "an agent"
     stop_seconds = None  # a child trajectory ends by itself, and must be recorded
 
     def __init__(self, name: str, spec: graph.Tool, agent: AgentGraph) -> None:
@@ -290,11 +293,6 @@ class AgentTool(BoundTool):
         self.parameters = parameters_of(_ask, where=self.where)
         description = spec.description or agent.description or f"Hand a task to the agent '{agent.agent}'."
         self.schema = self.parameters.tool(name, description)
-
-    def check(self, tools_kwargs: Mapping[str, object]) -> None:
-        """There must be none."""
-        if tools_kwargs:
-            raise ToolError(f"{self.where}: an agent takes no tools_kwargs, only a task; got {', '.join(tools_kwargs)}")
 
     async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Run it on its task."""

@@ -216,6 +216,8 @@ class Unreachable(ConnectionError):
 class MCPTool(BoundTool):
     """One tool of a server."""
 
+    kind = "a tool of an MCP server"
+
     def __init__(self, server: MCPServer, declared: DeclaredTool) -> None:
         super().__init__(declared.name, server.spec)
         self.server = server
@@ -235,13 +237,6 @@ class MCPTool(BoundTool):
             raise ToolError(f"{self.where}: its schema is wrong: {error.message}; leave it out by `allow`") from None
         self._validator = kind(declared.input_schema)
         self._names = list(declared.input_schema.get("properties", {}))
-
-    def check(self, tools_kwargs: Mapping[str, object]) -> None:
-        """There must be none."""
-        if tools_kwargs:
-            raise ToolError(
-                f"{self.where}: a tool of an MCP server takes no tools_kwargs; got {', '.join(tools_kwargs)}"
-            )
 
     def read(self, arguments: Mapping[str, object]) -> Arguments:
         """Check a model's arguments against the declared schema, and return a copy, or raise BadArguments."""

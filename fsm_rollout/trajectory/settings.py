@@ -101,6 +101,11 @@ class Sampling(StrictModel):
         """Return ``base``, overridden by every value that is set here."""
         return base.model_copy(update=self.model_dump(exclude_none=True))
 
+    def over_at_most(self, base: Sampling) -> Sampling:
+        """Return what :meth:`over` does, with the lower of both ``max_tokens``."""
+        bounds = [sampling.max_tokens for sampling in (self, base) if sampling.max_tokens is not None]
+        return self.over(base).model_copy(update={"max_tokens": min(bounds, default=None)})
+
 
 class Limits(StrictModel):
     """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""

@@ -439,7 +439,7 @@ MUTANTS = (
         STATES,
     ),
     Mutant(
-        "a prompt raises max_tokens", "states/generation.py", 'update={"max_tokens": min(bounds, default=None)}',
+        "a prompt raises max_tokens", "trajectory/settings.py", 'update={"max_tokens": min(bounds, default=None)}',
         'update={"max_tokens": max(bounds, default=None)}',
         "2: a prompt lowers max_tokens and never raises it",
         STATES,
@@ -608,7 +608,7 @@ MUTANTS = (
     ),
     Mutant(
         "a conversation goes on for whoever knows its words", "serve/served_conversation.py",
-        "begin_chain([caller, model, sampling])", "begin_chain([model, sampling])",
+        "chains_of([caller, model, sampling]", "chains_of([model, sampling]",
         "a conversation goes on only with the key that began it",
         ("tests/unit/serve/test_serve.py",),
     ),

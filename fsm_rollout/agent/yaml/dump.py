@@ -9,7 +9,7 @@ from __future__ import annotations
 import yaml
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionSpec
-from fsm_rollout.agent.yaml.overrides import escape_interpolation
+from fsm_rollout.agent.yaml.overrides import escape_interpolation, in_texts
 from fsm_rollout.agent.yaml.source import STRICTER, TEXT_FILE
 from fsm_rollout.trajectory.config_errors import ConfigData
 
@@ -33,7 +33,7 @@ for _kind, _pattern, _first in STRICTER:
 
 def dump(graph: AgentGraph) -> str:
     """Return the graph as YAML that :func:`fsm_rollout.agent.loader.loads` turns into an equal graph."""
-    data = _escaped(_agent(graph))
+    data = in_texts(escape_interpolation, _agent(graph))
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
@@ -70,12 +70,3 @@ def _predicate(predicate: Predicate) -> object:
 
 def _literal(text: str) -> object:
     return {"text": text} if TEXT_FILE.fullmatch(text) else text
-
-
-def _escaped(value: object) -> object:
-    """Return ``value`` as plain data whose every ``${`` will be read as text."""
-    if isinstance(value, str):
-        return escape_interpolation(value)
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value

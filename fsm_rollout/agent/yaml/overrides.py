@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
@@ -132,6 +132,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it refers to itself"
     return str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
+
+
+def in_texts(change: Callable[[str], str], value: object) -> object:
+    """Return plain data with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: in_texts(change, item) for key, item in value.items()}
+    return [in_texts(change, item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def escape_interpolation(text: str) -> str:

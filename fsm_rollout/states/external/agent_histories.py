@@ -37,7 +37,6 @@ from fsm_rollout.states.generation import OnTokens
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of
 from fsm_rollout.trajectory.tokens import Owner
 
@@ -143,21 +142,15 @@ class AgentHistories:
 
     async def _generate(self, branch: _Branch, request: ChatRequest, on_tokens: OnTokens | None, *, paid: bool) -> None:
         try:
-            await self.ctx.generate_beside(branch.name, self._sampling(request), on_tokens, paid=paid)
+            # A call may set what the agent and the run do not, and lower `max_tokens`.
+            sampling = self.ctx.agent.samplings[self.ctx.state, self.context].over_at_most(request.sampling)
+            await self.ctx.generate_beside(branch.name, sampling, on_tokens, paid=paid)
         except LimitReached as reached:
             if not self._has_turn(branch):
                 raise
             self._told(reached.limit)  # the turn stands, cut; the next call is refused
         finally:
             self._note_turn(branch)
-
-    def _sampling(self, request: ChatRequest) -> Sampling:
-        """Return the sampling of a call: it may set what the agent and the run do not, and lower ``max_tokens``."""
-        ctx = self.ctx
-        ours = ctx.agent.samplings[ctx.state, self.context]
-        theirs = request.sampling
-        most = [count for count in (ours.max_tokens, theirs.max_tokens) if count is not None]
-        return ours.over(theirs).model_copy(update={"max_tokens": min(most, default=None)})
 
     def _note_turn(self, branch: _Branch) -> None:
         """Take what was sampled into the branch, also when it was cut off."""

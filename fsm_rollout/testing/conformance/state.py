@@ -27,7 +27,7 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, single
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -452,9 +452,7 @@ class _Handler(Subject):
         for visit in run.visits:
             took = f"a visit of {self.title} took {visit.seconds:g} s"
             demand(visit.seconds < self.patience, 4, f"{took}; {self.HOW_TIME_PASSES}")
-            error = visit.ended_by
-            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                error = error.exceptions[0]
+            error = visit.ended_by and single(visit.ended_by)
             if error is not None and not isinstance(error, LimitReached | asyncio.CancelledError):
                 raise ConformanceError(2, f"{self.name} raised {type(error).__name__}: {error}") from error
         self.first_outlines.setdefault(story, _outline(trajectories[0], run))
