@@ -133,6 +133,7 @@ class Side:
         self.process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--serve", kind],
             env={**os.environ, "PYTHONPATH": str(checkout)},
+            cwd=checkout,  # what it starts with `-m` comes from there, too
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
