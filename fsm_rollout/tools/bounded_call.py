@@ -1,9 +1,9 @@
 """Running code that is not ours, so that it can neither block the loop nor outlive its time.
 
-Invariants: sync code runs in a thread of its own, a daemon, so one that never returns keeps neither the event loop nor
-the interpreter's exit waiting; what is given up and runs on keeps its slot (:class:`Slots`). Whatever code raises comes
-back as an exception of the call, never as a cancellation of ours or an end of the process; only a KeyboardInterrupt
-raised on the loop's own thread goes through.
+Invariants: sync code runs in a thread that does nothing else meanwhile, a daemon, so code that never returns keeps
+neither the event loop nor the interpreter's exit waiting; what is given up and runs on keeps its slot (:class:`Slots`).
+Whatever code raises comes back as an exception of the call, never as a cancellation of ours or an end of the process;
+only a KeyboardInterrupt raised on the loop's own thread goes through.
 """
 
 from __future__ import annotations

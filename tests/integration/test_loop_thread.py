@@ -290,3 +290,23 @@ def test_a_pool_serves_plain_or_async_calls_and_says_so_at_once(first: str) -> N
 def test_an_engine_without_a_loop_of_its_own_serves_both_forms() -> None:
     with fr.Rollout(fr.load_agent(AGENT), fr.ScriptedEngine(["a"], tokenizer=tokenizer())) as rollout:
         assert len(rollout.run(["x"])) == len(asyncio.run(rollout.arun(["y"]))) == 1
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    """Those that waited for a job in the process that was forked are not in it; a job in either finds one."""
+    ended = script("""
+import os, threading
+from fsm_rollout.concurrency.threads import DaemonThreads
+pool = DaemonThreads("pooled")
+pool.submit(int).result(60)
+while not pool._idle:
+    threading.Event().wait(0.001)
+child = os.fork()
+answer = pool.submit(os.getpid).result(60)
+assert answer == os.getpid()
+pool.submit(threading.Event().wait)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print("done", flush=True)
+""")
+    assert (ended.returncode, ended.stdout.count("done"), ended.stderr) == (0, 2, "")
