@@ -137,7 +137,8 @@ class Bisection:
 
     def go_on(self) -> None:
         """Try the next part when the present one has passed; with none left, send what was held."""
-        if self._timer is not None or not all(map(_has_passed, self._on_trial)):
+        passed = (each.done.is_set() or (each.has_tokens and not each.falls_late) for each in self._on_trial)
+        if self._timer is not None or not all(passed):
             return
         self._on_trial = []
         while self._parts:
@@ -163,7 +164,3 @@ class Bisection:
         for pending in self._on_trial:
             self._ledger.enqueue(pending, on_trial=True)
         self.go_on()
-
-
-def _has_passed(pending: PendingRequest) -> bool:
-    return pending.done.is_set() or (pending.has_tokens and not pending.falls_late)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from fsm_rollout.agent.graph import MAIN, TERMINATED, TransitionSpec
+from fsm_rollout.agent.graph import MAIN, TERMINATED
 from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.impossible import never_fires, never_raised
 from fsm_rollout.agent.rules.structure import Finding, Structure
@@ -109,7 +109,7 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
         # 1. Which earlier transition takes all cases of this one, by the state that it leaves.
         taken_by: dict[str, int] = {}
         for place, earlier in enumerate(graph.transitions[:index]):
-            if earlier.trigger == row.trigger and _covers(earlier, row):
+            if earlier.trigger == row.trigger and all(test in row.tests for test in earlier.tests):
                 for state in structure.sources(earlier):
                     taken_by.setdefault(state, place)
         # 2. A transition that fires nowhere is named once. A `*` may be taken in part by transitions before it.
@@ -129,10 +129,6 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
                 "remove one of them"
             )
             yield Finding(7, ("states", state, "on_error"), message)
-
-
-def _covers(earlier: TransitionSpec, later: TransitionSpec) -> bool:
-    return all(test in later.tests for test in earlier.tests)
 
 
 def _single_rows(structure: Structure) -> Iterator[Finding]:

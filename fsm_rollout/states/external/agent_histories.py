@@ -85,10 +85,11 @@ class AgentHistories:
         self._begun: set[Chain] = set()  # the prefixes of all histories that end in a user's message
         if ctx.resumed:
             ctx.forget_recorded()
-        new = {id(stream) for stream in self._opened_here()}
+        # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
+        opened = [event.context for event in ctx.trajectory.visit_events if isinstance(event, ContextOpened)]
         for stream in ctx.trajectory.streams:
             if root_of(stream.context) == context and ctx.trajectory.stream(stream.context) is stream:
-                self._remember(stream, delivered=id(stream) not in new)
+                self._remember(stream, delivered=stream.context not in opened)
 
     def outcome(self) -> Outcome:
         """Return the outcome of the visit, whose agent has ended.
@@ -317,12 +318,6 @@ class AgentHistories:
         return self._schemas[key]
 
     # -- what there was before ------------------------------------------------------------------------------------
-
-    def _opened_here(self) -> list[Stream]:
-        """Return the streams that this visit had opened before it was interrupted."""
-        opened = [event.context for event in self.ctx.trajectory.visit_events if isinstance(event, ContextOpened)]
-        streams = (self.ctx.trajectory.stream(context) for context in opened)
-        return [stream for stream in streams if stream is not None]
 
     def _remember(self, stream: Stream, *, delivered: bool) -> None:
         """Take in a stream of an earlier visit, or of this one before it was interrupted."""
