@@ -52,8 +52,8 @@ def arithmetic(prompts: int, n: int, **engine: int) -> fr.TrajectoryBatch:
 
 
 def test_samples_beyond_what_the_engine_may_run_queue_and_have_the_same_rows() -> None:
-    crowded, roomy = arithmetic(2, 5, max_running=2), arithmetic(2, 5)
-    assert len(crowded) == 10
+    crowded, roomy = arithmetic(2, 3, max_running=2), arithmetic(2, 3)
+    assert len(crowded) == 6
     for name in ("input_ids", "response_mask", "trajectory_id", "group_index", "trajectory_scores"):
         assert np.array_equal(crowded.tensordict[name], roomy.tensordict[name]), name
     logprobs = [batch.tensordict["rollout_log_probs"].numpy() for batch in (crowded, roomy)]

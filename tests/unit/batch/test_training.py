@@ -161,7 +161,7 @@ def test_a_selection_says_which_of_its_rows_were_truncated() -> None:
 def test_with_the_sampling_mask_the_ratios_are_one(sampling: dict[str, Any]) -> None:
     """Real dialogues on the real model, whose tools' answers stand between the turns."""
     agent = fr.load_agent(ROOT / "configs/agents/tool_user.yaml")
-    prompts = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=2)
+    prompts = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=1)
     with fr.Rollout(agent, {"kind": "transformers", "model": "embedded:early"}, sampling=sampling) as rollout:
         batch = rollout.run(prompts, n=2)
     model, _ = fr.load_model("embedded:early")
