@@ -28,16 +28,15 @@ from typing import IO, Any
 
 ADDRESS = "FSM_ROLLOUT_TESTS_FORK_SERVER"
 """Where the process listens from which all processes of a test run are forked."""
-HEAVY = ("fsm_rollout.cli", "fsm_rollout.jobs.runner", "fsm_rollout.batch.batch", "transformers", "pytest", "tests.kit")
+HEAVY = (
+    "fsm_rollout.cli", "fsm_rollout.jobs.runner", "fsm_rollout.batch.batch", "fsm_rollout.engines.transformers.engine",
+    "transformers.models.qwen3.modeling_qwen3", "pytest", "tests.kit",
+)  # fmt: skip
 """What takes longest to import of what programs need."""
 COLLECTED = (
-    "fsm_rollout.serve.server",
-    "fsm_rollout.testing",
-    "hypothesis",
-    "transformers.models",
-    "openai",
-    "anthropic",
-)
+    "fsm_rollout.serve.server", "fsm_rollout.testing.plugin.agent_checks", "fsm_rollout.testing.conformance.state",
+    "hypothesis", "transformers.models", "anthropic",
+)  # fmt: skip
 """What more takes long of what pytest-xdist's workers import when they collect."""
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -63,6 +63,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(600)
     yield driver
     driver.quit()
 
@@ -108,7 +109,6 @@ def page_of(run: Path, trajectory_id: str, tmp_path: Path) -> Path:
 def unfolded(browser: Any) -> None:
     """Unfold everything and scroll through it, as a reader would; return when every token has been drawn."""
     browser.execute_script("for (const more of document.querySelectorAll('button.more')) more.click()")
-    browser.set_script_timeout(30)
     browser.execute_async_script(
         """
         const done = arguments[0];
@@ -294,7 +294,6 @@ def test_a_long_prompt_shows_its_end_until_it_is_asked_for_more(browser: Any, tm
 
     opened(browser, page_of(folder, "0/0", tmp_path))
     canvas = browser.find_element("css selector", ".strip canvas")
-    browser.set_script_timeout(30)
     browser.execute_async_script(
         """const done = arguments[0];
            const folded = () => document.querySelector(".folded") ? done() : requestAnimationFrame(folded);
@@ -414,14 +413,13 @@ def test_a_notebook_frame_that_was_far_away_draws_its_strip(browser: Any, tmp_pa
     browser.get((tmp_path / "notebook.html").as_uri())
     browser.execute_script("document.querySelector('iframe').scrollIntoView()")
     browser.switch_to.frame(browser.find_element("tag name", "iframe"))
-    browser.set_script_timeout(30)
     painted = browser.execute_async_script(
         """const done = arguments[0], canvas = document.querySelector(".strip canvas");
            let frames = 0;
            const look = () => {
              const seen = canvas.width && canvas.clientWidth === Math.round(canvas.width / devicePixelRatio) &&
                canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value);
-             seen || frames++ > 100 ? done(Boolean(seen)) : requestAnimationFrame(look);
+             seen || frames++ > 36000 ? done(Boolean(seen)) : requestAnimationFrame(look);
            };
            look();"""
     )

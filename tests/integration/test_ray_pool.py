@@ -236,7 +236,7 @@ def test_a_pool_of_scripted_actors_conforms():
     handles = actors(pool)
 
     async def main() -> None:
-        await check_engine(pool, settle=0.1)
+        await check_engine(pool, patience=600)
         assert all(stats.requests > 5 for stats in pool.replicas)
 
     asyncio.run(main())

@@ -36,7 +36,7 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
 @pytest.mark.parametrize(("max_running", "send_every"), [(64, 8), (2, 1)])
 def test_the_transformers_engine_conforms(model: Any, tokenizer: Any, max_running: int, send_every: int):
     engine = TransformersEngine(model, tokenizer, max_running=max_running, send_every=send_every)
-    asyncio.run(check_engine(engine, settle=0.01))
+    asyncio.run(check_engine(engine, settle=0.01, patience=600))
 
 
 class Third(ScriptedEngine):

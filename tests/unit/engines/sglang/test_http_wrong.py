@@ -80,7 +80,7 @@ def using(server: Wrong, body: Callable[[SGLangHTTPEngine], Coroutine[Any, Any, 
     async def main() -> None:
         engine = await asyncio.to_thread(SGLangHTTPEngine, f"http://127.0.0.1:{server.port}")
         try:
-            async with asyncio.timeout(60):  # a hang is a failure, too
+            async with asyncio.timeout(600):  # a hang is a failure, too
                 await body(engine)
         finally:
             await engine.aclose()

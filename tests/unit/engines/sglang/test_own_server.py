@@ -45,7 +45,7 @@ def using(monkeypatch: pytest.MonkeyPatch, body: Callable[[SGLangEngine, Process
         engine = await asyncio.to_thread(SGLangEngine, "embedded")
         process: Any = engine._process
         try:
-            async with asyncio.timeout(60):  # a hang is a failure, too
+            async with asyncio.timeout(600):  # a hang is a failure, too
                 await body(engine, process)
         finally:
             await engine.aclose()
