@@ -10,8 +10,10 @@ import json
 import logging
 import os
 import sqlite3
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from fsm_rollout.errors import JournalError
 from fsm_rollout.trajectory.events import AnyEvent, Generated, unpack
 from fsm_rollout.trajectory.journal.salvage import salvaged
 from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum, show_as_present
+from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -177,6 +180,7 @@ def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, re
             for event in unpack(payload) if why is None else ():
                 _check(event)
                 if trajectory is not None:
+                    event = _with_notes(event, trajectory)
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
                     raise ValueError(f"it belongs to trajectory {trajectory.trajectory_id}")
@@ -191,6 +195,16 @@ def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, re
             trajectory = Trajectory.fold(history) if history else None
             break
     return None if trajectory is None else (trajectory, history)
+
+
+def _with_notes(event: AnyEvent, trajectory: Trajectory) -> AnyEvent:
+    """Return an event as it is now: journals had sampling masks by token, without saying where its tokens begin."""
+    if not isinstance(event, Generated) or not event.kept:
+        return event
+    stream = trajectory.stream(event.context)
+    counts, values = array("i", map(len, event.kept)), array("i", chain.from_iterable(event.kept))
+    mask = Note(NoteKind.SAMPLING_MASK, len(stream.tokens) if stream is not None else 0, counts, values)
+    return msgspec.structs.replace(event, notes=[mask], kept=[])
 
 
 def _check(event: AnyEvent) -> None:

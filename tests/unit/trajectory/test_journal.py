@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.testing.strategies.histories import several_event_sequences
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     ContextOpened,
     Ended,
+    Generated,
     LimitCharged,
     MessagesAppended,
     Prompted,
@@ -46,6 +48,7 @@ from fsm_rollout.trajectory.journal import (
     trajectory_ids,
 )
 from fsm_rollout.trajectory.journal.schema import checksum
+from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -229,6 +232,33 @@ def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None
         connection.execute("UPDATE events SET payload = ?, crc = ?", (payload, checksum(payload, 0)))
     (trajectory,) = read(path)
     assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
+
+
+def test_sampling_masks_of_a_journal_from_before_notes_are_read(tmp_path: Path) -> None:
+    """``kept`` had the mask of each token; what reads it sees a note."""
+    path = tmp_path / "j.sqlite"
+    opened = ContextOpened(
+        at=1.0, context="main", state="A", messages=[], ids=array("i", [1, 2]), trained=True, engine="policy"
+    )
+    turn = Generated(
+        at=2.0, context="main", state="A", ids=array("i", [5, 6]), logprobs=array("f", [-1.0, -2.0]), versions=[(2, 0)],
+        finish_reason=FinishReason.STOP, message={"role": "assistant"},
+        notes=[Note(NoteKind.SAMPLING_MASK, 2, array("i", [2, 1]), array("i", [4, 5, 6]))],
+    )  # fmt: skip
+    with Journal(path, interval=3600.0) as journal:
+        for event in (prompted(), opened, turn):
+            journal.append("t", event)
+    (whole,) = read(path)
+    assert whole.streams[0].tokens.notes == turn.notes
+    with closing(sqlite3.connect(path)) as connection, connection:
+        (payload,) = connection.execute("SELECT payload FROM events").fetchone()
+        *before, generated = msgspec.msgpack.decode(payload)
+        del generated["notes"]
+        generated["kept"] = [("i", array("i", ids).tobytes()) for ids in ([4, 5], [6])]
+        payload = msgspec.msgpack.encode([*before, generated])
+        connection.execute("UPDATE events SET payload = ?, crc = ?", (payload, checksum(payload, 0)))
+    assert [whole] == list(read(path))
+    assert events(path, "t")[-1] == turn
 
 
 def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> None:
