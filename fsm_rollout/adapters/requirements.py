@@ -50,12 +50,12 @@ def versions_of(row: TrainingRow) -> tuple[int, int]:
     return int(trained.min()), int(trained.max())
 
 
-def experts_of(row: TrainingRow) -> npt.NDArray[np.int32] | None:
-    """Return the routed experts of all tokens of a row but the last, ``[P + R - 1, layers, top_k]``.
+def experts_of(row: TrainingRow, tokens: int | None = None) -> npt.NDArray[np.int32] | None:
+    """Return the routed experts of a row's first ``tokens`` (or all) but the last of them, ``[T - 1, layers, top_k]``.
 
     ``None``: the engine says none, or not of every such token (a turn was cut off, or sampled by another replica).
     """
-    experts = row.routed_experts[:-1]
+    experts = row.routed_experts[:tokens][:-1]
     return experts.astype(np.int32) if experts.size and (experts >= 0).all() else None
 
 

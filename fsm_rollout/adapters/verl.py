@@ -1,6 +1,6 @@
 """verl 0.9.1: ``AgentLoopOutput`` for agent loops, ``DataProto`` for everything after them.
 
-``routed_experts`` are there where the engine says them, for ``rollout.enable_rollout_routing_replay``.
+``routed_experts`` are there where the engine says them of all tokens, for ``rollout.enable_rollout_routing_replay``.
 The plugs that run rollouts for verl are in :mod:`fsm_rollout.adapters.verl_plug`.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from fsm_rollout.adapters.requirements import experts_of, versions_of
 from fsm_rollout.batch.batch import TrajectoryBatch
@@ -36,15 +37,14 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
 
     outputs = []
     for row in rows:
-        end = int(np.flatnonzero(row.mask)[-1]) + 1
-        metrics, experts = row.metrics, experts_of(row)
+        end, metrics, experts = _end(row), row.metrics, _experts(row)
         outputs.append(
             AgentLoopOutput(
                 prompt_ids=row.prompt_ids.tolist(),
                 response_ids=row.response_ids[:end].tolist(),
                 response_mask=row.mask[:end].tolist(),
                 response_logprobs=row.logprobs[:end].tolist(),
-                routed_experts=None if experts is None else experts[: len(row.prompt_ids) + end - 1],
+                routed_experts=experts,
                 reward_score=row.score,
                 num_turns=row.num_turns,
                 metrics=AgentLoopMetrics(
@@ -70,6 +70,15 @@ def extra_fields(row: TrainingRow) -> dict[str, object]:
     }
 
 
+def _end(row: TrainingRow) -> int:
+    """Return where a row's last trained token ends in the response; what follows changes nothing that is trained."""
+    return int(np.flatnonzero(row.mask)[-1]) + 1
+
+
+def _experts(row: TrainingRow) -> npt.NDArray[np.int32] | None:
+    return experts_of(row, len(row.prompt_ids) + _end(row))
+
+
 def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = None) -> DataProto:
     """Return a padded batch as verl's ``DataProto``: its tensors, ``rm_scores``, and ``uid`` (the group) by row.
 
@@ -89,9 +98,10 @@ def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = 
     tensors = {key: batch.tensordict[key] for key in sorted(_TENSORS)}
     if len(batch) and not unscored.any():
         tensors["rm_scores"] = batch.tensordict["token_level_scores"]
-    if "routed_experts" in batch.tensordict:
-        tensors["routed_experts"] = batch.tensordict["routed_experts"].clamp(min=0)  # verl pads with 0
     rows = batch.rows()
+    # verl replays what stands in this column, so it gets none where that of a row is not known.
+    if "routed_experts" in batch.tensordict and all(_experts(row) is not None for row in rows):
+        tensors["routed_experts"] = batch.tensordict["routed_experts"].clamp(min=0)  # verl pads with 0
     columns: dict[str, list[object]] = {
         "uid": [row.group_id for row in rows],
         "__num_turns__": [row.num_turns for row in rows],

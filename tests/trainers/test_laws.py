@@ -182,12 +182,23 @@ def read_slime(given_rows: list[TrainingRow]) -> Iterable[Learned]:
         yield Learned(flat(tokens, mask, logprobs), versions, fields["reward"])
 
 
+def knows_experts(row: TrainingRow, tokens: int) -> bool:
+    """Whether the experts of the first tokens are known, but for the last of them, which is not fed to the model."""
+    return row.routed_experts.size > 0 and bool((row.routed_experts[: tokens - 1] >= 0).all())
+
+
+def trained_length(row: TrainingRow) -> int:
+    """How many tokens verl learns from: all up to the last trained one, the prompt's too."""
+    return len(row.prompt_ids) + int(np.flatnonzero(row.mask)[-1]) + 1
+
+
 def experts_of_verl(given_rows: list[TrainingRow]) -> list[Any]:
     from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 
     scored = [row for row in given_rows if row.score is not None]
     if scored:
         data = data_proto(TrajectoryBatch.from_rows(scored, pad_id=0))
+        assert ("routed_experts" in data.batch) == all(knows_experts(row, trained_length(row)) for row in scored)
         for i, row in enumerate(scored if "routed_experts" in data.batch else []):
             attended = data.batch["attention_mask"][i].bool()
             assert data.batch["routed_experts"][i][attended].tolist() == row.routed_experts.clip(min=0).tolist()
@@ -280,7 +291,7 @@ def test_routed_experts_arrive_at_their_places_or_not_at_all(trainer: str, traje
     given_rows = [row for row in rows(trajectories) if len(row.prompt_ids) and row.score is not None]
     assume(given_rows)
     for row, experts in zip(given_rows, EXPERTS[trainer](given_rows), strict=True):
-        known = row.routed_experts.size > 0 and bool((row.routed_experts[:-1] >= 0).all())
+        known = knows_experts(row, trained_length(row) if trainer == "verl" else len(row.routed_experts))
         assert (experts is not None) == known
         if known:
             assert experts == row.routed_experts[: len(experts)].tolist()
