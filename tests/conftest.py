@@ -36,7 +36,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Fork pytest-xdist's workers from one process: each would import for seconds what all of them need."""
     os.environ[fork_server.ADDRESS] = fork_server.ForkServer([*fork_server.HEAVY, *fork_server.COLLECTED]).address
-    for spec in specs:
+    for spec in filter(lambda spec: spec.popen, specs):
         spec.python = f"{sys.executable} -S -P {fork_server.__file__}"
 
 
