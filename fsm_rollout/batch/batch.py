@@ -122,7 +122,11 @@ class TrajectoryBatch:
         cut_rows: dict[RowId, TrainingRow] = {}
         too_long = {row.trajectory_id: by_id[row.trajectory_id] for row in all_rows if not _fits(row, *widths.values())}
         if overflow == "truncate" and too_long:
-            cut_rows = {r.row_id: r for r in rows(too_long.values(), state_names=all_rows[0].state_names, **widths)}
+            cut = rows(
+                too_long.values(), state_names=all_rows[0].state_names, prompt_width=prompt_width,
+                experts_shape=all_rows[0].routed_experts.shape[1:], response_width=response_width,
+            )  # fmt: skip
+            cut_rows = {row.row_id: row for row in cut}
         # 3. What becomes of each row.
         kept_rows: list[TrainingRow] = []
         omitted: list[RowId] = []

@@ -126,13 +126,15 @@ def rows(
     trajectories: Iterable[Trajectory],
     *,
     state_names: Sequence[str] = (),
+    experts_shape: tuple[int, ...] | None = None,
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> list[TrainingRow]:
     """Return the rows of ``trajectories``, in the order in which they and their streams come.
 
     ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
-    leaves out follow in alphabetical order. A sub-agent's trajectory is given as one of its own.
+    leaves out follow in alphabetical order. ``experts_shape`` is that of a token's routed experts, where these
+    trajectories are some of a batch's. A sub-agent's trajectory is given as one of its own.
 
     With widths, prompts are cut on the left and responses on the right; a stream with no trained token left is no row.
     A turn that is cut short has its score on the last of its tokens that is left, and the trajectory's goes to the last
@@ -154,7 +156,7 @@ def rows(
     columns = responses([stream.tokens for stream in streams], {name: number for number, name in enumerate(names)})
     temperatures = np.where(columns.sampled, _asked_temperatures(streams), np.float32(1.0))
     all_scores = np.zeros(len(temperatures), dtype=np.float32)
-    experts_shape = _experts_shape(streams)
+    experts_shape = experts_shape or _experts_shape(streams)
     # 2. The rows.
     made: list[TrainingRow] = []
     start = 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tensordict import TensorDict
 
 from fsm_rollout.batch.batch import TrajectoryBatch
@@ -39,7 +40,7 @@ from fsm_rollout.trajectory.events import (
     PromptExtended,
     Scored,
 )
-from fsm_rollout.trajectory.tokens import NoteKind
+from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 DTYPES = {
@@ -408,6 +409,15 @@ def trajectory(
     """Return an ended trajectory of one turn of ``sampled`` tokens at -0.5 each, after a prompt of two."""
     ended = Ended(at=3.5, stop_reason="answered")
     return Trajectory.fold([prompted(trajectory_id, extra), opened(), generated(sampled), ended, *scores])
+
+
+def test_a_row_that_is_cut_and_has_no_experts_fits_those_that_have() -> None:
+    note = Note(NoteKind.ROUTED_EXPERTS, 0, array("i", [4] * 3), array("i", range(12)), layers=2)
+    routed = [prompted("routed"), opened(), replace(generated(2), notes=[note])]
+    trajectories = [Trajectory.fold(routed), trajectory("long", 9)]
+    batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, response_width=3, overflow="truncate")
+    assert batch.rows()[0].routed_experts[:3].ravel().tolist() == list(range(12))
+    assert batch.rows()[1].routed_experts.tolist() == [NO_EXPERTS] * 5
 
 
 def test_the_non_tensor_values() -> None:
