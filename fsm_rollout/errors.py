@@ -186,7 +186,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def check_at_least(least: int, what: str, name: str, value: object, kind: type | UnionType = int) -> None:
-    """Raise ConfigError unless the number that a caller gave under ``name``, which counts ``what``, is large enough."""
+    """Raise ConfigError unless the number given as ``name`` (it counts ``what``) is at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:  # type: ignore[operator]
         raise ConfigError(f"{name} must be at least {least} {what}, got {value!r}")
 

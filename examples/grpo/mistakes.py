@@ -2,8 +2,9 @@
 
 ``mistaken`` is the predicate with which `until_mistake.yaml` ends a dialogue there.
 
-A turn is right when it is the next call that its question needs, or, after all calls, the answer. The calls have an
-order, since each takes the result of the one before: in ``94 + (9 * 8)``, ``94 + 72`` cannot be known before ``9 * 8``.
+A turn is right when it is the next call that its question needs, or, after all calls, the answer. Inner operations come
+before outer ones: in ``94 + (9 * 8)``, ``94 + 72`` cannot be known before ``9 * 8``. Of two that are independent, as in
+``(1 + 2) * (3 + 4)``, the left one comes first, as in the dialogues that the checkpoint has learned from.
 The first token with which a turn cannot become right any more is its mistake; what comes after cannot be judged.
 """
 

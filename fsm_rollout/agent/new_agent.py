@@ -12,7 +12,7 @@ from fsm_rollout.errors import ConfigError
 
 
 def new_agent(name: str, folder: Path) -> Path:
-    """Write ``folder/name.yaml`` and return its path; ConfigError for no name, a file that is there, or a full disk."""
+    """Write ``folder/name.yaml`` and return its path; ConfigError: a wrong name, or the file is there or cannot be."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(f"'{name}' is not a name for an agent; use letters, digits and _, say my_agent")
     path = folder / f"{name}.yaml"

@@ -65,8 +65,8 @@ class TrainingRow:
     sampling_mask_counts: npt.NDArray[np.int32]
     """``[R]``: from how many tokens top_p and top_k let each be sampled; 0: from all, or the engine does not say."""
     routed_experts: npt.NDArray[np.int16]
-    """``[P + R, layers, top_k]``: the experts that each token was routed to when it was fed to the model, -1 where the
-    engine does not say (of the last token it never does); no layers at all where it says nothing of any row's."""
+    """``[P + R, layers, top_k]``: the experts that each token was routed to when it was fed to the model; -1 where the
+    engine does not say, as for the last token, which is not fed. ``[P + R, 0, 0]`` if it says none of any row."""
     scores: npt.NDArray[np.float32]
     """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token; NaN there where
     a score is missing."""

@@ -107,7 +107,7 @@ Scores = Mapping[tuple[str, int], Score]
 
 
 def read_scores(path: Path) -> Scores:
-    """Return the scores of a file that :func:`rescore` has written; ConfigError names the line that is none."""
+    """Return the scores of a file that :func:`rescore` has written; ConfigError: no file, or a line is no score."""
     scores: dict[tuple[str, int], Score] = {}
     try:
         lines = path.read_bytes().splitlines()

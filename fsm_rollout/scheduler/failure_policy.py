@@ -189,7 +189,7 @@ class Failures(StrictModel):
         return getattr(self, failure)
 
     def pause_before_repeat(self, failure: FailureClass, earlier: int) -> float | None:
-        """Return the seconds before a sample that was begun anew ``earlier`` times is so again; ``None``: it is not."""
+        """Return the seconds before a failed sample begins anew, as it did ``earlier`` times; ``None``: it does not."""
         settings = self.of(failure)
         if settings.do not in AGAIN or earlier >= getattr(settings, "repeats", 0):
             return None

@@ -153,7 +153,7 @@ class Server:
 async def listening(
     service: Service, keys: frozenset[str] = frozenset(), recorded: Iterable[Recorded] = ()
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
-    """Serve, and yield the address and what runs the trajectories; ConfigError if the address cannot be listened at."""
+    """Serve, and yield the address and what runs the trajectories; ConfigError if it cannot listen there."""
     host, port = service.serving.host, service.serving.port
     running, runner = asyncio.create_task(service.run(recorded)), Server(service, keys).runner()
     try:

@@ -131,9 +131,7 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     top_k: int = 0
     # What else the engine said of `ids`, and of the tokens before them that it had said nothing of.
     notes: list[Note] = []
-    kept: list[
-        Ids
-    ] = []  # the sampling masks of a journal from before there were notes; its reader makes a note of them
+    kept: list[Ids] = []  # sampling masks, in journals from before there were notes: their reader makes a note of them
     # The limit that cut it, when `finish_reason` is "length" and it was not the turn's own `max_tokens`.
     cut_by: str | None = None
     queue_seconds: float = 0.0

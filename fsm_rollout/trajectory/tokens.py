@@ -80,7 +80,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int  # the position of the first of these tokens in its stream, the prompt's counted
     counts: Ids  # how many integers each token has
     values: Ids  # those of all tokens, end to end
-    layers: int = 1  # into how many equal parts the integers of a token fall: the layers of the model that they are of
+    layers: int = 1  # layers of the model, which have equal shares of a token's integers
 
     @property
     def end(self) -> int:

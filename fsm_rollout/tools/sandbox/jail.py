@@ -259,7 +259,7 @@ class _Process:
     def call(self, code: str, settings: Settings, run: socket.socket) -> tuple[str, str | None]:
         """Have code run; return its output, and why the session ended with it, if it did.
 
-        Nobody waits for it any more once ``run``, the pipe to the run, is closed.
+        When ``run`` is closed, the connection to who asked, nobody waits for the output, and the code is ended.
         """
         used = _use(self.pid)[1]
         until = time.monotonic() + settings["seconds"]
