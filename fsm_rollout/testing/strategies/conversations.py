@@ -114,7 +114,7 @@ def calls_of_template(
     text = text.rstrip().removesuffix(str(tokenizer.eos_token or "")).rstrip()
     for name, _ in calls:
         if name not in text:
-            raise ChatTemplateError("no-tool-calls", f"the chat template does not write the call of {name!r}")
+            raise ChatTemplateError("no-tool-calls", f"the chat template writes no call of {name!r} after the prompt")
     return text
 
 
