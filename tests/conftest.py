@@ -30,6 +30,8 @@ settings.register_profile(
 assert hasattr(shrinking, "MAX_SHRINKING_SECONDS"), "Hypothesis has changed how it limits shrinking"
 shrinking.MAX_SHRINKING_SECONDS = 8
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# Else Ray's actors have niceness 15: beside four busy processes they got a fiftieth of a core, and starts took minutes.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray spells it so
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,7 +34,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0  # how long a worker may take to start: it imports what its agents name
+START_SECONDS = 600.0  # how long a worker may take to start: it imports what its agents name
 LOG_AFTER = 2.0
 CLOSE_SECONDS = 10.0  # how long workers may take to release what is open, once they are dismissed
 MOST_DEATHS = 20  # so many workers may die one after the other without one trajectory coming to its end in between
