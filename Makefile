@@ -15,7 +15,7 @@ demo: $(STAMP)
 
 # Three processes, also on two cores: where servers start, tests wait.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
 # Against the trainers' own packages. What they pin clashes with what this project does, so each environment lies over
 # .venv and holds only what differs.

@@ -8,7 +8,7 @@ import pytest
 
 from tests import programs
 
-SHARED = ("sglang", "ray", "browser")
+SHARED = ("ray", "sglang", "browser")
 """Servers that are started once per worker: their tests run on one worker together."""
 PROGRAMS = "programs"
 """The group of the modules whose programs are forked from one process, which takes five seconds to have one."""
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if asks_for_the_shared_ray(item):
             assert isinstance(item, pytest.Function)
             item.fixturenames = [*item.fixturenames, "shared_ray"]  # the list is that of all items of the function
-    items.sort(key=use_of_ray)
+    items.sort(key=lambda item: (turn_of(item), use_of_ray(item)))
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -44,6 +44,14 @@ def group_of(item: pytest.Item) -> str | None:
 def uses_programs(module: ModuleType) -> bool:
     """Whether a module of tests imports what forks programs."""
     return any(getattr(value, "__module__", None) == programs.__name__ for value in vars(module).values())
+
+
+def turn_of(item: pytest.Item) -> int:
+    """Tests of servers wait most, and begin first: begun last, they would end alone. Other groups come next."""
+    group = item.get_closest_marker("xdist_group")
+    if group is None:
+        return len(SHARED) + 1
+    return SHARED.index(group.args[0]) if group.args[0] in SHARED else len(SHARED)
 
 
 def use_of_ray(item: pytest.Item) -> int:
