@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,15 @@ def test_mlflow(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leveldb_log(data: bytes) -> Iterator[bytes]:
-    """Yield the records of LevelDB's log format, in blocks of 32 KiB, behind the seven bytes of wandb's header."""
+    """Yield what is whole of LevelDB's log format, in blocks of 32 KiB, behind the seven bytes of wandb's header."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if 32_768 - at % 32_768 < 7:  # the rest of a block is too small for a record's header
             at += 32_768 - at % 32_768
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):
+            return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
@@ -134,11 +137,14 @@ def test_wandb(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert run("track={use: wandb, mode: offline, project: mine, tags: [a]}").exit_code == 0
     (file,) = (place / "out/wandb").glob("offline-run-*/run-*.wandb")
+    # wandb's own process writes on when the run is over, so the record of its exit is waited for.
+    records: list[Any] = []
+    while not any(record.HasField("exit") for record in records):
+        records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
+        threading.Event().wait(0.01)
     series: dict[str, list[tuple[int, float]]] = {}
     project = None
-    for data in leveldb_log(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in records:
         project = record.run.project or project
         values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for name, value in values.items():
