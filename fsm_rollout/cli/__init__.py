@@ -1,0 +1,69 @@
+"""The command line: ``check | draw | run | resume | show | export | rescore | replay | serve | schema | new``.
+
+Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
+needs is imported inside it, so that each starts as fast as it can.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from fsm_rollout.cli.agents import check, draw, new, schema
+from fsm_rollout.cli.results import export, replay, rescore, show
+from fsm_rollout.cli.runs import resume, run, serve
+from fsm_rollout.errors import ConfigError, RolloutError
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> object:
+        """End the program with exit code 2 where the input is wrong; every problem is a line of its own."""
+        try:
+            return super().invoke(ctx)
+        except RolloutError as error:
+            problems = error.problems if isinstance(error, ConfigError) else (error,)
+            from fsm_rollout.report.texts import visible
+
+            for line in dict.fromkeys(" ".join(str(problem).split("\n")) for problem in problems):
+                typer.echo(visible(line), err=True)  # names come from files
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    name="fsm-rollout",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Agent rollouts as explicit state machines: a YAML graph that provably ends, run on any engine.
+
+    \b
+    A first session:
+      fsm-rollout new my_agent                    writes my_agent.yaml
+      fsm-rollout check my_agent.yaml             proves that it ends
+      fsm-rollout draw my_agent.yaml -o a.svg     draws it
+      fsm-rollout run configs/runs/demo.yaml      runs an agent on prompts
+      fsm-rollout show runs/demo                  shows what happened
+    """  # noqa: D301  # click wants the character itself
+
+
+for _command in (check, draw, run, serve, resume, show, export, rescore, replay, schema, new):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command line (the console script's entry)."""
+    # `python -m` has put the working directory first, where a file of a run from elsewhere may lie: rich.py, say.
+    if sys.path[:1] in ([""], [str(Path.cwd())]):
+        del sys.path[0]
+    app()

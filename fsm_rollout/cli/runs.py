@@ -1,0 +1,130 @@
+"""Commands that run agents: ``run | resume | serve``."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsm_rollout.cli.terminal import Folder, Overrides, RunFile, look_here, say, short
+from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached
+
+if TYPE_CHECKING:
+    from fsm_rollout.jobs.runner import Progress
+    from fsm_rollout.jobs.summary import Summary
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    overrides: Overrides = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="delete the run, finished or not, that is in its folder")
+    ] = False,
+) -> None:
+    """Run an agent on prompts and write the run's folder.
+
+    \b
+    Example: fsm-rollout run configs/runs/demo.yaml n=8 sampling.temperature=0.7
+
+    The folder holds journal.sqlite (every event), batch/ (the tensors), summary.json and report.html. A key that starts
+    with `agent.` changes the agent: agent.limits.tool_calls=3. A folder that holds a run is left alone, unless you give
+    --replace. Ctrl-C, SIGTERM and SIGHUP suspend the run; `fsm-rollout resume` continues it.
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.jobs.run_config import load_run
+    from fsm_rollout.jobs.runner import execute
+
+    look_here()
+    config = load_run(file, overrides or [])
+    _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
+
+
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    overrides: Overrides = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a run's agents: an endpoint for clients of OpenAI's and Anthropic's protocols, and a chat page.
+
+    \b
+    Example: fsm-rollout serve configs/runs/demo.yaml --port 8000
+    Then http://127.0.0.1:8000 is a chat page and the base URL of Anthropic's clients, with /v1 that of OpenAI's.
+
+    Each request is a trajectory of the agent that `model` names: its tools run here. A conversation that comes again
+    with one message more goes on where it waits in INTERACTING. Only this machine is served (serve.host=0.0.0.0
+    serves others, serve.api_keys=FILE asks for keys). What is said is in the folder OUT-serve, for `show`, `export` and
+    `rescore`. Ctrl-C ends it; conversations that wait go on when it is started again.
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.jobs.run_config import load_run
+
+    try:
+        from fsm_rollout.serve.command import serve as serve_agents
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package `{error.name}`: pip install 'fsm-rollout[serve]'") from error
+    look_here()
+    config = load_run(file, [*(overrides or []), *([] if port is None else [f"serve.port={port}"])])
+    out = short(config.serve.out or config.out)
+    try:
+        serve_agents(config, lambda url, agents: typer.echo(f"{url} serves {', '.join(agents)}; Ctrl-C ends it"))
+    except KeyboardInterrupt:
+        typer.echo(f"ended; what was said: fsm-rollout show {out}", err=True)
+
+
+def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) -> None:
+    """Continue a run that was interrupted or that crashed.
+
+    Example: fsm-rollout resume runs/demo engine.threads=2
+
+    Finished trajectories stay as they are; an unfinished one continues from its last complete turn or call. Code is
+    imported only as the run's own YAML (or the command line) names it, never because the folder does.
+    """
+    from fsm_rollout.jobs.runner import resume as continue_run
+
+    look_here()
+    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress, file=file, say=say))
+
+
+def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
+    """Do a run, or the rest of one, and print its results."""
+    from rich.console import Console
+
+    from fsm_rollout.jobs.progress import RunProgress, said_while_slow
+    from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
+    from fsm_rollout.report.texts import visible
+
+    console = Console(stderr=True)
+    try:
+        with said_while_slow("reading agents and prompts", console) as read:
+
+            def progress(total: int, done: int) -> RunProgress:
+                read()
+                return RunProgress(total, done, console)
+
+            summary = work(progress)
+    except KeyboardInterrupt as interruption:
+        number = getattr(interruption, "signal", signal.SIGINT)
+        by = "" if number == signal.SIGINT else f" by {number.name}"
+        hint = f"; to continue: fsm-rollout resume {short(out)}" if (out / "journal.sqlite").exists() else ""
+        typer.echo(f"interrupted{by}{hint}", err=True)
+        raise typer.Exit(128 + number) from None
+    except TargetNotReached as error:
+        typer.echo(visible(f"{error}; to continue: fsm-rollout resume {short(out)} max_filtered=…"), err=True)
+        raise typer.Exit(1) from None
+    except RunStopped as error:
+        typer.echo(f"{error}; to continue: fsm-rollout resume {short(out)}", err=True)
+        raise typer.Exit(1) from None
+    Console().print(summary_table(summary))
+    for line in failure_lines(summary):
+        typer.echo(line, err=True)
+    report = ", report.html" if (out / "report.html").is_file() else ""
+    typer.echo(f"{short(out)}: journal.sqlite, batch/, summary.json{report}")
+    failed = ["every trajectory failed"] if every_trajectory_failed(summary) else []
+    if most_rewards_failed(summary):
+        failed.append(f"the reward failed for {len(summary['reward_errors']):,} of {summary['trajectories']:,}")
+    if failed:
+        typer.echo("; ".join(failed), err=True)
+        raise typer.Exit(1)
