@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fsm_rollout.lazy_names import lazy_names
+from fsm_rollout.names.lazy import lazy_names
 
 __version__ = "0.1.0"
 

@@ -7,14 +7,12 @@ without importing an engine.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from dataclasses import dataclass
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS
 
 
@@ -59,41 +57,6 @@ TEMPLATE_FACTS = {
     "score": "the trajectory's score, if any",
     "turn_scores": "(turn, score) of each turn that was scored",
 }
-
-_folders: list[str] = []
-
-
-def look_in(folder: str | os.PathLike[str]) -> None:
-    """Let ``module:name`` find modules in a folder too, after all that is installed."""
-    entry = os.path.abspath(folder)
-    if entry not in sys.path and os.path.isdir(entry):
-        sys.path.append(entry)
-        importlib.invalidate_caches()
-    if entry not in _folders:
-        _folders.append(entry)
-
-
-def looked_in() -> list[str]:
-    """Return the folders given to :func:`look_in`."""
-    return list(_folders)
-
-
-def load_object(path: str) -> object:
-    """Import ``module:attribute`` (dots allowed in both); ConfigError says what is missing, and names a close match."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        target: object = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever a user's module does at import, sys.exit too, is their mistake to see
-        raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
-    for part in attribute.split("."):
-        try:
-            target = getattr(target, part)
-        except AttributeError:
-            hint = did_you_mean(part, (n for n in dir(target) if not n.startswith("_")))
-            raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from None
-    return target
 
 
 def load_handler(handler: str) -> type:

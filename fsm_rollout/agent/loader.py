@@ -23,14 +23,14 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
-from fsm_rollout.agent.handlers import load_handler, look_in
+from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
+from fsm_rollout.names.objects import look_in, path_of
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
-from fsm_rollout.trajectory.named_objects import path_of
 
 __all__ = ["Reading", "dump", "load_agent", "loads", "read_agent", "recorded_agent"]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph, Predicate
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.events import ToolCall
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory

@@ -20,7 +20,7 @@ RunFile = Annotated[
 
 def look_here() -> None:
     """Let the user's files name modules in the working directory; for commands that are to run them."""
-    from fsm_rollout.agent.handlers import look_in
+    from fsm_rollout.names.objects import look_in
 
     look_in(Path.cwd())
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fsm_rollout.agent.handlers import look_in, looked_in
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.specs import KINDS, EngineSpec, OwnSpec, build_router, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
 from fsm_rollout.model.folders import model_folder
+from fsm_rollout.names.objects import look_in, looked_in
 
 # An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind `transformers`.
 EngineLike = Engine | Mapping[str, Any] | str | Path

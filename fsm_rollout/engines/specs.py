@@ -27,12 +27,12 @@ from pydantic import (
 )
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
 from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, model_folder
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import ImportPath, StrictModel
 

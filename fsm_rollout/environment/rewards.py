@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import SupportsFloat, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, Problem, close_match, describe
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.prompt import Prompt

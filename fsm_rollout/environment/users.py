@@ -17,9 +17,9 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from fsm_rollout.agent.graph import Interaction as InteractionSpec
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, ToolError
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import clean

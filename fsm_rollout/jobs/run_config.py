@@ -27,11 +27,11 @@ from pydantic import (
 )
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph, named_by_one_word
-from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.tracking import Track
+from fsm_rollout.names.objects import look_in
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel

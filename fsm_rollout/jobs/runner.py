@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
@@ -33,6 +32,7 @@ from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
 
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.summary import Summary, summarize
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.trajectory import Trajectory

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.model.folders import plain_tokenizers
+from fsm_rollout.names.objects import look_in
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.remote_client import RemoteClient, RemoteEngine, remote_clients

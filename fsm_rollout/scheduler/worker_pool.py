@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.wire import Contexts, unpack_requests
 from fsm_rollout.errors import EngineError, GlueMismatchError
+from fsm_rollout.names.objects import looked_in
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.remote_client import Ending, RemoteEngine
 from fsm_rollout.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.lazy_names import lazy_names
+from fsm_rollout.names.lazy import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

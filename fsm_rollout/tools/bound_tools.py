@@ -17,13 +17,12 @@ from typing import Any, Protocol, TypeAlias
 
 from fsm_rollout.agent import graph
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean, place_of
+from fsm_rollout.names.objects import HERE_ALONE, load_object
 from fsm_rollout.tools.base import AgentAnswer, AgentCall, ToolContext, fresh
 from fsm_rollout.tools.bounded_call import STOP_SECONDS, Expired, RaisedElsewhere, bounded, call_of, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
 from fsm_rollout.tools.tool_messages import described
-from fsm_rollout.trajectory.named_objects import HERE_ALONE
 
 RELEASE_SECONDS = 30.0  # how long a `release` may take where the tool has no timeout
 THREADS = 256  # calls of one sync tool that run at once where it has no `concurrency`: each takes a thread

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.agent.handlers import looked_in
 from fsm_rollout.errors import ToolError
+from fsm_rollout.names.objects import looked_in
 
 # What a program sees of our environment beside PATH.
 INHERITED = ("LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")

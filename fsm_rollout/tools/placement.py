@@ -33,10 +33,10 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.concurrency.ray_session import answer_to, connect, import_ray
 from fsm_rollout.errors import BadArguments, ToolError, place_of
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
 
 from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.names.objects import path_of
 from fsm_rollout.trajectory.config_errors import explanations
-from fsm_rollout.trajectory.named_objects import path_of
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import ray
 
-from fsm_rollout.agent.handlers import look_in
 from fsm_rollout.concurrency import ray_session
 from fsm_rollout.concurrency.ray_session import answer_to
 from fsm_rollout.engines.build import build_engine
@@ -30,6 +29,7 @@ from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.names.objects import look_in
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler import worker_placement
 from fsm_rollout.scheduler.worker_pool import WorkerPool

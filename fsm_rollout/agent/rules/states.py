@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, Interaction, State
-from fsm_rollout.agent.handlers import TEMPLATE_FACTS, load_object
+from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.bound_tools import check_tool
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import LimitName

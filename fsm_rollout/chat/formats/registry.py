@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat.formats.base import TextFormat, ToolFormat
 from fsm_rollout.chat.formats.in_json import Llama3Json, Mistral
 from fsm_rollout.chat.formats.in_tags import Glm, Hermes, Qwen3Coder
 from fsm_rollout.chat.formats.renderers_adapter import RENDERERS, RendererFormat
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
+from fsm_rollout.names.objects import load_object
 
 BUILT_IN: dict[str, type[TextFormat]] = {kind.name: kind for kind in (Hermes, Qwen3Coder, Llama3Json, Glm, Mistral)}
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fsm_rollout.agent.graph import State as StateSpec
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.states.base import State
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.commands import MARK, end_family, from_environment, scrubbed, words_of

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from fsm_rollout.concurrency.step_timing import watch_steps
+from fsm_rollout.names.objects import path_of
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
 from fsm_rollout.tools.bounded_call import STOP_SECONDS
-from fsm_rollout.trajectory.named_objects import path_of
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

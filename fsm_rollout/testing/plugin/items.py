@@ -183,9 +183,9 @@ class EngineFile(pytest.File):
 
     async def make(self) -> EngineSubject:
         """Make the engine; ConfigError if the factory makes none."""
-        from fsm_rollout.agent.handlers import load_object
         from fsm_rollout.engines.protocol import Engine
         from fsm_rollout.errors import ConfigError
+        from fsm_rollout.names.objects import load_object
         from fsm_rollout.testing.conformance.engine_subject import EngineSubject
 
         name = self.config.stash[ENGINES][self.path.resolve()]

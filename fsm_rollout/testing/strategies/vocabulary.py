@@ -14,10 +14,10 @@ from types import CodeType
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph, Predicate
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from fsm_rollout.agent.handlers import load_object
 from fsm_rollout.errors import ToolError
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import Tool
 from fsm_rollout.tools.sandbox.session import Backend, Language, Limits, LocalSession, Output, Protection, protection
 

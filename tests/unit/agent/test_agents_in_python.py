@@ -15,8 +15,8 @@ from fsm_rollout.agent.graph import AgentGraph, Tool
 from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.names.objects import path_of
 from fsm_rollout.tools.bound_tools import tool_schema_of
-from fsm_rollout.trajectory.named_objects import path_of
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 
@@ -100,7 +100,7 @@ def test_a_function_that_only_this_process_knows_is_told_apart() -> None:
     agent = load_agent(TEXT).with_tools(add={"use": tool, "placement": "process"})
     (problem,) = verify(agent)
     assert "write it into a module and name that, or leave `placement` out" in problem.message
-    script = f"from fsm_rollout.agent.handlers import load_object; load_object({name!r})"
+    script = f"from fsm_rollout.names.objects import load_object; load_object({name!r})"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "was given as an object to the process that began with it" in done.stderr
 

@@ -6,11 +6,13 @@ cannot (a lambda, a function within a function) is given one here, which no othe
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
 import re
 import sys
 
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, did_you_mean
 
 
 class _Given:
@@ -52,3 +54,39 @@ def path_of(code: object) -> object:
         _names[id(code)] = f"{word}_{next(_numbers)}"
         setattr(given, _names[id(code)], code)
     return HERE_ALONE + _names[id(code)]
+
+
+_folders: list[str] = []
+
+
+def look_in(folder: str | os.PathLike[str]) -> None:
+    """Let ``module:name`` find modules in a folder too, after all that is installed."""
+    entry = os.path.abspath(folder)
+    if entry not in sys.path and os.path.isdir(entry):
+        sys.path.append(entry)
+        importlib.invalidate_caches()
+    if entry not in _folders:
+        _folders.append(entry)
+
+
+def looked_in() -> list[str]:
+    """Return the folders given to :func:`look_in`."""
+    return list(_folders)
+
+
+def load_object(path: str) -> object:
+    """Import ``module:attribute`` (dots allowed in both); ConfigError says what is missing, and names a close match."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        target: object = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's module does at import, sys.exit too, is their mistake to see
+        raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            hint = did_you_mean(part, (n for n in dir(target) if not n.startswith("_")))
+            raise ConfigError(f"'{module_name}' has no '{part}' (from '{path}'){hint}") from None
+    return target
