@@ -200,3 +200,25 @@ def test_no_class_has_the_name_of_another() -> None:
 def test_the_root_has_eight_modules() -> None:
     root = sorted(path.stem for path in PACKAGE.glob("*.py"))
     assert root == ["__init__", "__main__", "errors", "files", "interactions", "journal", "rewards", "rollout"]
+
+
+CONTENT_HOMES = {
+    "trajectory.content": "the accessor itself",
+    "trajectory.prompt": "checks what users write",
+    "chat.messages": "checks what handlers write, and makes copies of it for templates",
+    "chat.markers": "reads a tokenizer's added tokens, which are no messages",
+    "states.external.chat_request": "reads the protocols' messages",
+    "states.external.anthropic_dialect": "reads that protocol's blocks",
+}
+
+
+def test_the_content_of_a_message_is_read_in_one_place() -> None:
+    readers: set[str] = set()
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Subscript(slice=ast.Constant("content"), ctx=ast.Load()):
+                    readers.add(name_of(path))
+                case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant("content"), *_]):
+                    readers.add(name_of(path))
+    assert readers == set(CONTENT_HOMES), "use text_of and media_of of fsm_rollout.trajectory.content"

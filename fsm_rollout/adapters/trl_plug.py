@@ -16,6 +16,7 @@ from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.trajectory.content import media_of, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -154,4 +155,4 @@ def _messages(prompt: Trl) -> list[dict[str, Trl]]:
 
 
 def _key(prompt: Trl) -> str:
-    return repr([(message["role"], message["content"]) for message in _messages(prompt)])
+    return repr([(message["role"], text_of(message), media_of(message)) for message in _messages(prompt)])

@@ -22,6 +22,7 @@ from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, 
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.chat.turn_ends import Closes, common_prefix
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
 
 Transform = Callable[[str], str]
@@ -86,7 +87,7 @@ class Step:
     @property
     def contents(self) -> list[str]:
         """The text of each new message."""
-        return [str(message["content"] or "") for message in self.new]
+        return [text_of(message) for message in self.new]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def marked_turns(message: Message, sentinel: str) -> Iterator[Message]:
             {**call, "function": {**call["function"], "arguments": _marked(call["function"]["arguments"], sentinel)}}
             for call in calls
         ]
-    content = message.get("content") or ""
+    content = text_of(message)
     if content or not calls:
         yield {**copy, "content": content + sentinel}
     else:
@@ -262,7 +263,7 @@ class Deriver:
 
         """
         word = draw_word()
-        contents = [str(message["content"] or "") for message in messages]
+        contents = [text_of(message) for message in messages]
         # 1. No system or developer message may be lost. A template may move its text (into the first user message) or
         # take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
         for index, message in enumerate(messages):

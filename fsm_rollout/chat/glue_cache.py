@@ -28,6 +28,7 @@ from fsm_rollout.chat.messages import Dialect, Messages, made_id
 from fsm_rollout.chat.render import Tools
 from fsm_rollout.chat.turn_ends import probe_call, probe_result
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.content import media_of, text_of
 from fsm_rollout.trajectory.events import Message
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ SHORT = 2_000  # texts of up to so many characters are remembered with their ids
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
 _TURN_KEYS = frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"})
+_PROMPT_KEYS = frozenset({"role", "content"})
 _NEW_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
 
 
@@ -172,14 +174,11 @@ class GlueCache:
             return None
         try:
             turn, position = history[-1], len(history) - 1
-            content = turn["content"]
             # Read here and not by conform, which takes twice as long.
             if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or not new_messages:
                 return None
-            if content is not None and type(content) is not str:
-                return None
             # 1. The turn: its keys, whether it says anything, the names of its calls.
-            key: list[Hashable] = [sampled, tuple(turn), bool(content)]
+            key: list[Hashable] = [sampled, tuple(turn), bool(_plain_text(turn))]
             call_ids: list[str] = []
             for number, call in enumerate(turn.get("tool_calls") or ()):
                 function = call["function"]
@@ -195,9 +194,9 @@ class GlueCache:
             contents: list[str] = []
             ids: list[str] = []
             for index, message in enumerate(new_messages, position + 1):
-                role, content = message["role"], message["content"]
+                role, content = message["role"], _plain_text(message)
                 name, id_ = message.get("name"), message.get("tool_call_id")
-                if type(content) is not str or type(role) is not str or not (name is None or type(name) is str):
+                if type(role) is not str or not (name is None or type(name) is str):
                     return None
                 if role == "assistant" or content.isspace() or not message.keys() <= _NEW_KEYS:
                     return None
@@ -246,7 +245,7 @@ class GlueCache:
 
         def saying(before: str, after: str) -> Step:
             new = [
-                {**message, "content": f"{before}{word}{index}m{after}" if message["content"] else ""}
+                {**message, "content": f"{before}{word}{index}m{after}" if text_of(message) else ""}
                 for index, message in enumerate(named.new)
             ]
             return replace(named, new=new)
@@ -285,7 +284,7 @@ class GlueCache:
     def _same_everywhere(self, step: Step) -> Glue | None:
         """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
         variants = [replace(step, base=base) for base in _probe_histories(self._dialect, tools=bool(step.tools))]
-        probe, content = variants[0], step.turn.get("content")
+        probe, content = variants[0], text_of(step.turn)
         variants.append(replace(probe, now=step.now + timedelta(days=400)))
         if content:
             others = ("x", f"<think>\n{content}\n</think>\n\nx", content + "\n")
@@ -312,12 +311,12 @@ class GlueCache:
         if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= 2:
             return None
         try:
-            texts = [message["content"] for message in messages if len(message) == 2]
+            texts = [_plain_text(message) for message in messages if message.keys() == _PROMPT_KEYS]
             roles = [message["role"] for message in messages]
             digest = self._tools_digest(tools)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             return None
-        if roles not in (["user"], ["system", "user"]) or [type(text) for text in texts] != [str] * len(roles):
+        if roles not in (["user"], ["system", "user"]) or len(texts) < len(roles):
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
@@ -337,7 +336,7 @@ class GlueCache:
             plain, dressed = (
                 self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for (text,) in words
             )
-            self.templates[key] = self._fitted((plain, dressed), words, [last["content"]], result)
+            self.templates[key] = self._fitted((plain, dressed), words, [text_of(last)], result)
 
 
 # --- what decides whether the reference would answer the same
@@ -379,7 +378,7 @@ class Histories:
         previous_kind = _kind(history[start - 1]) if start else ""
         new_pairs = tuple(pairwise([previous_kind, *map(_kind, history[start:])]))
         pairs = known_pairs if known_pairs.issuperset(new_pairs) else known_pairs.union(new_pairs)
-        self._characters += MESSAGE_CHARACTERS + len(history[-1].get("content") or "")
+        self._characters += MESSAGE_CHARACTERS + len(text_of(history[-1]))
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
             self._seen.clear()  # conversations under way are then scanned once more
             self._characters = 0
@@ -388,9 +387,8 @@ class Histories:
 
 
 def _kind(message: Mapping[str, Any]) -> str:
-    content, role = message.get("content"), message["role"]
-    if content is not None and type(content) is not str:
-        raise TypeError("content that is not text is for the reference to refuse")
+    _plain_text(message)
+    role = message["role"]
     if type(role) is not str:
         raise TypeError("so is this")
     calls = message.get("tool_calls")
@@ -400,6 +398,12 @@ def _kind(message: Mapping[str, Any]) -> str:
         if type(call["function"]["name"]) is not str:
             raise TypeError("and this")
     return f"{role}{min(len(calls), 2)}"
+
+
+def _plain_text(message: Mapping[str, Any]) -> str:
+    if media_of(message):
+        raise TypeError("what is not text is for the reference to refuse")
+    return text_of(message)
 
 
 def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], frozenset[str]]:

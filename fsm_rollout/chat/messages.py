@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
+from fsm_rollout.trajectory.content import media_of, text_of
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.prompt import ROLES
 
@@ -43,7 +44,7 @@ def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Messag
             raise malformed(index, f"needs a role, got {role!r}")
         # Exact strings: a str that is an Enum prints as Role.USER.
         copy: Message = {key: str.__str__(value) if isinstance(value, str) else value for key, value in message.items()}
-        copy["content"] = _text_of(message.get("content"), index)
+        copy["content"] = _checked_text(message, index)
         calls = copy.pop("tool_calls", None)
         if calls:
             copy["tool_calls"] = _conform_calls(calls, dialect, index)
@@ -64,23 +65,19 @@ def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Messag
     return view
 
 
-def _text_of(content: object, index: int) -> str:
-    """Return the text of a message's content; a list is joined if all of it is text."""
-    if isinstance(content, str):
-        return str.__str__(content)
-    if not isinstance(content, (list, tuple, type(None))):
-        raise malformed(index, f"content must be a string, got {type(content).__name__}")
-    texts = []
-    for item in content or ():
-        kind = item.get("type") if isinstance(item, Mapping) else type(item).__name__
-        text = item.get("text") if isinstance(item, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise ChatTemplateError(
-                "multimodal-content",
-                f"message {index} holds a part of type {kind!r}; only text is supported, and nothing is dropped",
-            )
-        texts.append(text)
-    return "".join(texts)
+def _checked_text(message: Mapping[str, Any], index: int) -> str:
+    """Return the text of a message that is nothing but text."""
+    try:
+        text, media = text_of(message), media_of(message)
+    except TypeError as error:
+        raise malformed(index, str(error)) from None
+    for part in media:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ChatTemplateError(
+            "multimodal-content",
+            f"message {index} holds a part of type {kind!r}; only text is supported, and nothing is dropped",
+        )
+    return text
 
 
 def _conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:

@@ -20,6 +20,7 @@ from fsm_rollout.chat.messages import Dialect, Messages, check_turns, conform, r
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 
@@ -129,7 +130,7 @@ class ChatTemplate:
         now, tools = now or self.now, shown_tools(tools)
         key = self._cache.prompt_key(messages, tools, now)
         if key and (learned := self._cache.templates.get(key)):
-            return learned.encode([messages[-1]["content"]])
+            return learned.encode([text_of(messages[-1])])
         encoded = self.prompt_reference(messages, tools, now=now)
         if key:
             self._cache.learn_prompt(key, conform(messages, self._dialect), tools, now, encoded)

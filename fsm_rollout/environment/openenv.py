@@ -20,6 +20,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.tools.commands import from_environment
 from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
 
 NOT_SHOWN = ("done", "reward", "metadata")  # what an observation may hold beside what the model is to read
@@ -136,13 +137,13 @@ class OpenEnv:
         messages, text, done_again = self._since_the_prompt(conversation), None, 0
         for message in messages:
             if message["role"] == "assistant":
-                text = str(message.get("content") or "")
+                text = text_of(message)
             elif message["role"] == "user" and done_again < replies:
                 reply = await self._step(text) if text is not None else self._reply(state, None)
-                if clean(reply.content or "") != message["content"]:
+                if clean(reply.content or "") != text_of(message):
                     raise EnvironmentLost(
                         f"environment {self._url}: replayed, reply {done_again + 1} is {reply.content!r:.200} "
-                        f"instead of {message['content']!r:.200}: it is not `repeatable`"
+                        f"instead of {text_of(message)!r:.200}: it is not `repeatable`"
                     )
                 done_again += 1
         if done_again < replies:

@@ -23,6 +23,7 @@ from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.bounded_call import invoke
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.stream import root_of
@@ -382,8 +383,8 @@ def _correct(trajectory: Trajectory) -> list[bool]:
             # A broken call leaves no tool_calls, but a tool message answers it.
             called = message.get("tool_calls") or (following is not None and following["role"] == "tool")
             if message["role"] == "assistant" and not called:
-                texts[place] = str(message.get("content") or "")
-            elif message["role"] == "user" and place < len(turns) and message["content"] == turns[place]:
+                texts[place] = text_of(message)
+            elif message["role"] == "user" and place < len(turns) and text_of(message) == turns[place]:
                 place += 1
     # 2. What each should state.
     expected = [trajectory.extra["answer"], *(script.get("answers") or ())]

@@ -23,6 +23,7 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -75,7 +76,7 @@ class Conversation:
     @property
     def text(self) -> str:
         """The latest assistant turn's text."""
-        texts = (str(m.get("content") or "") for m in reversed(self.messages) if m["role"] == "assistant")
+        texts = (text_of(m) for m in reversed(self.messages) if m["role"] == "assistant")
         return next(texts, "")
 
 
@@ -217,7 +218,7 @@ class ModelUser:
         swapped = {"user": "assistant", "assistant": "user"}
         turns: list[Message] = []
         for message in messages:
-            role, content = swapped.get(message["role"]), str(message.get("content") or "").strip()
+            role, content = swapped.get(message["role"]), text_of(message).strip()
             if role is None or not content:
                 continue
             if not turns and role == "assistant":

@@ -27,6 +27,7 @@ from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shor
 from fsm_rollout.report.times import KINDS
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
+from fsm_rollout.trajectory.content import text_of
 
 ROWS = 20
 WIDE = 120  # columns of a terminal in which a table of all there is to say can be read
@@ -186,7 +187,7 @@ def _card(
     if card.guarded:
         title.append(f"  {card.guarded} markers kept as text", "yellow")
     # 2. Its tokens, or the messages that have none.
-    messages = [Text(_cut(visible(str(message.get("content") or "")))) for message in card.messages]
+    messages = [Text(_cut(visible(text_of(message)))) for message in card.messages]
     shown: list[RenderableType] = [title, *(messages if pending else [_ribbon(card, recording, texts, spread)])]
     # 3. Its calls, and what became of them.
     for call in card.calls:

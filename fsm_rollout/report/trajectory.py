@@ -25,6 +25,7 @@ from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.texts import TokenTexts, visible
 from fsm_rollout.report.times import BUSY, Clock, Stretch, TimedVisit, Times, packed, wall_seconds
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -215,7 +216,7 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def _last_of(role: str, messages: Sequence[Message]) -> str:
-    return next((_text(message.get("content")) for message in reversed(messages) if message.get("role") == role), "")
+    return next((text_of(message) for message in reversed(messages) if message.get("role") == role), "")
 
 
 def _text(value: object) -> str:

@@ -16,6 +16,7 @@ from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, chains_of, extend_chain, refuse
 from fsm_rollout.states.external.responding import Answer, Exchange
 from fsm_rollout.states.external.text_stream import TextStream
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -88,7 +89,7 @@ class ServedConversation:
                 if event.context == self.context:
                     if event.continued and self._texts:
                         self._texts.pop()
-                    self._texts.append(str(event.message.get("content") or ""))
+                    self._texts.append(text_of(event.message))
                     if self.exchange is not None:
                         self.exchange.show(self.text)
             case UserReplied() if event.content is not None and event.context == self.context:

@@ -27,6 +27,7 @@ from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
 from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned
 from fsm_rollout.trajectory.journal.reader import Recorded
@@ -120,7 +121,7 @@ class Service:
         if self.calls_under_way >= self.calls:
             message = f"{self.calls_under_way:,} requests are being answered, which is the most"
             raise ProtocolError(429, "overloaded", message, retry_after=1)
-        messages = [message | {"content": clean(str(message["content"]))} for message in chat.messages]
+        messages = [message | {"content": clean(text_of(message))} for message in chat.messages]
         sampling = chat.sampling.model_dump(exclude_none=True)
         history = chain_of(caller, chat.model, sampling, messages[:-1])
         exchange = Exchange(chat, self.metrics.first_text.labels(chat.model).observe)
@@ -130,7 +131,7 @@ class Service:
             conversation = waiting[-1]
             assert conversation.waiter is not None
             conversation.exchange = exchange
-            conversation.waiter.set_result(Reply(messages[-1]["content"]))
+            conversation.waiter.set_result(Reply(text_of(messages[-1])))
             self._forget(conversation)
         else:
             fields: dict[str, object] = {

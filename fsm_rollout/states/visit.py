@@ -25,6 +25,7 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.stream import Stream, root_of
@@ -38,7 +39,7 @@ _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may 
 
 def are_long(messages: Sequence[Message]) -> bool:
     """Return whether encoding messages would hold up the event loop."""
-    return sum([len(message.get("content") or "") for message in messages]) > LONG_TEXT
+    return sum([len(text_of(message)) for message in messages]) > LONG_TEXT
 
 
 class Visit:
@@ -110,7 +111,7 @@ class Visit:
         trajectory, contexts = self.trajectory, self.agent.contexts
         return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
             "messages": trajectory.prompt_messages,
-            "task": str(trajectory.prompt_messages[-1].get("content") or ""),
+            "task": text_of(trajectory.prompt_messages[-1]),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in contexts},
             "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in contexts},
             "visits": {state: trajectory.visits.get(state, 0) for state in self.agent.graph.states},

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.tokens import Ids, TokenStream
@@ -102,7 +103,7 @@ class Turn(msgspec.Struct, gc=False):
     @property
     def text(self) -> str:
         """Its text, without tool calls."""
-        return str(self.message.get("content") or "")
+        return text_of(self.message)
 
 
 # A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:

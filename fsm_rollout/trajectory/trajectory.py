@@ -14,6 +14,7 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.stream import BRANCH, SampledWith, Stream, Turn
@@ -261,7 +262,7 @@ class Trajectory(msgspec.Struct):
     @property
     def text(self) -> str:
         """The content of the latest assistant turn (without its tool calls), of any context."""
-        return str(self.last.message.get("content") or "") if self.last else ""
+        return text_of(self.last.message) if self.last else ""
 
     def last_turn(self, context: str) -> int | None:
         """Return the index of the latest generation in a context's open stream, if there has been one."""
@@ -274,7 +275,7 @@ class Trajectory(msgspec.Struct):
             if stream.context == context:
                 for message in stream.messages:
                     if message["role"] == "assistant":
-                        yield str(message.get("content") or "")
+                        yield text_of(message)
 
     @property
     def forks(self) -> int:

@@ -24,7 +24,7 @@ from anthropic.types import (
 from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, text_of
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, content_of, refuse
 from fsm_rollout.states.external.openai_dialect import sampling_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
@@ -45,7 +45,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise refuse("`tool_choice` may be 'auto' or 'none': forcing a call is not supported", "unsupported_parameter")
     read: list[Message] = []
     if body.get("system"):
-        read.append({"role": "system", "content": text_of(body["system"], "system")})
+        read.append({"role": "system", "content": content_of({"content": body["system"]}, "system")})
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
         read += _messages(message, f"messages[{i}]", names)
@@ -87,11 +87,11 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
             )
         elif kind == "tool_result" and role == "user":
             tool_id = str(block.get("tool_use_id"))
-            result = {"role": "tool", "content": text_of(block.get("content"), where), "tool_call_id": tool_id}
+            result = {"role": "tool", "content": content_of(block, where), "tool_call_id": tool_id}
             yield result | ({"name": names[tool_id]} if tool_id in names else {})
         else:
             rest.append(block)
-    text = text_of(rest, where)
+    text = content_of({"content": rest}, where)
     if role == "assistant":
         yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
     elif text or not content:

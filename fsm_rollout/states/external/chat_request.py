@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.settings import Sampling
@@ -66,11 +67,12 @@ class ChatReply:
     @property
     def text(self) -> str:
         """Its text without the calls."""
-        return str(self.message.get("content") or "")
+        return text_of(self.message)
 
 
-def text_of(content: object, where: str) -> str:
-    """Return the text of a content that may come in parts, or raise ProtocolError for what is not text."""
+def content_of(message: Mapping[str, object], where: str) -> str:
+    """Return the text of a message of a protocol, which may come in parts; ProtocolError for what is not text."""
+    content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -106,7 +108,7 @@ def key_of(message: Message) -> str:
         (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
         for call in message.get("tool_calls") or ()
     ]
-    return _encode([message["role"], message.get("content") or "", calls, message.get("tool_call_id")])
+    return _encode([message["role"], text_of(message), calls, message.get("tool_call_id")])
 
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls

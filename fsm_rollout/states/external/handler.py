@@ -28,6 +28,7 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.states.base import State
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.commands import MARK, end_family, from_environment, scrubbed, words_of
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Scored
 from fsm_rollout.trajectory.outcome import Outcome
@@ -118,7 +119,7 @@ class External(State):
             messages = [dict(message) for message in trajectory.prompt_messages]
             visit = ForeignVisit(
                 base_url=f"{url}/v1" if self.options.dialect == "openai" else url, api_key=key, model=trajectory.agent,
-                task=str(messages[-1].get("content") or ""), messages=messages, extra=trajectory.extra,
+                task=text_of(messages[-1]), messages=messages, extra=trajectory.extra,
             )  # fmt: skip
             if self.options.command is not None:
                 await self._run_program(visit)

@@ -25,8 +25,8 @@ from fsm_rollout.states.external.chat_request import (
     ChatRequest,
     ProtocolError,
     arguments_of,
+    content_of,
     refuse,
-    text_of,
 )
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
@@ -81,7 +81,7 @@ def _message(message: object, where: str) -> Message:
         role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
         raise refuse(f"{where}: the role must be one of {', '.join(ROLES)}; got {role!r}")
     role = ROLES[message["role"]]
-    read: Message = {"role": role, "content": text_of(message.get("content"), where)}
+    read: Message = {"role": role, "content": content_of(message, where)}
     if role == "tool":
         read["tool_call_id"] = str(message.get("tool_call_id") or "")
     if message.get("name"):

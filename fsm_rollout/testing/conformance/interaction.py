@@ -22,6 +22,7 @@ from fsm_rollout.errors import ToolError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
 from fsm_rollout.tools.bounded_call import is_async
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.settings import Sampling
@@ -164,7 +165,7 @@ class _Interaction(Subject):
         """Get one reply and look at it."""
         conversation = world.enter(turn)
         before = copy.deepcopy((conversation.messages, conversation.trajectory, conversation.extra))
-        to = f"{self.name}.reply to {world.messages[-1]['content']!r}"
+        to = f"{self.name}.reply to {text_of(world.messages[-1])!r}"
         try:
             reply = await self.in_time(interaction.reply(conversation), f"{to} did not come")
         except (ConformanceError, CallRefused):

@@ -12,6 +12,7 @@ from fsm_rollout.testing.simulation.laws import LawBroken, Place
 from fsm_rollout.testing.simulation.plan import Fault
 from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.trajectory import events
+from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, ToolCall
 from fsm_rollout.trajectory.tokens import Owner
 
@@ -82,7 +83,7 @@ def _line(event: AnyEvent) -> str | None:
             verb = "goes on" if event.continued else "says"
             where = "" if event.context == "main" else f" in '{event.context}'"
             calls = ", ".join(map(_attempt, event.attempts))
-            content = _shortened(event.message.get("content") or "") + (f" and calls {calls}" if calls else "")
+            content = _shortened(text_of(event.message)) + (f" and calls {calls}" if calls else "")
             return f"the engine {verb}{where} {content} ({len(event.ids)} tokens, {event.finish_reason})"
         case events.Called():
             result = f"returns {_shortened(event.result, 40)}" if event.failure is None else f"fails: {event.failure}"
