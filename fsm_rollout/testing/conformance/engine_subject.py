@@ -230,32 +230,28 @@ class Dispatch:
         await self.subject.call(6, aclose, what="aclose() of what generate() gave")
 
 
+@dataclass
 class EngineSubject:
-    """An engine, what it is asked, and what of it has been counted."""
+    """An engine, what it is asked, and what of it has been counted; the options are those of ``check_engine``."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Sequence[int]] | None = None,
-        *,
-        weights: Weights | None = None,
-        deterministic: bool = True,
-        cuts: bool = True,
-        patience: float = 60.0,
-        settle: float = 0.2,
-    ) -> None:
-        self.engine, self.deterministic, self.patience, self.settle = engine, deterministic, patience, settle
-        self.cuts = cuts
-        if prompts is None:
-            prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-        self.prompts = [as_ids(list(prompt)) for prompt in prompts]
-        self.weights: Weights = {} if weights is None else weights
-        self.requests = self.tokens = 0
-        self.seeds_matter = False
+    engine: Engine
+    prompts: Sequence[Sequence[int]] = ()
+    weights: Weights = field(default_factory=dict)
+    deterministic: bool = True
+    cuts: bool = True
+    patience: float = 60.0
+    settle: float = 0.2
+    requests: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    seeds_matter: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        encode = self.engine.tokenizer.encode
+        self.prompts = self.prompts or [encode(text, add_special_tokens=False) for text in TEXTS]
         self._names = itertools.count()
-        self._eos_ids = frozenset(engine.eos_ids)
+        self._eos_ids = frozenset(self.engine.eos_ids)
         # Models have more rows than their tokenizers have tokens, for alignment.
-        self.every_token = frozenset(range(len(engine.tokenizer) + 4096)) | self._eos_ids
+        self.every_token = frozenset(range(len(self.engine.tokenizer) + 4096)) | self._eos_ids
 
     @property
     def now(self) -> float:
@@ -268,7 +264,7 @@ class EngineSubject:
 
     def request(self, prompt: int, max_tokens: int, **sampling: Any) -> Request:
         """Return a request whose content depends on the arguments only, under a new id."""
-        ids = self.prompts[prompt % len(self.prompts)]
+        ids = as_ids(list(self.prompts[prompt % len(self.prompts)]))
         sampling = {"stop_ids": self._eos_ids} | sampling
         return Request(
             self.name(), ids, SamplingParams(max_tokens, **sampling), trajectory_id=f"check-{prompt}",
