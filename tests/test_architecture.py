@@ -54,7 +54,7 @@ ORDER = (
 DOORS = {"rewards", "interactions", "journal"}
 """Names that users type; they re-export what is in ``environment`` and ``trajectory``."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "torch": ("batch", "adapters", "engines.transformers", "engines.sglang"),
+    "torch": ("batch", "adapters", "engines.transformers", "engines.sglang", "engines.weights"),
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),

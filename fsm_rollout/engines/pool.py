@@ -30,7 +30,7 @@ from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Reque
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes, Replica, describe, failure_of, ping
 from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
 from fsm_rollout.engines.specs import EngineSpec
-from fsm_rollout.engines.weights_check import check_finite
+from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 
@@ -451,9 +451,14 @@ class PoolEngine:
                 lost = all(isinstance(error, ReplicaLost) for error in failed.values())
                 kind = ReplicaLost if lost else EngineError
                 raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
-            # 3. Remember what makes the present weights: the last folder, and the tensors since.
-            earlier = [] if names is None else [u for u in self._weights if u[0] is None or not u[0] <= names]
-            self._weights = [*earlier, (names, shared, number)]
+            # 3. Remember what makes the present weights: the last folder, and those updates by tensors since of which
+            # later ones have not replaced every tensor.
+            needed, replaced = [(names, shared, number)], names or frozenset()
+            for update in reversed(self._weights) if names is not None else ():
+                if update[0] is None or not update[0] <= replaced:
+                    needed.insert(0, update)
+                    replaced |= update[0] or frozenset()
+            self._weights = needed
             self.weight_version = number
             for replica, error in failed.items():
                 self._lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")

@@ -27,8 +27,8 @@ from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.openai.connection import CompletionsConnection
 from fsm_rollout.engines.openai.server import CompletionsServer
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.model import config_number
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.bounded_call import invoke

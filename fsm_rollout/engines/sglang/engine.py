@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.model import check_weights_there, config_number, save_tensors, shapes_in
 from fsm_rollout.engines.sglang.server import Server
-from fsm_rollout.engines.weights_check import check_weights
+from fsm_rollout.engines.weights import StoredTensors, check_shapes, check_weights_there, shapes_in
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_inte
 OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
 KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
-SHARED_MEMORY = Path("/dev/shm")  # where new tensors go on their way to SGLang, if there is room: a folder in memory
 
 
 class SGLangEngine(SGLangHTTPEngine):
@@ -158,13 +155,6 @@ class SGLangEngine(SGLangHTTPEngine):
         """
         if not isinstance(weights, Mapping) or not weights:
             return await super().update_weights(weights, version)
-        await asyncio.to_thread(check_weights, weights, shapes_in(self._folder))
-        with tempfile.TemporaryDirectory(prefix="fsm-rollout-weights-", dir=_room_for(weights)) as folder:
-            await asyncio.to_thread(save_tensors, weights, Path(folder))
-            return await self._load(Path(folder), version)
-
-
-def _room_for(weights: Mapping[str, torch.Tensor]) -> Path | None:
-    """Return a folder in memory that has room for ``weights`` twice, else ``None``: that of temporary files."""
-    size = sum(tensor.nbytes for tensor in weights.values())
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size else None
+        check_shapes(weights, shapes_in(self._folder))
+        stored = weights if isinstance(weights, StoredTensors) else await asyncio.to_thread(StoredTensors, weights)
+        return await self._load(stored.folder, version)

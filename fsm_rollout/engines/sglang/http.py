@@ -37,10 +37,10 @@ from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.sglang.connection import Connection
-from fsm_rollout.engines.sglang.model import check_complete, config_number, shapes_in, stop_tokens_in
 from fsm_rollout.engines.sglang.server import Server
-from fsm_rollout.engines.weights_check import check_folder
+from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.config import config_number, stop_tokens_in
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from fsm_rollout.engines.weights_check import check_weights
+from fsm_rollout.engines.weights import check_finite, check_shapes
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
@@ -110,7 +110,8 @@ def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
         EngineError: a name or shape does not fit, or a tensor is not finite.
     """
     own = model.state_dict()
-    check_weights(weights, {name: tensor.shape for name, tensor in own.items()})
+    check_shapes(weights, {name: tensor.shape for name, tensor in own.items()})
+    check_finite(weights)
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)
