@@ -221,24 +221,24 @@ class Watch:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         breaker = failures.breaker
-        self._latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
+        # The latest attempts that have ended. Those that failed are looked at when one has failed.
+        self.latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
         # Why the reward failed, of the latest trajectories that it was asked about.
-        self._judged: deque[str | None] = deque(maxlen=self._latest.maxlen)
+        self._judged: deque[str | None] = deque(maxlen=self.latest.maxlen)
 
-    def note(self, trajectory: Trajectory) -> RunStopped | None:
-        """Take an attempt that has ended in, and return why the run is to stop, if it is."""
+    def failed(self, trajectory: Trajectory) -> RunStopped | None:
+        """Return why the run is to stop now that an attempt has failed, if it is."""
         failure = trajectory.failure
         if failure is not None and self._failures.of(failure).do == "stop":
             return RunStopped(
                 f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
                 f"{trajectory.stop_reason} ({_first_line(trajectory)})"
             )
-        self._latest.append(trajectory)
-        failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]
-        if not self._breaks(len(failed), len(self._latest)):
+        failed = [latest for latest in self.latest if latest.failure is not None and not is_the_policys(latest)]
+        if not self._breaks(len(failed), len(self.latest)):
             return None
         return RunStopped(
-            f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
+            f"the run stops: {len(failed)} of the latest {len(self.latest)} trajectories failed through no fault of "
             f"the policy's: {_told(failed)} (failures.breaker)"
         )
 

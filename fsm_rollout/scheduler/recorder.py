@@ -53,7 +53,9 @@ class Recorder:
             if isinstance(event, CallBegun):
                 self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it
         if self._stalls is not None:
-            self._stalls.event()
+            self._stalls.heard = True
+            if self._stalls.timer is None:
+                self._stalls.watch()
         for listener in self.listeners:
             try:
                 listener(trajectory, event)
@@ -72,29 +74,24 @@ class StallWatch:
     def __init__(self, seconds: float, waits: Callable[[], Sequence[str]]) -> None:
         self._seconds = seconds
         self._waits = waits
-        self._heard = False  # whether anything has happened since the timer was set
-        self._timer: asyncio.TimerHandle | None = None
-
-    def event(self) -> None:
-        """Note that something has happened."""
-        self._heard = True
-        if self._timer is None:
-            self._set()
+        self.heard = False  # whether anything has happened since the timer was set
+        self.timer: asyncio.TimerHandle | None = None  # `None` before the first event, and in a silence that was told
 
     def stop(self) -> None:
         """Watch no longer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
-    def _set(self) -> None:
-        self._heard = False
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
+    def watch(self) -> None:
+        """Look, after as many seconds, whether anything has happened by then."""
+        self.heard = False
+        self.timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
 
     def _look(self) -> None:
-        self._timer = None
-        if self._heard:
-            self._set()
+        self.timer = None
+        if self.heard:
+            self.watch()
         elif waits := self._waits():
             more = f"; and {len(waits) - MOST_NAMED:,} more" if len(waits) > MOST_NAMED else ""
             named = "; ".join(waits[:MOST_NAMED])

@@ -109,7 +109,8 @@ class RunAgents:
             problems += reward.check(prompts)
         if problems:
             raise ConfigError(problems)
-        self._warn_of_system_messages(with_system)
+        if with_system:
+            self._warn_of_system_messages(with_system)
 
     def _warn_of_system_messages(self, with_system: Mapping[str, Sequence[str]]) -> None:
         """Say once of each agent that prompts replace its system messages."""

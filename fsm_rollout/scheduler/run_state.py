@@ -8,13 +8,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
+from itertools import accumulate, islice
 
-from fsm_rollout.errors import RunStopped, TargetNotReached, check_at_least
+from msgspec import to_builtins
+
+from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
 from fsm_rollout.scheduler.failure_policy import Watch
-from fsm_rollout.scheduler.group import Group
-from fsm_rollout.states.active_trajectory import Stop
+from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
+from fsm_rollout.states.active_trajectory import INTERRUPTED, Stop
+from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 
 
@@ -66,12 +72,15 @@ class RunState:
     over_sample: InitVar[float]
     max_filtered: InitVar[float | None]
     deliver_at_end: bool
-    slots: asyncio.Semaphore
     carried: frozenset[str]  # the groups that earlier runs carried over
     watch: Watch  # counts what has failed in it, and says when that is too much
+    journal: Journal | None
     max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
     most_filtered: float = math.inf  # at most so many groups may be turned down by the filter
     feeder: asyncio.Task[None] = field(init=False)
+    feeding: bool = True  # whether the feeder has not come to its end
+    failed: bool = False  # whether it has come to its end by an error, or was cancelled
+    running: int = 0  # how many samples are under way
     # Groups resumed in this run whose prompt has not been read yet.
     resumed: dict[str, Group] = field(default_factory=dict)
     prompt_ids: set[str] = field(default_factory=set)  # the ids of the prompts that have been read, and of their groups
@@ -86,7 +95,7 @@ class RunState:
     # Whether the caller takes no more groups: it has had the last one, or has closed the iterator.
     closing: bool = False
     scoring: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that score groups
-    # Set when something has changed that `until` may wait for.
+    # Set when something has changed that somebody may wait for.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
@@ -99,8 +108,47 @@ class RunState:
             self.max_groups = math.ceil(self.target * over_sample)
             self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds`` returns true; it is asked again whenever ``changed`` is set."""
-        while not holds():
-            self.changed.clear()
-            await self.changed.wait()
+    @property
+    def cut_off(self) -> Stop:
+        """How trajectories are stopped when the run is closed or fails: with a journal they may go on later."""
+        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
+
+    async def change(self) -> None:
+        """Wait until something changes."""
+        self.changed.clear()
+        await self.changed.wait()
+
+    def counts_with(self, groups: Iterable[Group]) -> int:
+        """Return how many groups count towards the target once these are delivered, too."""
+        return len(self.counted) + sum(group.counts for group in groups)
+
+    def has_room(self, groups: GroupTable) -> bool:
+        """Whether the next group may be opened: a target bounds how many are there at a time."""
+        return self.counts_with(groups.of(GroupState.DONE).values()) + len(groups.under_way) < self.max_groups
+
+    def deliverable(self, groups: GroupTable) -> list[Group]:
+        """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
+        done = groups.of(GroupState.DONE).values()
+        if not self.deliver_at_end:
+            return list(islice(done, 1))
+        if self.target is not None:
+            counted = list(accumulate(int(group.counts) for group in done))
+            if self.target in counted:
+                return list(islice(done, counted.index(self.target) + 1))
+        return list(done) if self.exhausted and len(done) == len(groups) else []
+
+    def name_of(self, prompt: Prompt, index: int) -> str | None:
+        """Return what the group of a prompt that was read is called; ``None``: a resumed group is that prompt's.
+
+        Raises:
+            ConfigError: the run has no target, and another prompt of it has that name.
+        """
+        name = prompt.prompt_id or str(index)
+        if name in self.prompt_ids and self.target is None:
+            raise ConfigError(f"prompt id '{name}' is used twice; it names the group")
+        self.prompt_ids.add(name)
+        resumed = self.resumed.get(name)
+        if resumed is None or to_builtins(resumed.prompt.messages) != to_builtins(prompt.messages):
+            return name
+        self.resumed.pop(name).index = index
+        return None

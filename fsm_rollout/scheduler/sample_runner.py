@@ -1,22 +1,25 @@
-"""One sample of a group, attempt after attempt: begun, run here or in a worker, stopped, begun anew.
+"""The samples of a run: groups are opened in order, and their samples run, attempt after attempt, here or in workers.
 
-Invariant: whatever stops a sample, it has then ended or is suspended; it is begun anew only where its failure's class
-or its age says so, and only as often.
+Invariant: at most ``concurrency`` samples run at a time. Whatever stops a sample, it has then ended or is suspended; it
+is begun anew only where its failure's class or its age says so, and only as often.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
 
 from fsm_rollout.scheduler.failure_policy import Failures
-from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
+from fsm_rollout.scheduler.run_state import PromptQueue, RunState
+from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import run_trajectory
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
-from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
+from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
 from fsm_rollout.trajectory.enums import StopReason
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -34,24 +37,148 @@ class Workers(Protocol):
 class SampleRunner:
     """Runs the samples of a scheduler."""
 
-    def __init__(self, starter: TrajectoryStarter, staleness: Staleness, failures: Failures) -> None:
+    def __init__(
+        self,
+        starter: TrajectoryStarter,
+        groups: GroupTable,
+        scoring: Scoring,
+        staleness: Staleness,
+        failures: Failures,
+        concurrency: int,
+    ) -> None:
         self.workers: Workers | None = None  # who runs trajectories, if that is not to be done here
         self.running: dict[str, ActiveTrajectory] = {}  # the trajectories of samples that run, by id
         self.stopping: Stop | None = None  # how `stop` has all trajectories stopped, until the next run
+        # The samples of open groups that have still to begin, or to go on.
+        self.to_start: deque[tuple[Group, int]] = deque()
         self._starter = starter
+        self._groups = groups
+        self._scoring = scoring
         self._staleness = staleness
         self._failures = failures
+        self._concurrency = concurrency
+        self._prompts = 0  # how many prompts were taken so far
 
-    async def run(self, run: RunState, group: Group, sample: int) -> None:
+    async def feed(self, run: RunState) -> None:
+        """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    while True:
+                        if run.stopped_by is not None and run.stop is None:
+                            raise run.stopped_by
+                        if run.stop is not None or (run.exhausted and not self._groups):
+                            return
+                        if not self._start_next(run, tasks):
+                            await run.change()
+                except BaseException as error:  # here, because the task group then cancels the samples at once
+                    self.stop_run(run, keep=run.target is not None and isinstance(error, Exception))
+                    raise
+        except BaseException:
+            run.failed = True
+            raise
+        finally:
+            run.feeding = False
+            run.changed.set()
+
+    def _start_next(self, run: RunState, tasks: asyncio.TaskGroup) -> bool:
+        """Start the next sample, or open the next group; return whether anything was to be done, and could be."""
+        # 1. A sample of a group that is open.
+        if self.to_start:
+            if run.running == self._concurrency:
+                return False
+            run.running += 1
+            tasks.create_task(self._run_sample(run, *self.to_start.popleft()))
+            return True
+        # 2. The next group: one that waits, else that of the next prompt.
+        waiting = self._groups.of(GroupState.WAITING)
+        if run.exhausted and not waiting:
+            return False
+        if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or waiting):
+            return False
+        if run.target is not None and not run.has_room(self._groups):
+            return False
+        group = next(iter(waiting.values())) if waiting else self._open_next(run)
+        if group is None:
+            run.exhausted = True
+            run.changed.set()
+            return True
+        # 3. Its samples, as far as they have not ended for good.
+        if group.trajectories:
+            self._staleness.restart_stale(group)
+            for ended in [t for t in group.trajectories if t.ended]:
+                if self.pause_before_repeat(group, ended) is not None:
+                    group.restart(ended.sample)  # an interruption came before it could be repeated
+        samples = group.to_start()
+        group.unfinished = len(samples)
+        self._groups.put(group, GroupState.RUNNING)
+        self.to_start += [(group, sample) for sample in samples]
+        if not samples:
+            tasks.create_task(self._finish(run, group))
+        return True
+
+    def _open_next(self, run: RunState) -> Group | None:
+        """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.
+
+        After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
+        their samples are stopped as they begin: every prompt comes back.
+        """
+        if run.target is not None and self.stopping is not None:
+            return None
+        for prompt in run.prompts:
+            index, self._prompts = self._prompts, self._prompts + 1
+            if (name := run.name_of(prompt, index)) is not None:
+                journalled = () if run.journal is None else run.journal.groups
+                group_id, epoch = name, 1
+                while group_id in self._groups or group_id in journalled:  # the next epoch's gets a number: ``7#2``
+                    epoch += 1
+                    group_id = f"{name}#{epoch}"
+                run.prompt_ids.add(group_id)
+                return Group(group_id, index, prompt, self._starter.agents.of_prompt(prompt), run.n)
+        return None
+
+    async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
+        """Run one sample to its end; the last one to end finishes the group."""
+        try:
+            await self._run(run, group, sample)
+        finally:
+            run.running -= 1
+            group.unfinished -= 1
+            run.changed.set()
+        if group.unfinished == 0:
+            await self._finish(run, group)
+
+    async def _finish(self, run: RunState, group: Group) -> None:
+        """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
+        if run.stop is not None:
+            return
+        if self._scoring.judges or group.active:
+            self._groups.put(group, GroupState.SCORING)
+            if not await self._scoring.score(run, group):
+                return
+        self._groups.put(group, GroupState.DONE)
+        if run.filtered > run.most_filtered:
+            counted = run.counts_with(self._groups.of(GroupState.DONE).values())
+            run.stopped_by = run.stopped_by or self._scoring.target_not_reached(run, counted)
+        run.changed.set()
+
+    # -- one sample -----------------------------------------------------------------------------------------------
+
+    async def _run(self, run: RunState, group: Group, sample: int) -> None:
         """Run one sample, as many attempts as it takes."""
         while run.stop is None:
-            live = await self._start(group, sample)
+            began = group.latest(sample) if group.trajectories else None
+            live = self._starter.begin_sample(group, sample) if began is None else await self._go_on(group, began)
             await self._run_active(run, group, live)
             # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
-            if not live.restart or live.trajectory.stop_reason != StopReason.CANCELLED:
-                if live.trajectory.ended:
-                    run.stopped_by = run.stopped_by or run.watch.note(live.trajectory)
-                pause = self.pause_before_repeat(group, live.trajectory)
+            trajectory = live.trajectory
+            if not live.restart or trajectory.stop_reason != StopReason.CANCELLED:
+                if trajectory.ended:
+                    run.watch.latest.append(trajectory)
+                if trajectory.failure is None:
+                    break
+                run.stopped_by = run.stopped_by or run.watch.failed(trajectory)
+                pause = self.pause_before_repeat(group, trajectory)
                 if pause is None or not await self._goes_on_after(run, pause):
                     break
             group.restart(sample)
@@ -67,17 +194,16 @@ class SampleRunner:
         run.changed.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await run.until(lambda: run.stop is not None or self.stopping is not None)
+                while run.stop is None and self.stopping is None:
+                    await run.change()
         return run.stop is None and self.stopping is None
 
-    async def _start(self, group: Group, sample: int) -> ActiveTrajectory:
-        """Begin a sample, or let it go on (unless it has fallen too far behind the weights meanwhile)."""
-        trajectory = group.latest(sample)
-        if trajectory is not None:
-            live = self._starter.go_on(group, trajectory)
-            if not await self.end_if_stale(group, live):
-                return live
-        return self._starter.begin_sample(group, sample)
+    async def _go_on(self, group: Group, trajectory: Trajectory) -> ActiveTrajectory:
+        """Let a sample go on, or begin it anew where it has fallen too far behind the weights meanwhile."""
+        live = self._starter.go_on(group, trajectory)
+        if await self._end_if_stale(group, live):
+            return self._starter.begin_sample(group, trajectory.sample)
+        return live
 
     async def _run_active(self, run: RunState, group: Group, live: ActiveTrajectory) -> None:
         """Run a trajectory that has begun, unless everything is being stopped."""
@@ -101,10 +227,29 @@ class SampleRunner:
             del self.running[trajectory_id]
             if not live.stays_open:
                 group.active.pop(trajectory_id, None)
-            await self._starter.end_unread(group, live.trajectory)
+            if group.children:
+                await self._starter.end_unread(group, live.trajectory)
 
-    async def end_if_stale(self, group: Group, live: ActiveTrajectory) -> bool:
-        """End what is set aside and too old, and say whether it shall begin anew."""
+    def stop_stale(self, groups: Mapping[str, Group], under_way: Mapping[tuple[str, str], int]) -> None:
+        """Stop what runs and is too old; ``under_way``: :meth:`EngineClient.sampling_since`."""
+        if self.workers is not None:
+            under_way = {**under_way, **self.workers.sampling_since()}
+        for live in list(self.running.values()):
+            group, sample = groups[live.trajectory.group_id], live.trajectory.sample
+            outcome = self._staleness.end_of(group, live.trajectory, under_way)
+            if outcome is not None and live.stop is None:
+                live.restart = self._staleness.may_restart(group, sample)
+                live.request_stop(outcome)
+
+    async def end_stale(self, group: Group) -> None:
+        """End what is too old in a group that waits for the next run."""
+        self._staleness.restart_stale(group)
+        for live in list(group.active.values()):
+            if not live.trajectory.ended:
+                await self._end_if_stale(group, live)
+
+    async def _end_if_stale(self, group: Group, live: ActiveTrajectory) -> bool:
+        """End what is set aside and too old; return whether it shall begin anew."""
         trajectory = live.trajectory
         outcome = self._staleness.end_of(group, trajectory)
         if outcome is None:
@@ -128,6 +273,15 @@ class SampleRunner:
         """Stop all that run, and each that is begun from now on, until the next run."""
         self.stopping = stop
         self.request_stop(stop)
+
+    def stop_run(self, run: RunState, *, keep: bool) -> None:
+        """Start nothing more, and have what runs stopped: kept for the next run, or not; the first call decides."""
+        if run.stop is None:
+            run.stop = CARRIED if keep else run.cut_off
+            self.request_stop(run.stop, again=not keep)
+            for task in run.scoring:
+                task.cancel()
+            run.changed.set()
 
     def request_stop(self, stop: Stop, *, again: bool = False) -> None:
         """Stop all that run; ``again``: also those whose handlers may have swallowed an earlier cancellation."""

@@ -11,7 +11,7 @@ import asyncio
 from fsm_rollout.environment.rewards import GroupFilter, Reward, Verdict
 from fsm_rollout.errors import TargetNotReached, describe
 from fsm_rollout.scheduler.failure_policy import is_the_policys
-from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.states.active_trajectory import Record
 from fsm_rollout.trajectory.enums import DropReason
@@ -26,12 +26,16 @@ class Scoring:
         self.group_filter = group_filter
         self._record = record
 
+    @property
+    def judges(self) -> bool:
+        """Whether there is anything to ask."""
+        return self.reward is not None or self.group_filter is not None
+
     async def score(self, run: RunState, group: Group) -> bool:
         """Score a group; return whether that came to its end, which it does not when the run is stopped."""
         task = asyncio.current_task()
         assert task is not None
         run.scoring.add(task)
-        group.state = GroupState.SCORING
         try:
             for live in [live for live in group.active.values() if live.trajectory.ended]:
                 await live.close()  # it ended while it was suspended

@@ -74,7 +74,7 @@ class TrajectoryStarter:
             sample=sample,
             agent=graph.agent,
             initial=graph.initial,
-            messages=[dict(message) for message in prompt.messages],
+            messages=list(map(dict, prompt.messages)),
             extra=prompt.extra,
             limits=limits.model_dump(),
             seed=seed,

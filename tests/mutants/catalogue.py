@@ -218,8 +218,8 @@ MUTANTS = (
     ),
     # -- every prompt comes back (law 8)
     Mutant(
-        "lose an aborted trajectory", "scheduler/scheduler.py", "            run.slots.release()\n            group.unfinished -= 1\n",
-        "            run.slots.release()\n            group.unfinished -= getattr(group.latest(sample), \"stop_reason\", None) != \"cancelled\"\n",
+        "lose an aborted trajectory", "scheduler/sample_runner.py", "            run.running -= 1\n            group.unfinished -= 1\n",
+        "            run.running -= 1\n            group.unfinished -= getattr(group.latest(sample), \"stop_reason\", None) != \"cancelled\"\n",
         "8: a cancelled trajectory comes back as well",
         MACHINE,
     ),
@@ -379,15 +379,15 @@ MUTANTS = (
         FAILURES,
     ),
     Mutant(
-        "what failed before an interruption stands", "scheduler/scheduler.py",
-        "if self.samples.pause_before_repeat(group, ended) is not None:", "if False:",
+        "what failed before an interruption stands", "scheduler/sample_runner.py",
+        "if self.pause_before_repeat(group, ended) is not None:", "if False:",
         "a budget holds over interruptions",
         FAILURES,
     ),
     Mutant(
         "the breaker counts the policy's failures", "scheduler/failure_policy.py",
-        "failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]",
-        "failed = [latest for latest in self._latest if latest.failure is not None]",
+        "failed = [latest for latest in self.latest if latest.failure is not None and not is_the_policys(latest)]",
+        "failed = [latest for latest in self.latest if latest.failure is not None]",
         "a policy that reaches its limits stops no run",
         FAILURES,
     ),
@@ -492,7 +492,7 @@ MUTANTS = (
         FAILURES,
     ),
     Mutant(
-        "a busy run is said to stand still", "scheduler/recorder.py", "        self._heard = True\n", "        pass\n",
+        "a busy run is said to stand still", "scheduler/recorder.py", "            self._stalls.heard = True\n", "",
         "a run that works says nothing",
         FAILURES,
     ),

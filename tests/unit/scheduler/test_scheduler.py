@@ -31,7 +31,7 @@ from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, GlueMismatchError
 from fsm_rollout.scheduler.failure_policy import Failures, ToolFailures
-from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -243,7 +243,12 @@ def test_a_target_is_reached_though_wrong_glue_is_found_late(
 
     async def audited_end(self: Scheduler, run: Any, *, keep: bool) -> None:
         await end(self, run, keep=keep)
-        wrong = [entry for group in self._done for entries in group.glue_entries.values() for entry in entries]
+        wrong = [
+            entry
+            for group in self.groups.of(GroupState.DONE).values()
+            for entries in group.glue_entries.values()
+            for entry in entries
+        ]
         if at_the_end and keep and wrong:
             self.glue_mismatch(GlueMismatchError("it differs", wrong[0]))
             monkeypatch.setattr(Scheduler, "_end", end)
