@@ -50,7 +50,8 @@ def recorded_config(
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
     yaml_file = _own_file(folder, recorded, file)
-    in_yaml, in_journal = dict(_code(load_run(yaml_file, overrides))), dict(_code(config))
+    own = load_run(yaml_file, overrides)
+    in_yaml, in_journal = dict(_code(own)), dict(_code(config))
     for override in config.agent_overrides:
         key, _, value = override.partition("=")
         if override not in overrides and (not _PLAIN.fullmatch(value) or value.endswith(".yaml")):
@@ -68,7 +69,7 @@ def recorded_config(
             ]
         )
     say(f"code is imported as {yaml_file} names it")
-    return config.model_copy(update={"out": folder.absolute()})
+    return config.with_keys_of(own).model_copy(update={"out": folder.absolute()})
 
 
 def _own_file(folder: Path, recorded: Mapping[str, object], file: Path | None) -> Path:

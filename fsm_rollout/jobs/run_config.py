@@ -39,6 +39,7 @@ from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Na
 # What gives prompts and is named by one word, with its arguments beside it.
 PROMPT_SOURCES = {"verifiers": "fsm_rollout.environment.verifiers:prompts"}
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
+API_KEY = "api_key"  # of an engine's mapping, what nobody else may read
 SERVED = "served"  # the journal's word for conversations, which are no run's
 
 
@@ -221,11 +222,31 @@ class RunConfig(StrictModel):
         return Problem(f"{what} ({problem.file}:{problem.line}; {key}=null takes it out)", kind)
 
     def to_json(self) -> str:
-        """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``."""
+        """Return the config as JSON text, with the YAML's keys and, if there are any, ``agent_overrides``.
+
+        Journals and trackers have it, so engines are without their keys.
+        """
         data = self.model_dump(mode="json", by_alias=True)
+        data["engine"] = _without_key(self.engine)
+        data["engines"] = {name: _without_key(spec) for name, spec in self.engines.items()}
         if self._agent_overrides:
             data["agent_overrides"] = [text.removeprefix(AGENT) for text in self._agent_overrides]
         return json.dumps(data, indent=2)
+
+    def with_keys_of(self, own: RunConfig) -> RunConfig:
+        """Return a recorded config with the keys of engines that the run's own YAML gives."""
+        engines = {name: _with_key_of(own.engines.get(name, {}), spec) for name, spec in self.engines.items()}
+        return self.model_copy(update={"engine": _with_key_of(own.engine, self.engine), "engines": engines})
+
+
+def _without_key(spec: Mapping[str, object]) -> dict[str, object]:
+    """Return an engine's mapping without a key that stands there itself; the name of a variable stays."""
+    return {key: value for key, value in spec.items() if key != API_KEY or str(value).startswith("$")}
+
+
+def _with_key_of(own: Mapping[str, object], spec: Mapping[str, object]) -> Mapping[str, object]:
+    has_key = API_KEY in own and own.get("kind") == spec.get("kind")
+    return {API_KEY: own[API_KEY], **spec} if has_key else spec
 
 
 _KEYS = frozenset(field.alias or name for name, field in RunConfig.model_fields.items())

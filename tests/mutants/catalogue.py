@@ -818,4 +818,111 @@ MUTANTS = (
         'a result that nothing bounds is cut before it is tokenised',
         ("tests/unit/tools/test_toolbox.py::test_a_result_that_nothing_bounds_is_cut_before_it_is_tokenised",),
     ),
+    # -- what is read back afterwards
+    Mutant(
+        'go on with the older attempt', 'scheduler/resume.py', 'if t.parent_id is None), key=_attempt)',
+        'if t.parent_id is None), key=_attempt, reverse=True)',
+        'the latest attempt at a sample stands',
+        ("tests/unit/scheduler/test_failures.py::test_a_budget_holds_over_interruptions",),
+    ),
+    Mutant(
+        'try again what must not be repeated', 'tools/toolbox.py', ' and tool.spec.may_repeat', '',
+        'a call that must not be made twice is made once',
+        ("tests/unit/scheduler/test_failures.py::test_a_call_may_be_made_again_before_the_model_is_told",),
+    ),
+    Mutant(
+        'each block of a stream is the first', 'states/external/anthropic_dialect.py', 'int(self._has_text)', '0',
+        'a call that follows text arrives whole',
+        ("tests/unit/states/test_external.py::test_anthropic_s_protocol_gives_the_same_rows",),
+    ),
+    Mutant(
+        'keep back what might be a call', 'states/external/responding.py',
+        '                self.show(ending.reply.text)\n', '                pass\n',
+        'the pieces of a text make up the text',
+        ("tests/unit/states/test_external.py::test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole",),
+    ),
+    Mutant(
+        'an old score where there is no new one', 'jobs/rescore.py',
+        'trajectory.score, trajectory.reward_parts = None, {}', 'trajectory.reward_parts = {}',
+        'what cannot be judged again has no score',
+        ("tests/unit/jobs/test_rescore.py::test_where_there_is_no_new_score_there_is_none",),
+    ),
+    Mutant(
+        'judge groups whose samples never began', 'jobs/rescore.py', ' or len(ended) < size', '',
+        'a group is judged whole',
+        ("tests/unit/jobs/test_rescore.py::test_a_group_is_judged_when_all_of_its_samples_have_ended",),
+    ),
+    Mutant(
+        'count an end twice', 'jobs/progress.py', 'self._open.pop(name, None) is not None', 'self._open.pop(name, None) is not self',
+        'progress counts each trajectory once',
+        ("tests/unit/jobs/test_progress.py::test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so",),
+    ),
+    Mutant(
+        'score whoever spoke last', 'states/built_in.py', 'judged = trajectory.last_turn(self.spec.context)',
+        'judged = trajectory.generations - 1',
+        'a user scores the turn that it replies to',
+        ("tests/unit/states/test_states.py::test_a_user_s_score_is_that_of_the_turn_that_it_replies_to",),
+    ),
+    Mutant(
+        'sub-agents outlive the attempt they served', 'jobs/latest_attempts.py', 'range(sample, len(parts) + 1)',
+        'range(len(parts), len(parts) + 1)',
+        'what was given up is exported nowhere',
+        ("tests/unit/jobs/test_latest_attempts.py",),
+    ),
+    Mutant(
+        'one seed for all questions', 'states/context.py', 'derive_seed(self.trajectory.seed, "ask", engine, index)',
+        'derive_seed(self.trajectory.seed, "ask", engine)',
+        '6: no two questions share their randomness',
+        ("tests/unit/states/test_states.py::test_no_two_questions_share_their_randomness",),
+    ),
+    Mutant(
+        'of equal bounds the limit is named', 'states/generation.py', 'cut_by = min(bounds, key=bounds.__getitem__)',
+        'cut_by = min(reversed(bounds), key=bounds.__getitem__)',
+        'a turn that its own `max_tokens` cuts is truncated',
+        ("tests/unit/states/test_states.py::test_of_equal_bounds_the_turn_s_own_cuts_it",),
+    ),
+    Mutant(
+        "a sub-agent's failure is a repeat of its sample", 'scheduler/group.py',
+        't.sample == sample and t.parent_id is None]', 't.sample == sample]',
+        'a sample is repeated as often as it may be',
+        ("tests/unit/scheduler/test_failures.py::test_what_a_sub_agent_failed_is_not_charged_to_its_sample",),
+    ),
+    Mutant(
+        'time goes on after the end', 'trajectory/trajectory.py', 'event.at if self.ended_at is None else self.ended_at', 'event.at',
+        'a trajectory took as long as it took',
+        ("tests/unit/trajectory/test_trajectory.py::test_after_its_end_a_trajectory_takes_scores_only",),
+    ),
+    Mutant(
+        'a score of 0 is none', 'adapters/slime.py', '"remove_sample": row.score is None', '"remove_sample": not row.score',
+        '0 is a score',
+        ("tests/trainers/test_laws.py::test_each_trained_token_arrives_once[slime]",),
+    ),
+    Mutant(
+        'prompts have temperature 0', 'adapters/prime_rl.py', 'whole(row, row.temperatures, 1.0)',
+        'whole(row, row.temperatures, 0.0)',
+        'a logit is divided by the temperature',
+        ("tests/trainers/test_laws.py::test_each_trained_token_arrives_once[prime_rl]",),
+    ),
+    Mutant(
+        'count the prompt of the first turn', 'states/external/agent_histories.py', 'prompt_tokens=turn.start',
+        'prompt_tokens=branch.turns[0].start',
+        'usage is what stood before the turn',
+        ("tests/unit/states/test_external.py::test_usage_counts_what_stood_before_the_turn_and_what_was_sampled",),
+    ),
+    Mutant(
+        'write down a key', 'rollout.py', '"model", "run", "engine")', '"model", "run", "engine", "api_key")',
+        'a key is in no journal',
+        ("tests/unit/engines/openai/test_openai.py::test_a_key_is_in_no_journal",),
+    ),
+    Mutant(
+        "record the run's YAML with its keys", 'jobs/run_config.py', 'if key != API_KEY or str(value)', 'if key or str(value)',
+        'a key is in no journal',
+        ("tests/unit/jobs/test_run_config.py::test_a_key_stands_in_the_users_own_file_alone",),
+    ),
+    Mutant(
+        'cached tokens add up', 'engines/pending.py', 'max(self.cached_tokens, chunk.cached_tokens)',
+        'self.cached_tokens + chunk.cached_tokens',
+        'a prompt is cached once',
+        ("tests/unit/engines/test_client.py::test_cached_tokens_are_those_of_the_prompt_however_often_an_engine_says_so",),
+    ),
 )  # fmt: skip

@@ -166,10 +166,10 @@ def read_tinker(given_rows: list[TrainingRow]) -> Iterable[Learned]:
 
 def read_prime_rl(given_rows: list[TrainingRow]) -> Iterable[Learned]:
     advantages = [float(i) for i in range(len(given_rows))]
-    for i, fields in enumerate(prime_rl.training_samples(given_rows, advantages)):
+    for i, (row, fields) in enumerate(zip(given_rows, prime_rl.training_samples(given_rows, advantages), strict=True)):
         mask: Any = fields["mask"]
         assert fields["advantages"] == [float(i) * m for m in mask]
-        assert len(fields["temperatures"]) == len(mask)  # type: ignore[arg-type]
+        assert fields["temperatures"] == [*[1.0] * len(row.prompt_ids), *row.temperatures.tolist()]
         yield Learned(flat(fields["token_ids"], mask, fields["logprobs"]), NOWHERE, NOWHERE)  # type: ignore[arg-type]
 
 
@@ -179,6 +179,7 @@ def read_slime(given_rows: list[TrainingRow]) -> Iterable[Learned]:
         first = len(tokens) - fields["response_length"]  # type: ignore[operator]
         mask, logprobs = ([0] * first + fields[key] for key in ("loss_mask", "rollout_log_probs"))  # type: ignore[operator]
         versions = [int(v) for v in fields["weight_versions"]]  # type: ignore[attr-defined]
+        assert fields["remove_sample"] == (fields["reward"] is None), "0 is a score too"
         yield Learned(flat(tokens, mask, logprobs), versions, fields["reward"])
 
 

@@ -20,7 +20,7 @@ from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.trajectory.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import TokenStream, as_ids, as_logprobs
 from tests.embedded import tokenizer
 
 
@@ -68,6 +68,13 @@ def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
         return dispatcher.dispatches, ends["a"], ends["slow"]
 
     assert run(engine, body) == (1, 1.0, 10.0)
+
+
+def test_cached_tokens_are_those_of_the_prompt_however_often_an_engine_says_so() -> None:
+    pending = PendingRequest(request("a"), submitted_at=0.0)
+    for cached in (0, 5, 5, 0):
+        pending.take(Chunk("a", as_ids([7]), as_logprobs([-1.0]), cached_tokens=cached), now=1.0)
+    assert (pending.cached_tokens, len(pending.ids)) == (5, 4)
 
 
 def test_a_failed_request_goes_on_from_what_was_streamed() -> None:

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+import pytest
+
 from fsm_rollout.jobs.latest_attempts import latest_attempts
-from fsm_rollout.scheduler.failure_policy import Failures
-from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.trajectory.journal import Journal
-from tests.embedded import tokenizer
-from tests.unit.scheduler.test_scheduler import SINGLE, agent, prompts
+from tests.kit import prompted, written
+
+
+@pytest.mark.parametrize(
+    ("begun", "counted"),
+    [
+        (["x/0", "x/0~1", "x/1"], ["x/0~1", "x/1"]),
+        (["x/0", "x/0/ask.1", "x/0/ask.1/look.1", "x/0~1", "x/0~1/ask.1"], ["x/0~1", "x/0~1/ask.1"]),
+        (["x/0~2", "x/0~10"], ["x/0~10"]),
+    ],
+)
+def test_the_latest_attempt_of_each_sample_with_what_it_has_called(
+    begun: list[str], counted: list[str], tmp_path: Path
+) -> None:
+    journal = written(tmp_path / "journal.sqlite", *([prompted(name)] for name in begun))
+    assert [trajectory.trajectory_id for trajectory, _ in latest_attempts(journal, pytest.fail)] == counted
 
 
 def test_a_group_whose_id_looks_like_a_samples_is_not_replaced_with_that_sample(tmp_path: Path) -> None:
-    def script(request: Request) -> Turn:
-        return Turn(error="it broke") if request.trajectory_id == "x/0" else Turn(text="fine")
-
-    journal = Journal(tmp_path / "journal.sqlite")
-
-    async def main() -> None:
-        client = EngineClient(ScriptedEngine(script, tokenizer=tokenizer()), attempts=1)
-        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": client}, journal=journal, failures=Failures())
-        names = [prompts(1)[0].model_copy(update={"prompt_id": name}) for name in ("x", "x/0")]
-        async for _ in scheduler.run(names):
-            pass
-
-    run_virtual(main())
-    journal.close()
-    counted = [
-        trajectory.trajectory_id for trajectory, _ in latest_attempts(tmp_path / "journal.sqlite", lambda *_: None)
-    ]
-    assert sorted(counted) == ["x/0/0", "x/0~1"]
+    own = prompted("x/0/0", group_id="x/0", parent_id=None)
+    journal = written(tmp_path / "journal.sqlite", [prompted("x/0")], [own], [prompted("x/0~1")])
+    assert [trajectory.trajectory_id for trajectory, _ in latest_attempts(journal, pytest.fail)] == ["x/0/0", "x/0~1"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
 from fsm_rollout.jobs.runner import _prompts
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
@@ -153,6 +154,20 @@ def test_to_json_reads_back(folder: Path) -> None:
     assert data["validate"] is True
     again = load(folder, json.dumps(data))
     assert again.model_dump() == run.model_dump()
+
+
+def test_a_key_stands_in_the_users_own_file_alone(folder: Path) -> None:
+    """Neither a journal nor a tracker has it; who goes on with the run takes it from there."""
+    engine = "{kind: openai, urls: [x], api_key: sk-mine}"
+    text = SMALLEST.replace("{kind: scripted}", engine) + f"engines: {{judge: {engine}, other: {{kind: scripted}}}}\n"
+    run = load(folder, text)
+    assert run.engine["api_key"] == run.engines["judge"]["api_key"] == "sk-mine"
+    assert "sk-" not in run.to_json()
+    recorded = {"run": run.to_json(), "base": str(run.base), "file": str(run.file)}
+    assert recorded_config(folder / "out", recorded, []).model_dump(exclude={"out"}) == run.model_dump(exclude={"out"})
+    other = recorded_config(folder / "out", recorded, ["engine={kind: scripted}"])
+    assert other.engine == {"kind": "scripted"}
+    assert "$MINE" in load(folder, text.replace("sk-mine", "$MINE")).to_json()
 
 
 def test_all_mistakes_in_one_go(folder: Path) -> None:

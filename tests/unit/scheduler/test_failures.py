@@ -25,7 +25,7 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.events import AnyEvent, Ended, decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, decode, encode
 from fsm_rollout.trajectory.journal import Journal, histories
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
@@ -244,6 +244,21 @@ def test_such_a_sample_is_repeated_within_a_budget(
     assert max(begun) >= sum(10.0 * 2**number for number in range(len(repeated)))
 
 
+def test_what_a_sub_agent_failed_is_not_charged_to_its_sample() -> None:
+    """Each attempt fails together with the sub-agent that it had called; there are still two repeats."""
+    helper = agent(SINGLE, agent="helper", description="Helps.")
+    graph = agent(TOOLS, tools={"ask": {"agent": helper, "timeout": 50.0}})
+    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
+
+    def script(request: Request) -> Turn:
+        first = request.agent == "a" and not request.turn
+        return Turn(text=asks) if first else Turn(text="no", error="Boom: no")
+
+    failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=2)})
+    (group,), _ = run(graph, script, failures=failures)
+    assert [t.trajectory_id for t in group.trajectories] == ["p0/0~2"]
+
+
 def test_a_repeated_sample_is_another_one() -> None:
     """It does not meet the same bad luck by the same seed."""
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1)})
@@ -251,9 +266,9 @@ def test_a_repeated_sample_is_another_one() -> None:
     assert group.trajectories[0].seed != group.discarded[0].seed
 
 
-@pytest.mark.parametrize("cut", range(4, 12))
-def test_a_budget_holds_over_interruptions(cut: int) -> None:
-    """Wherever it is cut off, the run comes to the same samples, and to as many attempts."""
+@pytest.mark.parametrize("cut", [*range(4, 12), None])
+def test_a_budget_holds_over_interruptions(cut: int | None) -> None:
+    """Wherever it is cut off, and in whatever order its histories come, the run comes to the same attempts."""
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=2)})
     script = sometimes({"p0/0", "p0/0~1", "p0/0~2"})
 
@@ -277,7 +292,7 @@ def test_a_budget_holds_over_interruptions(cut: int) -> None:
     histories: dict[str, list[AnyEvent]] = {}
     for trajectory_id, event in log[:cut]:
         histories.setdefault(trajectory_id, []).append(event)
-    assert again(list(histories.values()))[0] == expected
+    assert again(list(histories.values()))[0] == again(list(histories.values())[::-1])[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -356,13 +371,19 @@ def test_what_stops_itself_can_be_resumed(tmp_path: Path) -> None:
     assert sorted(t.stop_reason for group in run_virtual(main()) for t in group.trajectories) == ["answered"] * 6
 
 
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_a_call_may_be_made_again_before_the_model_is_told(attempts: int) -> None:
+@pytest.mark.parametrize(("attempts", "repeatable", "tries"), [(1, True, 1), (3, True, 3), (3, False, 1)])
+def test_a_call_may_be_made_again_before_the_model_is_told(attempts: int, repeatable: bool, tries: int) -> None:
     settings = failures_of({"tool": {"do": "retry", "attempts": attempts, "backoff": 4.0}})
-    groups, _ = run(agent(TOOLS, tools=TOLD), [call("breaks", "down"), "done"], failures=settings)
+    tools = {"breaks": {**TOLD["breaks"], "repeatable": repeatable}}
+    made: list[AnyEvent] = []
+    groups, _ = run(
+        agent(TOOLS, tools=tools), [call("breaks", "down"), "done"], failures=settings,
+        listeners=[lambda trajectory, event: made.append(event)],
+    )  # fmt: skip
     trajectory = only(groups)
+    assert [event.tries for event in made if isinstance(event, Called)] == [tries]
     assert trajectory.stop_reason == "answered"
-    assert trajectory.tool_seconds >= (0.0 if attempts == 1 else 0.5 * (4.0 + 8.0)), "the pauses, less their jitter"
+    assert trajectory.tool_seconds >= (0.0 if tries == 1 else 0.5 * (4.0 + 8.0)), "the pauses, less their jitter"
     (called,) = [event for event in trajectory.streams[0].messages if event["role"] == "tool"]
     assert "no route" in called["content"]
 

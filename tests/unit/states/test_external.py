@@ -170,6 +170,24 @@ def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
 # -- limits, errors, keys -------------------------------------------------------------------------------------------
 
 
+async def counts(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        messages: list[Any] = [{"role": "user", "content": "one"}]
+        for _ in range(3):
+            reply = await api.chat.completions.create(model="m", messages=messages)
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+            SEEN.append((reply.usage.prompt_tokens, reply.usage.completion_tokens))
+
+
+def test_usage_counts_what_stood_before_the_turn_and_what_was_sampled() -> None:
+    _, engine = run("counts", ["one two", "three", "four five six"])
+    lengths: dict[str, list[int]] = {}
+    for entry in engine.log:
+        lengths.setdefault(entry.what.request_id, []).append(len(entry.what.ids))
+    assert [(asked, sum(sampled)) for asked, *sampled in lengths.values()] == SEEN
+    assert len(set(SEEN)) == 3
+
+
 async def goes_on_for_ever(visit: ForeignVisit) -> None:
     async with client(visit) as api:
         messages = [{"role": "user", "content": "go"}]
@@ -337,16 +355,22 @@ async def streams(visit: ForeignVisit) -> None:
         calls = [call for c in chunks if c.choices for call in c.choices[0].delta.tool_calls or ()]
         SEEN.append((pieces, [(call.function.name, json.loads(call.function.arguments)) for call in calls]))
         assert chunks[-1].usage.completion_tokens > 5
-        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == ("tool_calls" if calls else "stop")
 
 
-def test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole() -> None:
-    turn = fr.engines.scripted.script.Turn(text=f"Let me see: é漢. {CALL}", chunks=12, delay=0.001)
-    run("streams", [turn])
+@pytest.mark.parametrize(
+    ("text", "shown", "called"),
+    [
+        (f"Let me see: é漢. {CALL}", "Let me see: é漢.", [("calculate", {"left": 20, "operator": "+", "right": 22})]),
+        ("This begins as a <tool", "This begins as a <tool", []),  # held back until it is known to be no call
+    ],
+)
+def test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole(text: str, shown: str, called: list[Any]) -> None:
+    run("streams", [fr.engines.scripted.script.Turn(text=text, chunks=12, delay=0.001)])
     ((pieces, calls),) = SEEN
-    assert "".join(pieces) == "Let me see: é漢."
+    assert "".join(pieces) == shown
     assert len(pieces) > 2
-    assert calls == [("calculate", {"left": 20, "operator": "+", "right": 22})]
+    assert calls == called
 
 
 async def claude(visit: ForeignVisit) -> None:
@@ -355,10 +379,13 @@ async def claude(visit: ForeignVisit) -> None:
     async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
         messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": visit.task}]}]
         options: dict[str, Any] = {"model": "m", "max_tokens": 100, "tools": tools, "system": "Count."}
-        reply = await api.messages.create(messages=messages, **options)
+        async with api.messages.stream(messages=messages, **options) as stream:
+            reply = await stream.get_final_message()
         assert reply.stop_reason == "tool_use"
+        assert [block.type for block in reply.content] == ["text", "tool_use"]
         messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in reply.content]})
         (use,) = [block for block in reply.content if block.type == "tool_use"]
+        assert use.input == {"left": 20, "operator": "+", "right": 22}
         messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]})
         async with api.messages.stream(messages=messages, **options) as stream:
             SEEN.append([text async for text in stream.text_stream])

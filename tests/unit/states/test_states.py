@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from fsm_rollout.agent.graph import Context
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.states import State
+from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.laws.world import call
 from tests.unit.scheduler.test_scheduler import SINGLE, TOOLS, agent, custom, only, prompts, run
 
@@ -57,6 +62,60 @@ def test_no_two_contexts_share_their_randomness() -> None:
     left, right = asked(engine)
     assert (left.context, right.context) == ("left", "right")
     assert left.sampling.seed != right.sampling.seed
+
+
+class Asks(State):
+    """Asks a judge twice."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        for text in ("How was it?", "Really?"):
+            await ctx.ask("policy", [{"role": "user", "content": text}])
+        return Outcome("said")
+
+
+class Scores:
+    """A user who finds it middling and leaves."""
+
+    async def reply(self, conversation: Conversation) -> Reply:
+        return Reply(None, score=0.5, done=True)
+
+
+def test_no_two_questions_share_their_randomness() -> None:
+    states = {"OWN": {"handler": f"{HERE}:Asks", "timeout": 50.0, "max_visits": 1}}
+    rows = [{"trigger": "said", "source": "OWN", "dest": "TERMINATED"}]
+    _, engine = run(agent({"states": states, "transitions": rows}, initial="OWN"), lambda request: "fine")
+    first, second = asked(engine)
+    assert first.sampling.seed != second.sampling.seed
+
+
+def test_a_user_s_score_is_that_of_the_turn_that_it_replies_to() -> None:
+    """Not of what a critic said in a context of its own in between."""
+    states = {
+        "PENDING": {}, "GENERATING": {"timeout": 50.0},
+        "CRITICIZING": {"handler": "generate", "context": "critic", "prompt": "Well?", "timeout": 50.0},
+        "INTERACTING": {"timeout": 50.0},
+    }  # fmt: skip
+    order = [*states, "TERMINATED"]
+    triggers = ["prompted", "generated", "generated", "interaction_done"]
+    rows = [{"trigger": t, "source": s, "dest": d} for t, s, d in zip(triggers, order, order[1:], strict=False)]
+    rows.append({"trigger": "replied", "source": "INTERACTING", "dest": "TERMINATED"})
+    graph = agent(
+        {"states": states, "transitions": rows}, interaction={"use": f"{HERE}:Scores"}, contexts={"critic": {}},
+        limits={"assistant_turns": 2, "user_turns": 1},
+    )  # fmt: skip
+    groups, engine = run(graph, lambda request: f"says {request.context}")
+    assert [request.context for request in asked(engine)] == ["main", "critic"]
+    assert only(groups).turn_scores == [(0, 0.5)]
+
+
+@pytest.mark.parametrize(("left", "reason"), [(5, "truncated"), (4, "truncated"), (3, "limit:response_tokens")])
+def test_of_equal_bounds_the_turn_s_own_cuts_it(left: int, reason: str) -> None:
+    states = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 4}}}
+    graph = agent(SINGLE, states=states, limits={"assistant_turns": 1, "response_tokens": left})
+    groups, _ = run(graph, ["one two three four five six"])
+    assert (only(groups).response_tokens, only(groups).stop_reason) == (min(4, left), reason)
 
 
 def test_no_two_turns_share_their_randomness_and_another_run_has_the_same() -> None:

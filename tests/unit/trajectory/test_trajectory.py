@@ -226,6 +226,8 @@ def test_after_its_end_a_trajectory_takes_scores_only() -> None:
     assert (trajectory.ended, trajectory.detail, trajectory.wall_seconds) == (True, "d", 9.0)
     trajectory.apply(Scored(at=10.0, value=1.0))
     assert trajectory.score == 1.0
+    trajectory.apply(Ended(at=20.0, stop_reason="failed:Late"))  # a failure that is found later
+    assert (trajectory.stop_reason, trajectory.wall_seconds) == ("failed:Late", 9.0)
     with pytest.raises(StreamError, match="has ended; it cannot take Suspended"):
         trajectory.apply(Suspended(at=10.0, reason="weights"))
 

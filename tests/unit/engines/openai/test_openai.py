@@ -109,6 +109,15 @@ def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
         raise ValueError(last.error)
 
 
+def test_a_key_is_in_no_journal(serve: Callable[..., VLLM], tmp_path: Path) -> None:
+    spec = {"kind": "openai", "urls": [serve().url], "model": "embedded", "api_key": "sk-mine"}
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+    with fr.Journal(tmp_path / "journal.sqlite") as journal, fr.Rollout(graph, spec, journal=journal) as rollout:
+        assert "openai" in str(rollout.description)
+    assert b"openai" in (tmp_path / "journal.sqlite").read_bytes()
+    assert b"sk-mine" not in (tmp_path / "journal.sqlite").read_bytes()
+
+
 def test_a_server_of_text_alone_is_refused_with_the_reason(serve: Callable[..., VLLM]) -> None:
     with pytest.raises(EngineError, match=r"answers with text only: there are no `token_ids`.*vLLM \(from 0"):
         OpenAIEngine(serve(token_ids=False).url)
