@@ -409,7 +409,7 @@ class Rollout:
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
-            name: {"requests": c.requests, "dispatches": c.dispatches, "weight_version": c.engine.weight_version}
+            name: {"requests": c.requests, "dispatches": c.dispatches, "weight_version": c.weight_version}
             for name, c in self.clients.items()
         }
 

@@ -93,11 +93,11 @@ class VerlEngine:
             reason = FinishReason.STOP
         else:
             reason = FinishReason.ABORT if output.stop_reason == "aborted" else FinishReason.LENGTH
-        notes: list[Note] = []
+        notes: tuple[Note, ...] = ()
         experts = output.routed_experts
         if experts is not None:  # [tokens, layers, top_k], from the first token on
             fed = np.asarray(experts)[request.routed : len(request.ids) + len(ids) - 1]
-            notes = [routed_experts(request.routed, fed)]
+            notes = (routed_experts(request.routed, fed),)
         chunks = []
         split = len(ids) if oldest == newest else len(ids) - 1
         for start, end, version in ((0, split, oldest), (split, len(ids), newest)):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from itertools import accumulate, pairwise
 from operator import contains, index
-from typing import Any
 
 import numpy as np
 
-from fsm_rollout.engines.protocol import Chunk, Engine, Request
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, Note, NoteKind, as_ids, as_logprobs
@@ -23,18 +22,6 @@ ROUNDING = 1e-3  # a logprob may be so far above 0: log-sums in half precision a
 _ENDS = (None, *FinishReason)
 LAST_EXPERT = 2**15 - 1  # the highest number of an expert: batches hold them as int16
 MANY = 128  # from so many tokens on NumPy is quicker than Python's own functions
-
-
-def vocabulary_of(engine: Engine) -> int | None:
-    """Return how many tokens an engine's model has: as it says, else as many as its tokenizer knows."""
-    stated: int | None = getattr(engine, "vocabulary", None)
-    if stated is not None:
-        return stated
-    tokenizer: Any = engine.tokenizer
-    try:
-        return max(len(tokenizer), 1 + max(getattr(tokenizer, "added_tokens_decoder", {}), default=-1))
-    except TypeError:  # a tokenizer of the user's own, without a length
-        return None
 
 
 def checked(

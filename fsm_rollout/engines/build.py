@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.protocol import Engine, TokenSource
 from fsm_rollout.engines.specs import KINDS, EngineSpec, OwnSpec, build_router, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
 from fsm_rollout.model.folders import model_folder
@@ -99,5 +99,5 @@ def _build_replica(spec: Mapping[str, object], base: Path, folders: Sequence[str
 
 
 def lacking(engine: object) -> list[str]:
-    """Return what of the engine protocol an object does not have."""
-    return [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+    """Return what of an engine's least protocol an object does not have."""
+    return [name for name in vars(TokenSource) if not name.startswith("_") and not hasattr(engine, name)]

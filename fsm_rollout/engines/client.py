@@ -16,18 +16,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, SupportsIndex
 from weakref import WeakSet
 
+from msgspec.structs import replace
+
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.answer_check import vocabulary_of
 from fsm_rollout.engines.bisection import Bisection
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request, Weights
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, Engine, ReplicaLost, Request, Weights, facts_of
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
@@ -54,6 +53,7 @@ class EngineClient:
         queue_timeout: float = 600.0,
     ) -> None:
         self.engine = engine
+        self.facts = facts_of(engine)
         self.attempts = attempts  # a request is given up after so many failures of its own
         self.backoff = backoff  # seconds before the second try; twice as long before each further one
         # Whether a request that a replica has failed is retried at another one, if there is one.
@@ -83,6 +83,11 @@ class EngineClient:
         self._reasons: set[str] = set()  # why the engine is paused
         self._paused_too: WeakSet[EngineClient] = WeakSet()  # further clients of the engine, for evaluations
         self._sleep_logged = False
+
+    @property
+    def weight_version(self) -> int:
+        """How many policy updates the present weights have had."""
+        return self.engine.weight_version
 
     @property
     def serves_another_loop(self) -> bool:
@@ -192,10 +197,6 @@ class EngineClient:
         return oldest
 
     # -- requests -------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _vocabulary(self) -> int | None:
-        return vocabulary_of(self.engine)
 
     def _free_id(self, request_id: str, number: int = 1) -> str:
         """Return an id that no request under way has, and none that the engine is still aborting."""
@@ -307,7 +308,7 @@ class EngineClient:
     def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> bool:
         """Give a chunk to its request; return whether this engine call is over for it."""
         try:
-            pending.take(chunk, now, self._vocabulary)
+            pending.take(chunk, now, self.facts.vocabulary)
         except EngineError as error:
             self._abort_soon(pending.request_id)
             self._end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again

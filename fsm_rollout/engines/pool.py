@@ -17,12 +17,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, TypeVar
 
 from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
+from msgspec.structs import replace
 
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique

@@ -18,9 +18,12 @@ Promises that every engine keeps (``fsm_rollout.testing.check_engine`` tests the
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -44,8 +47,7 @@ class ReplicaLost(EngineError):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Everything that decides how one request is sampled; complete, unlike an agent's ``Sampling``."""
 
     max_tokens: int
@@ -60,13 +62,7 @@ class SamplingParams:
     """Seeds this request's own random numbers (63 bits)."""
 
 
-def session_of(trajectory_id: str, context: str) -> str:
-    """Return :attr:`Request.session` of a request."""
-    return f"{trajectory_id}/{context}"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, array_like=True):
     """One generation asked of an engine."""
 
     request_id: str
@@ -76,22 +72,24 @@ class Request:
     group_id: str = ""
     agent: str = ""
     context: str = ""
+    session: str = ""
+    """The stream that the request is for: those of one session extend one another's ids, so a prefix cache serves them
+    best on one replica. A stream that replaces another is another session; empty: of none."""
     turn: int = 0
     """Index of this generation within its trajectory's context: 0, 1, …"""
     sampled: int = 0
     """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
     routed: int = 0
     """How many of the first ``ids`` have their routed experts already: an engine that says these begins there."""
+    media: tuple[object, ...] = ()
+    """What ``ids`` stand for beside text: pictures, say, in order."""
+    trace: str = ""
+    """The W3C ``traceparent`` of the span that asks; empty: nobody traces it."""
     on_trial: bool = False
     """It failed together with others and is tried again to find the one that fails; its failure says little about the
     engine."""
     avoids: str = ""
     """The replica that failed it, if another one shall be tried."""
-
-    @property
-    def session(self) -> str:
-        """Requests of one session extend one another's ids, so a prefix cache serves them best on one replica."""
-        return session_of(self.trajectory_id, self.context)
 
     def continued(self, sampled: Ids, request_id: str) -> Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
@@ -105,13 +103,12 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A piece of one request's answer; a piece may be empty."""
 
     request_id: str
-    ids: Ids = field(default_factory=lambda: NO_IDS)
-    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
+    ids: Ids = msgspec.field(default_factory=lambda: NO_IDS)
+    logprobs: Logprobs = msgspec.field(default_factory=lambda: NO_LOGPROBS)
     weight_version: int = 0
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request, and only there."""
@@ -122,41 +119,52 @@ class Chunk:
     replica: str = ""
     waits: bool = False
     """The request waits from here to its next chunk, because its replica was lost. Such a chunk is empty."""
-    notes: Sequence[Note] = ()
+    notes: tuple[Note, ...] = ()
     """What else the engine says: the sampling mask of each of these tokens; the routed experts, in any chunk, of any
     tokens that it has been fed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy an engine is, as far as it knows."""
 
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
     max_tokens: int | None = None
-    details: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine's model is: it does not change while the engine lives, and can be pickled."""
+
+    tokenizer: Any
+    """A transformers ``PreTrainedTokenizerFast``, with its chat template."""
+    max_context: int
+    """The longest input plus output, in tokens."""
+    eos_ids: frozenset[int]
+    """The stop tokens that the model's generation config names."""
+    vocabulary: int | None = None
+    """How many tokens the model has; ``None``: nobody knows."""
+    processor: Any = None
+    """What turns pictures into ids; ``None``: the model reads text only."""
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """What the scheduler needs of an engine; see the module's promises.
-
-    One of several replicas also has ``attempts``, how often a request may be tried in all (losses included), and
-    ``loop``, the event loop that it serves.
-    """
+class TokenSource(Protocol):
+    """Facts and tokens: what every engine has."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer (a transformers ``PreTrainedTokenizerFast``), with its chat template."""
+        """See :class:`EngineFacts`."""
 
     @property
     def max_context(self) -> int:
-        """The longest input plus output, in tokens."""
+        """See :class:`EngineFacts`."""
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The stop tokens that the model's generation config names."""
+        """See :class:`EngineFacts`."""
 
     @property
     def weight_version(self) -> int:
@@ -174,6 +182,17 @@ class Engine(Protocol):
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests soon; each still gets its last chunk. Unknown ids are harmless."""
 
+    def load(self) -> Load:
+        """Return how busy the engine is."""
+
+    async def aclose(self) -> None:
+        """Stop and free everything; requests under way end with "abort". Safe to call twice."""
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """An engine whose weights are changed by us; one without these methods has an owner that does it."""
+
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) and return the new version (default: one more).
 
@@ -187,14 +206,51 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
 
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its memory back."""
+
     async def sleep(self) -> None:
         """Give memory back where the engine can; it must be idle or paused."""
 
     async def wake(self) -> None:
         """Be ready to generate again after :meth:`sleep`."""
 
-    def load(self) -> Load:
-        """Return how busy the engine is."""
 
-    async def aclose(self) -> None:
-        """Stop and free everything; requests under way end with "abort". Safe to call twice."""
+@runtime_checkable
+class Engine(TokenSource, WeightSink, Sleeper, Protocol):
+    """All planes in one class: what an engine in one process usually is. See the module's promises."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """What an engine has beside, that knows more of its model than every engine must say."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """All that it knows."""
+
+
+@runtime_checkable
+class Process(Protocol):
+    """What an engine has beside, that works in another process: it can be gone, and can be asked whether it is."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why it is gone for good; ``None``: it is there, as far as is known."""
+
+    async def ping(self) -> None:
+        """Wait for an answer; ReplicaLost if none can come."""
+
+
+def facts_of(engine: TokenSource) -> EngineFacts:
+    """Return the facts of an engine; its vocabulary is as large as its tokenizer knows where it does not say more."""
+    if isinstance(engine, Described):
+        return engine.facts
+    tokenizer = engine.tokenizer
+    try:
+        vocabulary = max(len(tokenizer), 1 + max(getattr(tokenizer, "added_tokens_decoder", {}), default=-1))
+    except TypeError:  # a tokenizer of the user's own, without a length
+        vocabulary = None
+    return EngineFacts(tokenizer, engine.max_context, engine.eos_ids, vocabulary)

@@ -12,14 +12,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, ReplicaLost, Request, Weights
+from fsm_rollout.engines.protocol import Chunk, Engine, EngineFacts, Load, ReplicaLost, Request, Weights, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.specs import RaySpec
-from fsm_rollout.engines.wire import Contexts, Failure, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 
 ray = import_ray()
@@ -58,10 +59,11 @@ class ReplicaActor:
         self._latest: asyncio.Task[bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, with_tokenizer: bool) -> tuple[int, frozenset[int], int, object]:
-        """Build the engine; return its window, stop tokens and weight version, and its tokenizer if that is wanted."""
+    async def start(self, with_tokenizer: bool) -> tuple[EngineFacts, int]:
+        """Build the engine; return its facts (without its tokenizer, where that is not wanted) and weight version."""
         engine = self._engine = await self._placement.start(self._name)
-        return engine.max_context, engine.eos_ids, engine.weight_version, engine.tokenizer if with_tokenizer else None
+        facts = facts_of(engine)
+        return facts if with_tokenizer else replace(facts, tokenizer=None), engine.weight_version
 
     async def tell(self, number: int, message: bytes | Sequence[str]) -> None:
         """Take requests, or ids to abort, in the order of ``number``: Ray may bring a small one before a large one."""
@@ -93,7 +95,7 @@ class ReplicaActor:
         self._news.clear()
         if not (self._chunks or self._failures):
             await ping(self._engine)
-        block = pack_flush(self._chunks, self._failures, self._engine.load())
+        block = pack_flush(Flush(self._chunks, self._failures, self._engine.load()))
         self._chunks, self._failures = [], []
         return block
 
@@ -110,14 +112,14 @@ class ReplicaActor:
             why = describe(error)
         if under_way:
             if failure_of(self._engine) is None:  # else they are lost with this replica
-                self._failures.append((list(under_way), why))
+                self._failures.append(Failure(list(under_way), why))
             self._news.set()
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         try:
             await self._engine.abort(request_ids)
         except Exception as error:  # an engine that cannot even abort has failed these requests
-            self._failures.append((request_ids, describe(error)))
+            self._failures.append(Failure(list(request_ids), describe(error)))
             self._news.set()
 
     async def ping(self) -> None:
@@ -136,14 +138,12 @@ class ReplicaActor:
 class RayEngine:
     """The driver's end of one actor, as an engine. It serves one event loop after another."""
 
-    max_context: int
-    eos_ids: frozenset[int]
+    facts: EngineFacts
     weight_version: int
 
     def __init__(self, name: str, actor: Remote) -> None:
         self.actor = actor
         self.failure: EngineError | None = None  # why the actor is gone, once it is
-        self.tokenizer: Remote = None
         self._name = name
         self._tell = actor.tell.options(num_returns=0)
         self._contexts = Contexts()
@@ -154,9 +154,23 @@ class RayEngine:
 
     async def start(self, tokenizer: object) -> None:
         """Build the engine in the actor; ``tokenizer`` is another replica's, if there is one, and is not sent again."""
-        facts = await _answer(self.actor.start.remote(tokenizer is None))
-        self.max_context, self.eos_ids, self.weight_version, built_tokenizer = facts
-        self.tokenizer = built_tokenizer if tokenizer is None else tokenizer
+        facts, self.weight_version = await _answer(self.actor.start.remote(tokenizer is None))
+        self.facts = facts if tokenizer is None else replace(facts, tokenizer=tokenizer)
+
+    @property
+    def tokenizer(self) -> Remote:
+        """That of the facts, as are the next two."""
+        return self.facts.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """See :class:`EngineFacts`."""
+        return self.facts.max_context
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """See :class:`EngineFacts`."""
+        return self.facts.eos_ids
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send all requests in one call."""
@@ -212,7 +226,7 @@ class RayEngine:
         self.failure = self.failure or EngineError(f"{self._name} is closed")
         if self._listener is not None and not self._listener.get_loop().is_closed():
             self._listener.cancel()
-        if self.tokenizer is not None:  # it has started
+        if hasattr(self, "facts"):  # it has started
             with suppress(Exception):
                 async with asyncio.timeout(FAREWELL):
                     await answer_to(actor.ask.remote("aclose"))
@@ -229,17 +243,18 @@ class RayEngine:
                 for stream in {id(stream): stream for stream in self._streams.values()}.values():
                     stream.fail(error)
                 return
-            chunks, failures, self._load = unpack_flush(block, self._name)
+            flush = unpack_flush(block)
+            self._load = flush.load
             self._received += 1
-            for chunk in chunks:
+            for chunk in flush.chunks:
                 if (addressee := self._streams.get(chunk.request_id)) is not None:
                     addressee.put(chunk)
                     if chunk.finish_reason is not None:
                         del self._streams[chunk.request_id]
-            for request_ids, why in failures:
-                for failed in [self._streams.pop(request_id, None) for request_id in request_ids]:
+            for failure in flush.failures:
+                for failed in [self._streams.pop(request_id, None) for request_id in failure.request_ids]:
                     if failed is not None:
-                        failed.fail(EngineError(why))
+                        failed.fail(EngineError(failure.why))
 
     async def _ask(self, method: str, *arguments: object) -> None:
         await _answer(self.actor.ask.remote(method, *arguments))

@@ -109,7 +109,7 @@ class StickyRouter:
     def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
         """Return the replica of the request's session, else of its group, unless that breaks the bound."""
         least = min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)
-        keys = [("session", request.session)] if request.trajectory_id else []
+        keys = [("session", request.session)] if request.session else []
         keys += [("group", request.group_id)] if request.group_id else []
         name = next((self._pins[key] for key in keys if key in self._pins), None)
         pinned = next((replica for replica in replicas if replica.name == name), None)

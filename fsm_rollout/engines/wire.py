@@ -12,24 +12,46 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams, session_of
+from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import array_of, plain_array
-from fsm_rollout.trajectory.tokens import Ids, Note
+from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
-# A dispatch that an engine failed as a whole: the requests without their last chunk, and why.
-Failure = tuple[Sequence[str], str]
+
+
+class Extension(msgspec.Struct, frozen=True, array_like=True):
+    """A request on its way: ``request.ids`` lack the first ``shared`` ones, which the other end has."""
+
+    shared: int
+    request: Request
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """A dispatch that an engine failed as a whole: the requests without their last chunk, and why."""
+
+    request_ids: list[str]
+    why: str
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True):
+    """All that an engine has to tell since the last one."""
+
+    chunks: list[Chunk]
+    failures: list[Failure]
+    load: Load
+
+
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
-_decode = msgspec.msgpack.Decoder().decode
+_extensions = msgspec.msgpack.Decoder(list[Extension], dec_hook=array_of)
+_flush = msgspec.msgpack.Decoder(Flush, dec_hook=array_of)
 
 
 class Contexts:
@@ -45,7 +67,9 @@ class Contexts:
         return self._ids.get(session, array("i"))
 
     def put(self, session: str, ids: Ids) -> None:
-        """Remember ``ids``, which nobody may change any more."""
+        """Remember ``ids``, which nobody may change any more; those of no session are not extended."""
+        if not session:
+            return
         self.tokens += len(ids) - len(self._ids.pop(session, ()))
         self._ids[session] = ids
         while self.tokens > self.capacity:
@@ -63,59 +87,37 @@ class Contexts:
 
 def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
     """Return ``requests`` as a block; ``contexts`` is what the other end has been sent, this block included after."""
-    rows: list[tuple[object, ...]] = []
+    extensions = []
     for request in requests:
-        session, sampling = request.session, request.sampling
-        shared = contexts.shared_length(session, request.ids)
-        contexts.put(session, request.ids)
-        rows.append((
-            shared, memoryview(request.ids)[shared:].tobytes(),
-            sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_ids,
-            sampling.ignore_eos, sampling.seed,
-            request.request_id, request.trajectory_id, request.group_id, request.agent, request.context,
-            request.turn, request.sampled, request.routed,
-        ))  # fmt: skip
-    return _encode(rows)
+        shared = contexts.shared_length(request.session, request.ids)
+        contexts.put(request.session, request.ids)
+        extensions.append(Extension(shared, replace(request, ids=request.ids[shared:]) if shared else request))
+    return _encode(extensions)
 
 
 def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
     """Return a block's requests; EngineError if one goes on from what this end lacks: the ends saw different blocks."""
     requests = []
-    for shared, new, most, temperature, top_p, top_k, stops, ignore_eos, seed, request_id, *names in _decode(block):
-        trajectory_id, _, _, context, *_ = names
-        ids, session = array("i", new), session_of(trajectory_id, context)
-        sampling = SamplingParams(most, temperature, top_p, top_k, frozenset(stops), ignore_eos, seed)
+    for extension in _extensions.decode(block):
+        shared, request = extension.shared, extension.request
         if shared:
-            past = contexts.get(session)
+            past = contexts.get(request.session)
             if len(past) != shared:
-                have = f"{len(past)} tokens" if past else "nothing"
-                raise EngineError(f"request '{request_id}' extends {shared} tokens of '{session}'; this end has {have}")
-            ids = past + ids
-        contexts.put(session, ids)
-        requests.append(Request(request_id, ids, sampling, *names))
+                raise EngineError(
+                    f"request '{request.request_id}' extends {shared} tokens of '{request.session}'; this end has "
+                    + (f"{len(past)} tokens" if past else "nothing")
+                )
+            request = replace(request, ids=past + request.ids)
+        contexts.put(request.session, request.ids)
+        requests.append(request)
     return requests
 
 
-def pack_flush(chunks: Iterable[Chunk], failures: Iterable[Failure], load: Load) -> bytes:
-    """Pack chunks, failures and load into one block, without ``Chunk.replica``, which the other end knows."""
-    rows = [
-        (
-            c.ids.tobytes(), c.logprobs.tobytes(), c.request_id, c.weight_version, c.finish_reason, c.error,
-            c.cached_tokens, c.queue_seconds, c.waits, c.notes,
-        )
-        for c in chunks
-    ]  # fmt: skip
-    return _encode((rows, failures, astuple(load)))
+def pack_flush(flush: Flush) -> bytes:
+    """Return what an engine has to tell as a block."""
+    return _encode(flush)
 
 
-def unpack_flush(block: bytes, replica: str = "") -> tuple[list[Chunk], list[Failure], Load]:
-    """Return what :func:`pack_flush` was given, the chunks as ``replica``'s."""
-    rows, failures, load = _decode(block)
-    chunks = [
-        Chunk(
-            name, array("i", ids), array("f", logprobs), version, reason and FinishReason(reason), error, cached,
-            queued, replica, waits, msgspec.convert(notes, tuple[Note, ...], dec_hook=array_of) if notes else (),
-        )
-        for ids, logprobs, name, version, reason, error, cached, queued, waits, notes in rows
-    ]  # fmt: skip
-    return chunks, [(request_ids, why) for request_ids, why in failures], Load(*load)
+def unpack_flush(block: bytes) -> Flush:
+    """Return what :func:`pack_flush` was given."""
+    return _flush.decode(block)

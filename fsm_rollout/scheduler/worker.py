@@ -64,7 +64,7 @@ class HandedTrajectories(TrajectoryStarter):
 
     def __init__(self, setup: WorkerSetup, link: Link, clients: Mapping[str, EngineClient]) -> None:
         agents = RunAgents(setup.agents, clients, setup.sampling, setup.failures)
-        policy = clients[POLICY].engine
+        policy = clients[POLICY]
         super().__init__(
             agents, self.record, self.report_mismatch, lambda: policy.weight_version, validate=setup.validate
         )

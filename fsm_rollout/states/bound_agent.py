@@ -96,13 +96,13 @@ class BoundAgent:
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         tool_format = shown_format(spec, chat, client) if tools else None
-        return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.engine.eos_ids)
+        return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.facts.eos_ids)
 
 
 def shown_format(spec: Context, chat: ChatTemplate, client: EngineClient) -> ToolFormat:
     """Return the form in which a context's model calls tools, which its chat template shows unless the agent says."""
     name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
-    return get_format(name, client.engine.tokenizer)
+    return get_format(name, client.facts.tokenizer)
 
 
 def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:
@@ -110,7 +110,7 @@ def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:
     key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
     if key not in client.chats:
         client.chats[key] = ChatTemplate(
-            client.engine.tokenizer,
+            client.facts.tokenizer,
             template_kwargs=dict(spec.template_kwargs),
             injection=spec.injection,
             history=spec.history,

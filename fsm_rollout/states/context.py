@@ -192,7 +192,7 @@ class HandlerContext(Visit):
             self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
-        tokenizer = bound.client.engine.tokenizer
+        tokenizer = bound.client.facts.tokenizer
         return self.record_call(attempt, await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 
     def record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
@@ -256,7 +256,7 @@ class HandlerContext(Visit):
             with self.deadline.away():
                 return await user.reply(conversation)
         finally:
-            now, version = self.clock(), self.context(MAIN).client.engine.weight_version
+            now, version = self.clock(), self.context(MAIN).client.weight_version
             self.active.emit(events.Resumed(at=now, away=now - since, weight_version=version))
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
@@ -281,14 +281,14 @@ class HandlerContext(Visit):
         else:
             encoded = chat.prompt_detailed(messages, None, now=self.date)
         ids = as_ids(encoded.ids)
-        room = client.engine.max_context - len(ids)
+        room = client.facts.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(
                 f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
-                f"{client.engine.max_context}; raise its max_context or shorten the prompt"
+                f"{client.facts.max_context}; raise its max_context or shorten the prompt"
             )
         settings = sampling or Sampling()
-        stop_ids = chat.stop_ids | client.engine.eos_ids
+        stop_ids = chat.stop_ids | client.facts.eos_ids
         request = Request(
             request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
             ids=ids,
@@ -302,6 +302,7 @@ class HandlerContext(Visit):
             group_id=self.trajectory.group_id,
             agent=engine,
             context=engine,
+            session=f"{self.trajectory.trajectory_id}/{engine}",
             turn=index,
         )
         pending = client.submit(request, self.deadline)

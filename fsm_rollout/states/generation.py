@@ -157,6 +157,7 @@ class Generation:
         }
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
+        number = sum(other.context == bound.name for other in trajectory.streams)  # of this stream in its context
         request = Request(
             request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
             ids=stream.tokens.ids,
@@ -170,6 +171,7 @@ class Generation:
             group_id=trajectory.group_id,
             agent=trajectory.agent,
             context=bound.name,
+            session=f"{trajectory.trajectory_id}/{bound.name}/{number}",
             turn=index,
             sampled=sampled,
             routed=stream.tokens.routed_length,

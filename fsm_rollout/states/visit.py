@@ -204,7 +204,7 @@ class Visit:
             context_tokens = self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
             raise PromptTooLong(
                 f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
-                f"window is {bound.client.engine.max_context} (its max_context), limits.context_tokens is "
+                f"window is {bound.client.facts.max_context} (its max_context), limits.context_tokens is "
                 f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
             )
         self.emit(
@@ -240,7 +240,7 @@ class Visit:
     def limit_reached(self, limit: str, context: str) -> LimitReached:
         """Return the error for a limit that stops a generation; it says so if the engine's window is the limit."""
         bound, context_tokens = self.context(context), self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
-        window = bound.client.engine.max_context
+        window = bound.client.facts.max_context
         if limit != LimitName.CONTEXT_TOKENS or (context_tokens is not None and context_tokens <= window):
             return LimitReached(limit)
         setting = "not set" if context_tokens is None else f"{context_tokens:,}"
@@ -250,4 +250,4 @@ class Visit:
     def room_in_context(self, bound: BoundContext, length: int) -> float:
         """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
         room = remaining(self.agent.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
-        return min(room, bound.client.engine.max_context - length)
+        return min(room, bound.client.facts.max_context - length)

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine

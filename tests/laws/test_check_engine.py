@@ -4,10 +4,10 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob

@@ -35,7 +35,7 @@ class DropsStopTokens(ScriptedEngine):
         super().__init__(script, tokenizer=embedded_tokenizer())
 
     async def generate(self, requests):
-        from dataclasses import replace
+        from msgspec.structs import replace
 
         async for chunk in super().generate(requests):
             stops = chunk.finish_reason == "stop"

@@ -105,8 +105,8 @@ class ScriptedEngine:
         self._log: list[Logged] | None = [] if log else None
         self._running: dict[str, _Answer] = {}
         self._waiting: dict[str, _Answer] = {}
-        # How many tries of a turn that fails a number of times there were, by session and turn.
-        self._failed: Counter[tuple[str, int]] = Counter()
+        # How many tries of a turn that fails a number of times there were, by trajectory, context and turn.
+        self._failed: Counter[tuple[str, str, int]] = Counter()
         self._paused = self._asleep = self._closed = False
 
     @property
@@ -203,7 +203,7 @@ class ScriptedEngine:
         try:
             turn = turn_for(self._script, request)
             if turn.fails is not None:
-                tries = (request.session, request.turn)
+                tries = (request.trajectory_id, request.context, request.turn)
                 if self._failed[tries] >= turn.fails:
                     turn = turn.mended()
                 self._failed[tries] += 1
@@ -289,7 +289,7 @@ class ScriptedEngine:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
-            notes=notes,
+            notes=tuple(notes),
         )
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)

@@ -312,11 +312,11 @@ class Connection(threading.Thread):
 
     def _take(self, entry: Entry, ids: Sequence[int], meta: Meta, count: int, *, renormalised: bool) -> None:
         """Pass on the last ``count`` tokens that an output brought; the first ones say that it was admitted."""
-        notes: list[Note] = []
+        notes: tuple[Note, ...] = ()
         if renormalised:
             masks = meta.output_token_sampling_mask[-count:]
             counts, values = array("i", map(len, masks)), array("i", itertools.chain.from_iterable(masks))
-            notes = [Note(NoteKind.SAMPLING_MASK, len(entry.ids), counts, values)]
+            notes = (Note(NoteKind.SAMPLING_MASK, len(entry.ids), counts, values),)
             logprobs = meta.output_token_sampling_logprobs[-count:]
         else:
             logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[-count:]]
@@ -351,7 +351,7 @@ class Connection(threading.Thread):
         note = routed_experts(entry.routed, experts.reshape(tokens, *shape))
         entry.routed = note.end
         request_id = entry.request.request_id
-        self._put(entry, Chunk(request_id, weight_version=self.version, replica=self._replica, notes=[note]))
+        self._put(entry, Chunk(request_id, weight_version=self.version, replica=self._replica, notes=(note,)))
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self._is_open(entry):

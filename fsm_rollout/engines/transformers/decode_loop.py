@@ -347,7 +347,7 @@ class DecodeLoop:
             error=error,
             queue_seconds=queue_seconds,
             replica=self._replica,
-            notes=[mask] if counts else (),
+            notes=(mask,) if counts else (),
         )
         running.ids, running.logprobs = Ids("i"), Logprobs("f")
         running.mask_counts, running.mask = Ids("i"), Ids("i")

@@ -18,16 +18,16 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
-from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import check_supported, load_checkpoint, read_weights, replace_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
@@ -238,7 +238,9 @@ class TransformersEngine:
         of_generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.eos_ids = stop_tokens(of_generation, model.config.eos_token_id, tokenizer.eos_token_id)
         """The stop tokens that the model's generation config names."""
-        self._vocabulary = len(model.get_input_embeddings().weight)
+        vocabulary = len(model.get_input_embeddings().weight)
+        self.facts = EngineFacts(tokenizer, self.max_context, self.eos_ids, vocabulary)
+        """These three, and how many tokens the model has."""
         self._replica = replica
         self._closed = False
         decode = DecodeLoop(
@@ -263,7 +265,8 @@ class TransformersEngine:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
         stream = ChunkStream((request.request_id for request in requests), self._thread.abort)
-        refused = {request.request_id: refusal(request, self.max_context, self._vocabulary) for request in requests}
+        vocabulary = self.facts.vocabulary
+        refused = {request.request_id: refusal(request, self.max_context, vocabulary) for request in requests}
         self._thread.submit([request for request in requests if refused[request.request_id] is None], stream)
         for request_id, error in refused.items():
             if error is not None:

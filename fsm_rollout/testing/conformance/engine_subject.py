@@ -14,9 +14,11 @@ import math
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams, Weights
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand, demand_all
@@ -268,7 +270,7 @@ class EngineSubject:
         sampling = {"stop_ids": self._eos_ids} | sampling
         return Request(
             self.name(), ids, SamplingParams(max_tokens, **sampling), trajectory_id=f"check-{prompt}",
-            agent="check", context="main", turn=0,
+            agent="check", context="main", session=f"check-{prompt}", turn=0,
         )  # fmt: skip
 
     def long(self, prompt: int = 0, **sampling: Any) -> Request:

@@ -6,8 +6,9 @@ Invariant: each check asks and reads, and gives no order that could interrupt a 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import Answer, Dispatch, EngineSubject, check_good

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
@@ -119,7 +119,16 @@ class Place(LocalPlacement):
 
 def ask(name: str, turn: int = 0, **sampling: Any) -> Request:
     params = SamplingParams(sampling.pop("max_tokens", 100), stop_ids=frozenset({256}), **sampling)
-    return Request(f"r-{name}", as_ids([65, 66]), params, trajectory_id=name, group_id=name, context="main", turn=turn)
+    return Request(
+        f"r-{name}",
+        as_ids([65, 66]),
+        params,
+        trajectory_id=name,
+        group_id=name,
+        context="main",
+        session=name,
+        turn=turn,
+    )
 
 
 async def answers(pool: Engine, requests: Sequence[Request]) -> dict[str, PendingRequest]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Load, Request, SamplingParams
 from fsm_rollout.engines.router import FIRST, LeastLoadedRouter, ReplicaView, Router, StickyRouter, allowance, choose
@@ -18,7 +18,15 @@ PARAMS = SamplingParams(1)
 
 
 def request(trajectory: str, group: str = "", context: str = "main") -> Request:
-    return Request("r", IDS, PARAMS, trajectory_id=trajectory, group_id=group, context=context)
+    return Request(
+        "r",
+        IDS,
+        PARAMS,
+        trajectory_id=trajectory,
+        group_id=group,
+        context=context,
+        session=trajectory and f"{trajectory}/{context}",
+    )
 
 
 class Fleet:

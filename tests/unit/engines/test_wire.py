@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
-from fsm_rollout.engines.wire import Contexts, pack_flush, pack_requests, unpack_flush, unpack_requests
+from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Note, NoteKind, TokenStream, as_ids, as_logprobs
@@ -36,7 +35,8 @@ requests = st.builds(
     trajectory_id=st.sampled_from(["", "a", "b"]),
     group_id=names,
     agent=names,
-    context=st.sampled_from(["main", "critic"]),
+    context=names,
+    session=st.sampled_from(["", "a/main/1", "a/main/2", "b"]),
     turn=st.integers(0, 99),
     sampled=st.integers(0, 99),
     routed=st.integers(0, 99),
@@ -50,7 +50,7 @@ def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacit
     for block in blocks:
         sent = []
         for asked, extends in block:
-            if extends and asked.session in latest:
+            if extends and asked.session and asked.session in latest:
                 asked = replace(asked, ids=latest[asked.session].ids + asked.ids)
             latest[asked.session] = asked
             sent.append(asked)
@@ -85,12 +85,13 @@ whole_loads = st.builds(
 
 @given(st.lists(chunks, max_size=8), st.lists(st.tuples(st.lists(names, max_size=3), names), max_size=2), whole_loads)
 def test_flushes_come_through(said: list[Chunk], failures: list[tuple[list[str], str]], load: Load):
-    assert unpack_flush(pack_flush(said, failures, load), "r7") == (said, failures, load)
+    flush = Flush(said, [Failure(*failure) for failure in failures], load)
+    assert unpack_flush(pack_flush(flush)) == flush
 
 
 def test_a_turn_costs_what_is_new_in_it():
     here = Contexts()
-    first = Request("r", as_ids(list(range(64_000))), SamplingParams(1), trajectory_id="t")
+    first = Request("r", as_ids(list(range(64_000))), SamplingParams(1), session="t/")
     assert len(pack_requests([first], here)) > 4 * 64_000
     assert len(pack_requests([replace(first, ids=first.ids + as_ids([1, 2, 3]))], here)) < 100
     assert len(pack_requests([replace(first, ids=as_ids([7]) + first.ids)], here)) > 4 * 64_000
@@ -103,7 +104,7 @@ def test_what_a_stream_adds_is_known():
     stream.write([4, 5], state="GENERATING", turn=1)
     for ids, shared in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
         assert sender.shared_length("t/", ids) == shared
-        request = Request("r", ids, SamplingParams(1), trajectory_id="t")
+        request = Request("r", ids, SamplingParams(1), session="t/")
         assert unpack_requests(pack_requests([request], sender), receiver) == [request]
     assert sender.shared_length("t/", before) == 0, "shorter than what was sent"
 
@@ -118,7 +119,7 @@ def test_streams_that_begin_alike_are_compared():
 
 def test_an_end_that_has_seen_other_blocks_says_so():
     here = Contexts()
-    first = Request("r", as_ids([1, 2, 3]), SamplingParams(1), trajectory_id="t", context="main")
+    first = Request("r", as_ids([1, 2, 3]), SamplingParams(1), session="t/main")
     pack_requests([first], here)
     with pytest.raises(EngineError, match="'r' extends 3 tokens of 't/main'; this end has nothing"):
         unpack_requests(pack_requests([first], here), Contexts())

@@ -270,7 +270,7 @@ def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain
                 if index == len(sessions) - 1:
                     histories[name][len(histories[name]) // 2] = number
                 sampling = SamplingParams(max_tokens, seed=index)
-                requests.append(Request(name, as_ids(histories[name]), sampling, trajectory_id=name))
+                requests.append(Request(name, as_ids(histories[name]), sampling, session=name))
         for name, chunks in run(decode, {0: requests}).items():
             expected = plain_logprobs(any_model, histories[name], ids_of(chunks), 1.0)
             assert logprobs_of(chunks) == pytest.approx(expected, abs=CLOSE)
@@ -280,14 +280,14 @@ def test_turns_that_go_on_from_what_their_row_holds_have_the_logprobs_of_a_plain
 def test_the_next_turn_fills_only_what_is_new_until_the_weights_change(model: Any):
     decode = loop_of(model)
     first = prompt(1, 50)
-    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), trajectory_id="t")]})["a"])
+    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), session="t")]})["a"])
     second = [*first, *sampled, *prompt(2, 5)]
     passes = counted(decode)
-    run(decode, {0: [Request("b", as_ids(second), SamplingParams(1), trajectory_id="t")]})
+    run(decode, {0: [Request("b", as_ids(second), SamplingParams(1), session="t")]})
     assert passes == [5, 1]  # the last token that was sampled and four of the five new ones; then the fifth
     decode.forget()
     passes.clear()
-    run(decode, {0: [Request("c", as_ids(second), SamplingParams(1), trajectory_id="t")]})
+    run(decode, {0: [Request("c", as_ids(second), SamplingParams(1), session="t")]})
     assert passes == [len(second) - 1, 1]
 
 
@@ -295,7 +295,7 @@ def test_samples_of_one_prompt_are_filled_once(model: Any):
     decode = loop_of(model)
     passes = counted(decode)
     same = as_ids(prompt(1, 7))
-    run(decode, {0: [Request(str(i), same, SamplingParams(1, seed=i), trajectory_id=str(i)) for i in range(8)]})
+    run(decode, {0: [Request(str(i), same, SamplingParams(1, seed=i), session=str(i)) for i in range(8)]})
     assert passes == [6, 8]
 
 
@@ -303,15 +303,14 @@ def test_what_prompts_begin_with_is_filled_once_until_the_weights_change(model: 
     decode = loop_of(model)
     passes = counted(decode)
     requests = [
-        Request(str(i), as_ids(beginning_alike(20, i, 6)), SamplingParams(1, seed=i), trajectory_id=str(i))
-        for i in range(8)
+        Request(str(i), as_ids(beginning_alike(20, i, 6)), SamplingParams(1, seed=i), session=str(i)) for i in range(8)
     ]
     for _ in range(2):
         run(decode, {0: requests})
         assert passes == [20, 8 * 5, 8]  # what all begin with; the rest of each, but for its last token; that
         decode.forget()
         passes.clear()
-    run(decode, {0: requests, 1: [Request("other", as_ids(prompt(50, 9)), SamplingParams(1), trajectory_id="other")]})
+    run(decode, {0: requests, 1: [Request("other", as_ids(prompt(50, 9)), SamplingParams(1), session="other")]})
     assert passes == [20, 8 * 5, 8, 8, 1]  # what begins differently shares nothing
 
 
@@ -335,11 +334,11 @@ def test_a_row_outlives_the_choice_of_what_others_share(model: Any):
     """The prompts of the others begin with more than there was room for."""
     decode = loop_of(model, max_context=600, fill_tokens=600)
     first = prompt(1, 12)
-    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), trajectory_id="t")]})["a"])
+    sampled = ids_of(run(decode, {0: [Request("a", as_ids(first), SamplingParams(3), session="t")]})["a"])
     run(decode, {0: [Request(str(i), as_ids(beginning_alike(240, i, 6)), SamplingParams(1)) for i in range(4)]})
     second = [*first, *sampled, *prompt(2, 5)]
     passes = counted(decode)
-    (chunks,) = run(decode, {0: [Request("b", as_ids(second), SamplingParams(3), trajectory_id="t")]}).values()
+    (chunks,) = run(decode, {0: [Request("b", as_ids(second), SamplingParams(3), session="t")]}).values()
     assert passes == [5, 1, 1, 1]
     assert logprobs_of(chunks) == pytest.approx(plain_logprobs(model, second, ids_of(chunks), 1.0), abs=CLOSE)
 
@@ -348,7 +347,7 @@ def test_rows_that_have_ended_take_no_part_in_a_step_once_they_are_many(model: A
     decode = loop_of(model)
     passes = counted(decode)
     requests = [
-        Request(str(i), as_ids(prompt(i, 9)), SamplingParams(20 if i % 4 == 3 else 2, seed=i), trajectory_id=str(i))
+        Request(str(i), as_ids(prompt(i, 9)), SamplingParams(20 if i % 4 == 3 else 2, seed=i), session=str(i))
         for i in range(8)
     ]
     answers = run(decode, {0: requests})
@@ -358,7 +357,7 @@ def test_rows_that_have_ended_take_no_part_in_a_step_once_they_are_many(model: A
         assert logprobs_of(answers[str(index)]) == pytest.approx(expected, abs=CLOSE)
     second = [*prompt(0, 9), *ids_of(answers["0"]), *prompt(9, 3)]
     passes.clear()
-    (chunks,) = run(decode, {0: [Request("next", as_ids(second), SamplingParams(3), trajectory_id="0")]}).values()
+    (chunks,) = run(decode, {0: [Request("next", as_ids(second), SamplingParams(3), session="0")]}).values()
     assert passes == [3, 1, 1, 1]  # its row was kept while others took its place
     assert logprobs_of(chunks) == pytest.approx(plain_logprobs(model, second, ids_of(chunks), 1.0), abs=CLOSE)
 
@@ -370,7 +369,7 @@ def test_a_row_waits_for_the_next_turn_while_as_many_others_run(model: Any):
     for turn in range(3):
         passes = counted(decode)
         requests = [
-            Request(f"{name}-{turn}", as_ids(ids), SamplingParams(2, seed=turn), trajectory_id=name)
+            Request(f"{name}-{turn}", as_ids(ids), SamplingParams(2, seed=turn), session=name)
             for name, ids in texts.items()
         ]
         for request, chunks in run(decode, {0: requests}).items():
@@ -383,7 +382,7 @@ def test_a_row_that_holds_nothing_yet_changes_places_with_an_idle_one(model: Any
     """A prompt of one token is given a row and filled with nothing, beside the row that an ended session keeps."""
     params = SamplingParams(4, temperature=0.0, ignore_eos=True)
     first, second = (
-        Request(name, as_ids(prompt(seed, length)), params, trajectory_id=name)
+        Request(name, as_ids(prompt(seed, length)), params, session=name)
         for seed, (name, length) in enumerate([("long", 9), ("short", 1)])
     )
     found = run(loop_of(model), {0: [first], 8: [second]})
