@@ -58,7 +58,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),
-    "transitions": ("agent.machine",),
+    "transitions": ("agent.graph", "agent.machine"),
     "typer": ("cli",),
     "wandb": ("jobs.tracking",),
     "mlflow": ("jobs.tracking",),
