@@ -23,9 +23,8 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in pa
 ORDER = (
     ("errors", "files", "concurrency", "names"),
     ("trajectory",),
-    ("agent.graph", "agent.limits", "agent.handlers"),
-    ("tools",),
     ("agent",),
+    ("tools",),
     ("chat", "environment", "model"),
     ("engines.protocol",),
     (
