@@ -18,7 +18,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, calls_of_template, tool_calls
+from fsm_rollout.testing.strategies.calls import WRITERS, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
 
@@ -58,7 +58,7 @@ def _calls(
     """Return a strategy for calls of a context's tools, those that transitions ask for more often than others."""
     names = [tool["function"]["name"] for tool in tools]
     if tool_format in WRITERS:
-        calls = {name: tool_calls(tools, tool_format, only=name) for name in names}
+        calls = {name: tool_calls(tool, tool_format) for name, tool in zip(names, tools, strict=True)}
         broken = broken_calls(tools, tool_format)
     else:
         calls = {name: st.just(_call_of_template(tokenizer, tools, name)) for name in names}

@@ -13,8 +13,8 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
 from fsm_rollout.testing.strategies.graphs import CALCULATOR, SCRIPTED_USER, graphs
+from tests.unit.agent.broken_graphs import broken_graphs
 
 Data = dict[str, Any]
 
