@@ -23,7 +23,7 @@ from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ToolFate
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
-from fsm_rollout.testing.strategies.conversations import call_text
+from fsm_rollout.testing.strategies.calls import WRITERS
 from fsm_rollout.testing.strategies.graphs import graphs
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.outcome import Outcome
@@ -148,7 +148,7 @@ def test_the_library_decides_every_transition_and_the_stock_one_agrees(
     the_library_decides(case[0], shared(case[1], workers))
 
 
-CALL = call_text("hermes", "calculate", {"left": 1, "operator": "+", "right": 1})
+CALL = WRITERS["hermes"]("calculate", {"left": 1, "operator": "+", "right": 1})
 CALLS = {"tool_agent/main": (Turn(text=CALL),), "tool_user/main": (Turn(text=CALL), Turn(text="2"))}
 OVERLOAD = {f"{name}/main": (Turn(error="Overload: full"),) for name in ("tool_agent", "reflect")}
 LATE = {"tool_agent/main": (Turn(text=CALL, delay=100.0),)}
