@@ -318,7 +318,7 @@ async def rewrites_a_message(self, trajectory, ctx):
     trajectory.stream("main").messages[-1]["content"] = "something else"
 
 
-@handler(8, "left a trajectory that cannot go on: KeyError")
+@handler(8, "left a trajectory that cannot go on: ValueError: State 'GENERATING' is not a registered")
 async def goes_where_it_likes(self, trajectory, ctx):
     trajectory.state = "GENERATING"
 
