@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
+from fsm_rollout.agent.graph import HANDLERS
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
@@ -30,7 +30,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 # Programs of others keep no promise of a handler's; what `external` itself promises is in test_foreign_agents.
-@pytest.mark.parametrize("handler", sorted(set(BUILT_IN_HANDLERS) - {"external"}))
+@pytest.mark.parametrize("handler", sorted(HANDLERS.built_in.keys() - {"external"}))
 def test_the_built_in_handlers_conform(handler: str) -> None:
     state = {"prompt": "Once more."} if handler == "write" else {}
     checked = check_state(handler, state=state, examples=8)

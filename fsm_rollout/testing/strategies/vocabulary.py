@@ -14,6 +14,7 @@ from types import CodeType
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph, Predicate
+from fsm_rollout.agent.predicates import PREDICATE_NAMES
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
@@ -93,8 +94,8 @@ def _texts(graph: AgentGraph) -> list[str]:
         elif predicate.name in ("context_over", "response_over"):
             limit = graph.limits.context_tokens if predicate.name == "context_over" else graph.limits.response_tokens
             lengths.append((argument if isinstance(argument, int) else (argument or 0) * (limit or 0)) // 3)
-        elif ":" in predicate.name:
-            found += _constants(predicate.name)
+        elif ":" in (path := PREDICATE_NAMES.expanded(predicate.name)):
+            found += _constants(path)
             found += [argument] if isinstance(argument, str) else []
     for state in graph.working_states:
         lengths += [length for length in [graph.states[state].sampling.max_tokens] if length is not None]

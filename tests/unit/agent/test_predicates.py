@@ -106,7 +106,7 @@ def test_limit_is_the_outcomes() -> None:
 @pytest.mark.parametrize(
     ("name", "argument", "says"),
     [
-        ("has_tool_cals", None, "predicate 'has_tool_cals' is not defined; did you mean 'has_tool_calls'?"),
+        ("has_tool_cals", None, "predicate 'has_tool_cals' does not exist; did you mean 'has_tool_calls'?"),
         ("has_tool_calls", 3, "predicate 'has_tool_calls' takes no argument, got 3"),
         ("all_calls_bad", True, "takes no argument, got True"),
         ("tool_called", None, "predicate 'tool_called' takes a tool's name, got nothing"),

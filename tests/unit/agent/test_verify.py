@@ -112,7 +112,7 @@ def test_1_handlers() -> None:
     assert messages == [
         "state 'GENERATNG' names no handler; did you mean 'GENERATING'? [rule 1]",
         "state 'OTHER' names no handler; give it one, or `final: true` [rule 1]",
-        "state 'WRONG': handler 'generat' is not defined; did you mean 'generate'? [rule 1]",
+        "state 'WRONG': handler 'generat' does not exist; did you mean 'generate'? Or give 'module:Class' [rule 1]",
     ]
 
 
