@@ -108,8 +108,9 @@ def engine_kinds() -> str:
 
 def handlers() -> str:
     """Return the built-in handlers."""
-    from fsm_rollout.agent.graph import BUILT_IN_STATES, HANDLERS
+    from fsm_rollout.agent.graph import BUILT_IN_STATES
     from fsm_rollout.agent.handlers import handler_spec, load_handler
+    from fsm_rollout.agent.words import HANDLERS
 
     states = {handler: state for state, handler in BUILT_IN_STATES.items()}
     rows = []
@@ -128,8 +129,8 @@ def handlers() -> str:
 
 def triggers() -> str:
     """Return the triggers with who raises them."""
-    from fsm_rollout.agent.graph import HANDLERS
     from fsm_rollout.agent.handlers import handler_spec
+    from fsm_rollout.agent.words import HANDLERS
     from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 
     said = attribute_docs(Trigger)

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from transitions import Machine
 
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS, named_by_one_word
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
@@ -38,37 +38,10 @@ TERMINATED = "TERMINATED"
 BUILT_IN_STATES = {PENDING: "prompt", GENERATING: "generate", PROCESSING_TOOLS: "call_tools", INTERACTING: "interact"}
 """The state names that know their handler."""
 
-HANDLERS = Registry(
-    "handler",
-    "fsm_rollout.handlers",
-    {
-        "prompt": "fsm_rollout.states.built_in:OpenPrompt",
-        "generate": "fsm_rollout.states.built_in:Generate",
-        "call_tools": "fsm_rollout.states.built_in:CallTools",
-        "interact": "fsm_rollout.states.built_in:Interact",
-        "write": "fsm_rollout.states.built_in:Write",
-        "external": "fsm_rollout.states.external.handler:External",
-    },
-)
-
-INTERACTIONS = Registry(
-    "interaction", "fsm_rollout.interactions", {"openenv": "fsm_rollout.environment.openenv:OpenEnv"}
-)
-"""The interactions that a YAML names by one word, with their arguments beside it."""
-
 MAIN = "main"
 """The context that exists without being named."""
 POLICY = "policy"
 """The engine that is being trained; every other name is an untrained engine of the run."""
-
-
-def named_by_one_word(value: object, words: Registry, model: type[StrictModel]) -> object:
-    """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
-    if not isinstance(value, Mapping) or not isinstance(word := value.get("use"), str) or ":" in word:
-        return value
-    options = {key: value[key] for key in value if key not in model.model_fields}
-    kept = {key: value[key] for key in value if key not in options}
-    return kept | {"use": words.as_setting(word), "kwargs": {**value.get("kwargs", {}), **options}}
 
 
 class Context(StrictModel):

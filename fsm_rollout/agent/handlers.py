@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from fsm_rollout.agent.graph import HANDLERS
 from fsm_rollout.agent.limits import COUNTED_LIMITS
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fsm_rollout.agent.graph import HANDLERS, INTERACTIONS, STATE_KEYS, AgentGraph
+from fsm_rollout.agent.graph import STATE_KEYS, AgentGraph
 from fsm_rollout.agent.predicates import PREDICATE_NAMES, PREDICATES
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS
 from fsm_rollout.names.registry import Registry
 
 Schema = dict[str, Any]

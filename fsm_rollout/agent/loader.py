@@ -22,9 +22,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from fsm_rollout.agent.graph import HANDLERS, STATE_KEYS, TERMINATED, AgentGraph, as_predicates
+from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
 from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.verify import findings, verify
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml

@@ -26,7 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, named_by_one_word
+from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.words import named_by_one_word
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS

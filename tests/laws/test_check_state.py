@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.graph import HANDLERS
 from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import HANDLERS, INTERACTIONS
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.predicates import PREDICATE_NAMES
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS
 from fsm_rollout.chat.formats.registry import FORMATS
 from fsm_rollout.cli import app
 from fsm_rollout.engines.specs import ENGINES, ROUTERS
