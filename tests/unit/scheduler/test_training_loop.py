@@ -14,7 +14,6 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward
@@ -27,7 +26,7 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
-from tests.unit.scheduler.test_resume import TOOLS, Bench, histories, listed, outline, single, slow, with_tool
+from tests.runs import ASKS, Bench, agent, asking, histories, outline, prompts, rows, slow, with_tool
 
 
 def ages(bench: Bench, group: Group) -> list[int]:
@@ -50,7 +49,7 @@ class Watched:
         self.most = most
 
     def __iter__(self) -> Iterator[Prompt]:
-        for prompt in listed(self.most):
+        for prompt in prompts(self.most):
             self.taken.append(str(prompt.prompt_id))
             yield prompt
 
@@ -83,10 +82,10 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
         return 1.0
 
     bench = Bench(
-        single(), choose, max_staleness=most, max_restarts=restarts, concurrency=concurrency, reward=Reward(think),
+        agent(), choose, max_staleness=most, max_restarts=restarts, concurrency=concurrency, reward=Reward(think),
         group_filter=GroupFilter(lambda group: int(group[0].group_id[1:]) % 4 != 3),
     )  # fmt: skip
-    prompts, came = Watched(), list[Group]()
+    listed, came = Watched(), list[Group]()
 
     def taken(group: Group) -> None:
         came.append(group)
@@ -104,7 +103,7 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
             await bench.scheduler.update_weights({})
 
     async def main() -> None:
-        trainer, source = asyncio.ensure_future(train()), iter(prompts)
+        trainer, source = asyncio.ensure_future(train()), iter(listed)
         for _ in range(3):
             step = bench.scheduler.run(
                 source, 2, target_groups=target, over_sample=over_sample, deliver_at_end=deliver_at_end
@@ -123,7 +122,7 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
 
     run_virtual(main())
     note(f"{len(came)} groups, {sum(group.dropped for group in came)} dropped")
-    assert sorted(group.group_id for group in came) == sorted(prompts.taken)
+    assert sorted(group.group_id for group in came) == sorted(listed.taken)
     assert bench.scheduler.carried == []
     assert not bench.scheduler.groups
 
@@ -134,18 +133,15 @@ def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> N
     def choose(request: Request) -> Turn:
         return Turn(text="word " * 10, delay=0.1 if request.trajectory_id.startswith("p0/0") else 1.0, chunks=10)
 
-    bench = Bench(single(), choose, max_staleness=0)
+    bench = Bench(agent(), choose, max_staleness=0)
 
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=2, prompts=1))
-        await asyncio.sleep(1.5)
+    async def fall_behind() -> None:
         assert bench.log[-1][0] == "p0/0"
-        await bench.scheduler.update_weights({})
+        await bench.new_weights()
         await asyncio.sleep(0.25)
         assert "p0/0~1" in bench.scheduler.samples.running
-        return await running
 
-    (group,) = run_virtual(main())
+    (group,) = bench.go(2, 1, at={1.5: fall_behind})
     assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1", "p0/1~1"]
     assert sorted(t.stop_reason or "" for t in group.discarded) == ["answered", "cancelled"]
     assert set(ages(bench, group)) == {0}
@@ -153,15 +149,8 @@ def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> N
 
 def test_weights_that_somebody_else_changes_make_old_too() -> None:
     """The engine's own version counts, whoever has changed it: it is looked at when a group is handed over."""
-    bench = Bench(single(), slow({"p0": 0.5}), max_staleness=0)
-
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=1, prompts=2, deliver_at_end=True))
-        await asyncio.sleep(2.0)
-        await bench.engine.update_weights({})
-        return await running
-
-    for group in run_virtual(main()):
+    bench = Bench(agent(), slow({"p0": 0.5}), max_staleness=0)
+    for group in bench.go(1, 2, deliver_at_end=True, at={2.0: lambda: bench.engine.update_weights({})}):
         assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/0~1"]
         assert set(ages(bench, group)) == {0}
 
@@ -190,7 +179,7 @@ def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_a
 
     async def take() -> list[str]:
         came: list[str] = []
-        async for group in bench.scheduler.run(listed(2), target_groups=1, deliver_at_end=deliver_at_end):
+        async for group in bench.scheduler.run(prompts(2), target_groups=1, deliver_at_end=deliver_at_end):
             assert set(ages(bench, group)) == {0}
             came.append(group.trajectories[0].trajectory_id)
         return came
@@ -206,102 +195,54 @@ def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_a
 
 
 def test_a_straggler_begins_anew_a_bounded_number_of_times_and_then_its_group_is_dropped() -> None:
-    bench = Bench(single(), slow({"p0": 1.0}), max_staleness=0, max_restarts=2, reward=Reward(lambda t: 1.0))
-
-    async def main() -> list[Group]:
-        async def train() -> None:
-            for _ in range(8):
-                await asyncio.sleep(3.0)
-                await bench.scheduler.update_weights({})
-
-        trainer = asyncio.ensure_future(train())
-        groups = [group async for group in bench.scheduler.run(listed(1), 1, target_groups=1)]
-        trainer.cancel()
-        return groups
-
-    (group,) = run_virtual(main())
+    bench = Bench(agent(), slow({"p0": 1.0}), max_staleness=0, max_restarts=2, reward=Reward(lambda t: 1.0))
+    (group,) = bench.go(1, 1, target_groups=1, at={3.0 * number: bench.new_weights for number in range(1, 9)})
     assert group.dropped
     assert [t.trajectory_id for t in group.discarded] == ["p0/0", "p0/0~1"]
     assert [(t.trajectory_id, t.stop_reason) for t in group.trajectories] == [("p0/0~2", "cancelled")]
     assert "stale: it has tokens of version 2, and the weights are 3" in str(group.trajectories[0].detail)
     with pytest.raises(ConfigError, match="max_restarts must be at least 0 restarts, got -1"):
-        Bench(single(), slow({}), max_restarts=-1)
+        Bench(agent(), slow(), max_restarts=-1)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("at", [2.5, 7.5])
 def test_only_tokens_that_are_trained_grow_old(trained: bool, at: float) -> None:
     """A plan is made in a context of its own; the weights change while it is made, or after that."""
-    graph = AgentGraph(
-        agent="a",
-        contexts={"plan": {"trainable": trained}},
-        limits={"assistant_turns": 4},
-        states={
-            "PENDING": {},
-            "PLANNING": {"handler": "generate", "context": "plan", "timeout": 100.0, "max_visits": 1},
-            "GENERATING": {"timeout": 100.0},
-        },
-        transitions=[
-            {"trigger": "prompted", "source": "PENDING", "dest": "PLANNING"},
-            {"trigger": "generated", "source": "PLANNING", "dest": "GENERATING"},
-            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-        ],
-    )
+    planning = {"handler": "generate", "context": "plan", "timeout": 100.0, "max_visits": 1}
+    frame = {
+        "states": {"PENDING": {}, "PLANNING": planning, "GENERATING": {"timeout": 100.0}},
+        "transitions": rows(
+            "PENDING prompted PLANNING", "PLANNING generated GENERATING", "GENERATING generated TERMINATED"
+        ),
+    }
     bench = Bench(
-        graph, lambda r: Turn(text="word " * 5, delay=1.0 if r.context == "plan" else 3.0, chunks=5), max_staleness=0
-    )
-
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=1, prompts=1))
-        await asyncio.sleep(at)
-        await bench.scheduler.update_weights({})
-        return await running
-
-    (group,) = run_virtual(main())
+        agent(frame, contexts={"plan": {"trainable": trained}}),
+        lambda r: Turn(text="word " * 5, delay=1.0 if r.context == "plan" else 3.0, chunks=5), max_staleness=0,
+    )  # fmt: skip
+    (group,) = bench.go(1, 1, at={at: bench.new_weights})
     assert len(group.discarded) == trained
     assert set(ages(bench, group)) == {0}
 
 
 def test_a_sub_agents_tokens_grow_old_too() -> None:
     """Also where nothing else is trained: then they are all that is old."""
-    graph = AgentGraph(
-        agent="a",
-        contexts={"main": {"trainable": False}},
-        limits={"assistant_turns": 6, "tool_calls": 6},
-        tools={"ask": {"agent": single().model_copy(update={"agent": "helper"}), "timeout": 50.0}},
-        **TOOLS,
-    )
-    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "Think."}}\n</tool_call>'
+    graph = asking(agent(agent="helper"), contexts={"main": {"trainable": False}})
     bench = Bench(
-        graph, lambda r: Turn(text=asks if r.agent == "a" and r.turn == 0 else "done", delay=1.0), max_staleness=0
+        graph, lambda r: Turn(text=ASKS if r.agent == "a" and r.turn == 0 else "done", delay=1.0), max_staleness=0
     )
-
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=1, prompts=1))
-        await asyncio.sleep(2.5)
-        await bench.scheduler.update_weights({})
-        return await running
-
-    (group,) = run_virtual(main())
+    (group,) = bench.go(1, 1, at={2.5: bench.new_weights})
     assert [t.trajectory_id for t in group.all] == ["p0/0~1", "p0/0~1/ask.1"]
     assert set(ages(bench, group)) == {0}
 
 
 def test_what_a_user_has_suspended_and_is_too_old_is_in_no_batch() -> None:
-    bench = Bench(single(), slow({"p0": 1.0}), max_staleness=0)
+    bench = Bench(agent(), slow({"p0": 1.0}), max_staleness=0)
 
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=2, prompts=1))
-        await asyncio.sleep(2.5)
-        bench.scheduler.suspend("p0/0")
-        await asyncio.sleep(1.0)
-        await bench.scheduler.update_weights({})
-        (group,) = await running
-        assert group.dropped
-        assert [t.suspended for t in group.trajectories] == ["asked", None]
-        return await bench.run(n=2, prompts=1, resume=group.trajectories)
-
-    (group,) = run_virtual(main())
+    (group,) = bench.go(2, 1, at={2.5: lambda: bench.scheduler.suspend("p0/0"), 3.5: bench.new_weights})
+    assert group.dropped
+    assert [t.suspended for t in group.trajectories] == ["asked", None]
+    (group,) = bench.go(2, 1, resume=group.trajectories)
     assert not group.dropped
     assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1", "p0/1~1"]
 
@@ -319,17 +260,8 @@ def test_a_groups_reward_judges_the_group_that_is_handed_over() -> None:
         words = {"p0/0": 3, "p0/1": 2, "p0/0~1": 1}.get(request.trajectory_id, 1)
         return Turn(text="word " * words, delay=0.5 if request.trajectory_id == "p0/1" else 0.1)
 
-    bench = Bench(single(), choose, max_staleness=0, reward=Reward(ranks))
-
-    async def main() -> list[Group]:
-        running = asyncio.ensure_future(bench.run(n=2, prompts=2, deliver_at_end=True))  # p1 is the slower one
-        await asyncio.sleep(0.3)
-        await bench.scheduler.update_weights({})
-        return await running
-
-    bench.engine.script = choose  # type: ignore[attr-defined]
-    groups = run_virtual(main())
-    for group in groups:
+    bench = Bench(agent(), choose, max_staleness=0, reward=Reward(ranks))
+    for group in bench.go(deliver_at_end=True, at={0.3: bench.new_weights}):  # p1 is the slower one
         assert [t.score for t in group.trajectories] == ranks(group.trajectories)
 
 
@@ -370,12 +302,10 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
             at_the_cut.extend([set(delivered_ids), set(in_hand)])
 
     with journal.Journal(path, interval=0.0) as kept:
-        bench = Bench(single(), choose, journal=kept)
-        recorder = bench.scheduler.recorder
-        recorder.listeners = (*recorder.listeners, watch)
+        bench = Bench(agent(), choose, journal=kept, listeners=[watch])
 
         async def main() -> None:
-            source = iter(listed(12))
+            source = iter(prompts(12))
             for _ in range(3):
                 come_back()
                 async for group in bench.scheduler.run(source, 2, target_groups=target, deliver_at_end=deliver_at_end):
@@ -395,8 +325,7 @@ def test_a_loop_that_is_killed_at_any_event_gets_what_it_has_not_had_and_only_th
     assert {history[0].group_id for history in left} == begun - was_had
     assert was_in_hand <= begun - was_had
     with journal.Journal(copy if append else folder / "new.sqlite", interval=0.0, append=append) as kept:
-        again = Bench(single(), choose, journal=kept)
-        groups = run_virtual(again.run(n=2, prompts=12, resume=left))
+        groups = Bench(agent(), choose, journal=kept).go(2, 12, resume=left)
     came = {group.group_id for group in groups}
     assert begun - was_had <= came
     epochs = {f"{group_id}#2" for group_id in was_had} if append else was_had
@@ -413,59 +342,42 @@ def test_groups_that_are_set_aside_and_go_on_are_unfinished_again(tmp_path: Path
         return {history[0].group_id for history in journal.histories(path, unfinished=True)}
 
     with journal.Journal(path) as kept:
-        bench = Bench(single(), slow({"p0": 1.0}), journal=kept)
-
-        async def main() -> None:
-            asyncio.get_running_loop().call_later(2.5, bench.scheduler.stop, "asked")
-            groups = await bench.run(n=1, prompts=2)
-            assert unfinished() == {"p0"}
-            left = [t for group in groups for t in group.trajectories if t.suspended]
-            (group,) = await bench.run(n=1, prompts=0, resume=left, deliver_at_end=True)
-            assert group.ended
-            assert unfinished() == {"p0"}, "the caller is at work on it"
-            with pytest.raises(StopAsyncIteration):
-                await anext(bench.scheduler.run([]))
-            assert unfinished() == set()
-
-        run_virtual(main())
+        bench = Bench(agent(), slow({"p0": 1.0}), journal=kept)
+        groups = bench.go(1, at={2.5: bench.stop})
+        assert unfinished() == {"p0"}
+        left = [t for group in groups for t in group.trajectories if t.suspended]
+        (group,) = bench.go(1, 0, resume=left, deliver_at_end=True)
+        assert group.ended
+        assert unfinished() == {"p0"}, "the caller is at work on it"
+        assert bench.go(1, 0) == []
+        assert unfinished() == set()
         kept.close()
         with pytest.raises(JournalError, match="is closed"):
             kept.handed_over("p0")
 
 
 def test_a_group_that_is_under_way_is_not_reopened() -> None:
-    bench = Bench(single(), slow({"p0": 1.0, "p1": 0.3}))
+    bench = Bench(agent(), slow({"p0": 1.0, "p1": 0.3}))
 
     async def main() -> None:
-        await bench.run(n=1, prompts=2, target_groups=1)
+        await bench.run(1, target_groups=1)
         (waiting,) = bench.scheduler.carried
         with pytest.raises(ConfigError, match="group 'p0' is under way already"):
-            await bench.run(n=1, prompts=0, resume=waiting.trajectories)
-        assert [group.group_id async for group in bench.scheduler.run([])] == ["p0"]
+            await bench.run(1, 0, resume=waiting.trajectories)
+        assert [group.group_id for group in await bench.run(1, 0)] == ["p0"]
 
     run_virtual(main())
 
 
 def test_a_prompt_that_only_shares_its_place_with_a_reopened_one_is_another() -> None:
     """An iterator that goes on where it was numbers its prompts from 0 again."""
-    first = Bench(single(), slow({}))
+    first, second = Bench(agent(), slow()), Bench(agent(), slow())
 
     def unnamed(*texts: str) -> list[Prompt]:
         return [Prompt(messages=({"role": "user", "content": text},)) for text in texts]
 
-    async def stopped() -> None:
-        asyncio.get_running_loop().call_later(0.3, first.scheduler.stop, "asked")
-        async for _ in first.scheduler.run(unnamed("one", "two")):
-            pass
-
-    run_virtual(stopped())
-    second = Bench(single(), slow({}))
-
-    async def main() -> list[Group]:
-        resume = histories(first.log)
-        return [group async for group in second.scheduler.run(unnamed("one", "three"), resume=resume)]
-
-    groups = run_virtual(main())
+    first.go(1, unnamed("one", "two"), at={0.3: first.stop})
+    groups = second.go(1, unnamed("one", "three"), resume=histories(first.log))
     assert {group.group_id: group.prompt.messages[0]["content"] for group in groups} == {
         "0": "one", "1": "two", "1#2": "three",
     }  # fmt: skip
@@ -476,12 +388,12 @@ def test_a_prompt_that_only_shares_its_place_with_a_reopened_one_is_another() ->
 
 def test_a_run_that_is_closed_can_go_on_from_its_journal(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    expected = outline(run_virtual(Bench(single(), slow({"p0": 0.4})).run(n=2, prompts=3)))
+    expected = outline(Bench(agent(), slow({"p0": 0.4})).go(2, 3))
     with journal.Journal(path) as kept:
-        bench = Bench(single(), slow({"p0": 0.4}), journal=kept)
+        bench = Bench(agent(), slow({"p0": 0.4}), journal=kept)
 
         async def main() -> None:
-            groups = bench.scheduler.run(listed(3), 2)
+            groups = bench.scheduler.run(prompts(3), 2)
             await anext(groups)
             await groups.aclose()
 
@@ -489,24 +401,21 @@ def test_a_run_that_is_closed_can_go_on_from_its_journal(tmp_path: Path) -> None
     stands = {trajectory.group_id: trajectory.suspended for trajectory in journal.read(path)}
     assert stands["p0"] == "interrupted"
     left = journal.histories(path, unfinished=True)
-    groups = run_virtual(Bench(single(), slow({})).run(n=2, prompts=3, resume=left))
-    assert outline(groups) == expected
+    assert outline(Bench(agent(), slow()).go(2, 3, resume=left)) == expected
 
 
 def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
     """Its batch was not given to anybody, so that comes with the next step's."""
-    bench = Bench(single(), slow({"p0": 1.0}))
+    bench = Bench(agent(), slow({"p0": 1.0}))
 
     async def main() -> None:
-        step = asyncio.ensure_future(bench.run(n=1, prompts=2, target_groups=2, deliver_at_end=True))
+        step = asyncio.ensure_future(bench.run(1, target_groups=2, deliver_at_end=True))
         await asyncio.sleep(2.5)
         step.cancel()
         with suppress(asyncio.CancelledError):
             await step
         assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
-        groups = [
-            group async for group in bench.scheduler.run(listed(1, start=5), 1, target_groups=2, deliver_at_end=True)
-        ]
+        groups = await bench.run(1, prompts(1, start=5), target_groups=2, deliver_at_end=True)
         assert [group.group_id for group in groups] == ["p1", "p5"]
 
     run_virtual(main())
@@ -516,35 +425,28 @@ def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
 @pytest.mark.parametrize("reason", [None, "asked"])
 def test_stopping_a_step_takes_no_further_prompts(reason: str | None, deliver_at_end: bool) -> None:
     """What is suspended does not count towards a target: there is no end to the prompts that are begun in vain."""
-    bench = Bench(single(), slow({}))
-    prompts = Watched()
-
-    async def main() -> list[Group]:
-        asyncio.get_running_loop().call_later(0.5, bench.scheduler.stop, reason)
-        step = bench.scheduler.run(iter(prompts), 2, target_groups=4, deliver_at_end=deliver_at_end)
-        return [group async for group in step]
-
-    groups = run_virtual(main())
+    bench, source = Bench(agent(), slow()), Watched()
+    stop = {0.5: lambda: bench.scheduler.stop(reason)}
+    groups = bench.go(2, iter(source), target_groups=4, deliver_at_end=deliver_at_end, at=stop)
     assert {t.suspended or t.stop_reason for group in groups for t in group.trajectories} == {reason or "cancelled"}
     came = {group.group_id for group in (*groups, *bench.scheduler.carried)}
-    assert sorted(came) == sorted(prompts.taken)
+    assert sorted(came) == sorted(source.taken)
     assert len(came) == 6
 
 
 def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
     bench = Bench(
-        single(), slow({"p0": 0.2, "p1": 0.1, "p2": 1.0}), group_filter=GroupFilter(lambda g: g[0].group_id != "p0")
+        agent(), slow({"p0": 0.2, "p1": 0.1, "p2": 1.0}), group_filter=GroupFilter(lambda g: g[0].group_id != "p0")
     )
 
     def source() -> Iterator[Prompt]:
-        yield from listed(3)
+        yield from prompts(3)
         raise OSError("the disk is gone")  # asked for when p0 is dropped; p1 is done by then
 
     async def main() -> list[str]:
         with pytest.raises(OSError, match="the disk is gone"):
-            async for _ in bench.scheduler.run(source(), 1, target_groups=2, deliver_at_end=True):
-                pass
-        return [group.group_id async for group in bench.scheduler.run([])]
+            await bench.run(1, source(), target_groups=2, deliver_at_end=True)
+        return [group.group_id for group in await bench.run(1, 0)]
 
     assert sorted(run_virtual(main())) == ["p0", "p1", "p2"]
 
@@ -555,7 +457,7 @@ def test_a_rollout_hands_over_nothing_older_than_the_bound(tmp_path: Path) -> No
     async def main() -> tuple[fr.TrajectoryBatch, list[list[AnyEvent]]]:
         engine = ScriptedEngine(slow({"1": 0.5}), tokenizer=tokenizer())
         with journal.Journal(tmp_path / "j.sqlite") as kept:
-            rollout = fr.Rollout(single(), engine, max_staleness=0, journal=kept)
+            rollout = fr.Rollout(agent(), engine, max_staleness=0, journal=kept)
             step = asyncio.ensure_future(rollout.arun(["one", "two"], n=2, target_groups=2))
             await asyncio.sleep(2.0)
             await rollout.aupdate_weights({})
