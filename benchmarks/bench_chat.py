@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import get_format
+from fsm_rollout.chat.reference import FollowUp, Opening
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\\n' + messages[0].content + '\\n\\n# Tools\\n\\n<tools>' }}"
@@ -117,9 +118,8 @@ def main() -> None:
         took = microseconds(lambda: chat.glue(past, new, tools, sampled_ids=stop, finish_reason="stop"))  # noqa: B023
         print(f"glue, {len(tools):2} tools, {length:3} messages (target 60, flat)     {took:8.1f} µs")
     past = history(200)
-    took = microseconds(
-        lambda: chat.glue_reference(past, new, thirty, sampled_ids=stop, finish_reason="stop"), number=5, rounds=3
-    )
+    asked = FollowUp(past, new, thirty, stop, "stop")
+    took = microseconds(lambda: chat.reference.encode(asked), number=5, rounds=3)
     print(f"the same by the reference                        {took:8.1f} µs")
     turn = " ".join(random.Random(1).choices(WORDS, k=40))
     call = json.dumps({"name": "lookup0", "arguments": {"key": "k123", "count": 3}})
@@ -135,7 +135,7 @@ def main() -> None:
 
     print(f"prompt sharing system and 30 tools (target 150)  {microseconds(prompt, number=500):8.1f} µs")
     messages = history(3)[:2]
-    took = microseconds(lambda: chat.prompt_reference(messages, thirty), number=20, rounds=3)
+    took = microseconds(lambda: chat.reference.encode(Opening(messages, thirty)), number=20, rounds=3)
     print(f"the same without sharing                         {took:8.1f} µs")
 
 

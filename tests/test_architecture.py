@@ -23,8 +23,9 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in pa
 ORDER = (
     ("errors", "files", "concurrency", "names"),
     ("trajectory",),
-    ("agent",),
+    ("agent.graph", "agent.limits", "agent.handlers"),
     ("tools",),
+    ("agent",),
     ("chat", "environment", "model"),
     ("engines.protocol",),
     (
@@ -57,7 +58,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),
-    "transitions": ("agent.graph", "agent.machine"),
+    "transitions": ("agent.machine",),
     "typer": ("cli",),
     "wandb": ("jobs.tracking",),
     "mlflow": ("jobs.tracking",),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -52,10 +52,11 @@ UNMISTAKABLE = 32  # text this long that is found in a render does not stand the
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where text number ``index`` goes, and how the template writes it."""
+    """Where text number ``index`` goes, and how the template writes it; it may be a message's, or the id of a call."""
 
     index: int
     transform: Transform
+    is_message: bool = True
 
     def fill(self, texts: Sequence[str]) -> str:
         """Return what stands in this slot."""
@@ -65,9 +66,16 @@ class Slot:
 Pieces = Sequence[str | Slot]  # text of the template, and slots for text of messages
 
 
-def filled(pieces: Pieces, texts: Sequence[str]) -> list[Part]:
-    """Return the pieces with text in the slots, marked as the environment's."""
-    return [Part(piece) if isinstance(piece, str) else Part(piece.fill(texts), environment=True) for piece in pieces]
+def filled(pieces: Pieces, texts: Sequence[str], authored: Container[int] = ()) -> list[Part]:
+    """Return the pieces with text in the slots: the environment's, but for that of ``authored`` messages."""
+    parts: list[Part] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            parts.append(Part(piece))
+        else:
+            message = piece.index if piece.is_message else None
+            parts.append(Part(piece.fill(texts), piece.index not in authored, message))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class Glue:
         Encoded together, since white space beside a token may belong to it (``rstrip``).
         """
         encoded = encoder.encode_parts([Part(self.close.text), *self.parts], injection)
-        if encoded.ids[:1] != [self.close.id]:
+        if not encoded.ids or encoded.ids[0] != self.close.id:
             raise ChatTemplateError("no-close-token", f"{self.close.text!r} is not encoded as one token")
         return encoded.after(1) if self.close_sampled else encoded
 
@@ -264,8 +272,17 @@ class Deriver:
         """
         word = draw_word()
         contents = [text_of(message) for message in messages]
-        # 1. No system or developer message may be lost. A template may move its text (into the first user message) or
-        # take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
+        authored = set(range(len(messages))).difference(foreign)
+        # 1. Where each message's text stands. Sentinels may change what is written beside them, and a template may take
+        #    an assistant's turn apart: what they show is taken only if it fits the real text.
+        written = [index for index, content in enumerate(contents) if content or index not in authored]
+        pattern = self._shown(messages, written, tools, now, word)
+        if all(index in pattern for index in written if contents[index]):
+            pieces = fit(pattern, contents, text)
+            if pieces is not None:
+                return filled(pieces, contents, authored)
+        # 2. No system or developer message may be lost. A template may move its text (into the first user message) or
+        #    take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
         for index, message in enumerate(messages):
             order = contents[index].strip()
             if message["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
@@ -277,15 +294,21 @@ class Deriver:
                 is_kept = order in text
             if not is_kept:
                 raise _dropped(messages, index)
-        # 2. Nor may a foreign one; where it stands, its text is told from the template's.
-        try:
-            pattern = _cut(self.renderer.render(marked(messages, foreign, word), tools, now), word)
-        except ChatTemplateError:  # it insists on what is said there
-            pattern = []
+        # 3. Nor may a foreign one; where it stands, its text is told from the template's.
+        pattern = self._shown(messages, foreign, tools, now, word)
         for index in foreign:
             if pattern and index not in pattern and contents[index]:
                 raise _dropped(messages, index)
         return told_apart(pattern, contents, foreign, text)
+
+    def _shown(
+        self, messages: list[Message], indices: Sequence[int], tools: Tools | None, now: datetime, word: str
+    ) -> list[str | int]:
+        """Return the render with sentinels in the messages at the indices; empty if the template insists on a text."""
+        try:
+            return _cut(self.renderer.render(marked(messages, indices, word), tools, now), word)
+        except ChatTemplateError:
+            return []
 
 
 def _dropped(messages: Sequence[Message], index: int) -> ChatTemplateError:
@@ -315,23 +338,29 @@ def _cut(text: str, word: str) -> list[str | int]:
 def fit(pattern: Sequence[str | int], texts: Sequence[str], rendered: str) -> Pieces | None:
     """Find how each slot of ``pattern`` writes its text such that all of it is ``whole``; None if no way fits."""
 
-    def walk(index: int, position: int) -> list[str | Slot] | None:
-        if index == len(pattern):
-            return [] if position == len(rendered) else None
-        item = pattern[index]
-        options: Pieces = [item] if isinstance(item, str) else [Slot(item, transform) for transform in TRANSFORMS]
-        tried: set[str] = set()
-        for option in options:
+    def ways(index: int, position: int) -> Iterator[tuple[str | Slot, int]]:
+        """Yield what the item may be if it stands at the position, and where it ends."""
+        item, tried = pattern[index], set[str]()
+        for option in (item,) if isinstance(item, str) else [Slot(item, transform) for transform in TRANSFORMS]:
             form = option if isinstance(option, str) else option.fill(texts)
-            if form in tried or not rendered.startswith(form, position):
-                continue
-            tried.add(form)
-            rest = walk(index + 1, position + len(form))
-            if rest is not None:
-                return [option, *rest]
-        return None
+            if form not in tried and rendered.startswith(form, position):
+                tried.add(form)
+                yield option, position + len(form)
 
-    return walk(0, 0)
+    # Depth first, but not by recursion: a conversation may be long.
+    pieces: list[str | Slot] = []
+    open_ways = [ways(0, 0)] if pattern else []
+    while open_ways:
+        piece, position = next(open_ways[-1], (None, 0))
+        if piece is None:
+            open_ways.pop()
+            del pieces[-1:]
+        elif len(open_ways) < len(pattern):
+            pieces.append(piece)
+            open_ways.append(ways(len(pieces), position))
+        elif position == len(rendered):
+            return [*pieces, piece]
+    return None
 
 
 def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], rendered: str) -> list[Part]:
@@ -351,6 +380,6 @@ def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iter
         at, form = next(((at, form) for form in forms if (at := rendered.find(form, start)) >= 0), (-1, ""))
         if at < 0:
             raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {number}")
-        parts += [Part(rendered[start:at]), Part(form, environment=True)]
+        parts += [Part(rendered[start:at]), Part(form, environment=True, message=index)]
         start = at + len(form)
     return [*parts, Part(rendered[start:])]

@@ -14,18 +14,18 @@ import json
 import marshal
 import re
 import secrets
-from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsm_rollout.chat.derive import Deriver, Glue, Pieces, Step, draw_word, filled, fit
-from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder
+from fsm_rollout.chat.derive import Glue, Slot, Step, draw_word, fit
+from fsm_rollout.chat.glue_template import MOST_ENTRIES, GlueTemplate
+from fsm_rollout.chat.markers import Encoded, Place, places_of
 from fsm_rollout.chat.messages import Dialect, Messages, made_id
-from fsm_rollout.chat.render import Tools
+from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
+from fsm_rollout.chat.render import Tools, shown_tools
 from fsm_rollout.chat.turn_ends import probe_call, probe_result
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.content import media_of, text_of
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 
 # White space, quotes and escapes around a probe's word: they tell a trimmed slot from a JSON-encoded one.
 BEFORE, AFTER = "\n \t", ' "q\\ \n\né\' <b>& {"a": [1]}  \n\n'
-MOST_ENTRIES = 4096
-# What the cache keeps: so many entries of a kind, and turns of about so many characters. Then it begins anew.
+# What the cache keeps: MOST_ENTRIES of a kind, and turns of about so many characters. Then it begins anew.
 MOST_CHARACTERS = 2**24
 MESSAGE_CHARACTERS = 256  # what a turn counts besides its text
-SHORT = 2_000  # texts of up to so many characters are remembered with their ids: what tools answer is often the same
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
@@ -49,82 +47,20 @@ _PROMPT_KEYS = frozenset({"role", "content"})
 _NEW_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
 
 
-class GlueTemplate(CacheEntry):
-    """Text of the chat template with slots for messages' text; what lies before and behind the slots is encoded once.
-
-    Only what lies between the nearest markers (``_middle``) is encoded each time, if that is seen to make no difference
-    on ``probes``: SentencePiece-like tokenizers, whose first word is special, fail, and their templates save the render
-    only. Where it holds other markers than the chat template's (``_markers``), all is encoded the long way, through
-    :meth:`MarkerEncoder.encode_parts`.
-
-    The first ``dropped`` ids are encoded with the rest, but are not part of the result: the close token that was
-    sampled already.
-    """
-
-    def __init__(
-        self,
-        pieces: Pieces,
-        encoder: MarkerEncoder,
-        injection: Injection,
-        probes: Sequence[Sequence[str]],
-        dropped: int = 0,
-    ) -> None:
-        super().__init__()
-        self._encoder = encoder
-        self._injection: Injection = injection
-        self._dropped = dropped
-        self._fast = False
-        self._known: dict[str, array[int]] = {}  # the ids of short middles that came before
-        self.pieces = pieces
-        whole = [self.encode(probe) for probe in probes]
-        first, last = str(pieces[0]), str(pieces[-1])
-        start, end = encoder.cut(first)[-1][0], encoder.cut(last)[0][0]
-        self._head = encoder.encode(first.removesuffix(start))[dropped:]
-        self._tail = encoder.encode(last.removeprefix(end))
-        self._middle = [start, *pieces[1:-1], end]
-        self._markers = [m.id for piece in self._middle if isinstance(piece, str) for _, m in encoder.find(piece)]
-        self._fast = not encoder.overlapping
-        self._fast &= [self.encode(probe) for probe in probes] == whole
-
-    def text(self, texts: Sequence[str]) -> str:
-        """Return the text with its slots filled."""
-        return "".join([part.text for part in filled(self.pieces, texts)])
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids, and how many injected markers were neutralised."""
-        if self._fast:
-            middle = "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
-            known = self._known.get(middle)
-            if known is not None:
-                return Encoded([*self._head, *known, *self._tail], entry=self)
-            ids = self._encoder.encode(middle)
-            if self._encoder.markers_of(ids) == self._markers:
-                if len(middle) <= SHORT:
-                    if len(self._known) >= MOST_ENTRIES:
-                        self._known.clear()
-                    self._known[middle] = array("i", ids)  # a list takes nine times the memory
-                return Encoded([*self._head, *ids, *self._tail], entry=self)
-        encoded = self._encoder.encode_parts(filled(self.pieces, texts), self._injection).after(self._dropped)
-        encoded.entry = self
-        return encoded
-
-
 class Shape(NamedTuple):
-    """A step without its text. ``general`` leaves out the tools and the order of roles before it."""
+    """A question without its text. ``general`` leaves out the tools and the order of roles before it."""
 
     key: Hashable
     general: Hashable
-    texts: list[str]  # what fills the slots: each new message's content, then each one's tool call id
+    texts: list[str]  # what fills the slots: each message's text, then each one's tool call id
 
 
 class GlueCache:
     """What was learned of one chat template; bounded, shared by all trajectories."""
 
-    def __init__(self, deriver: Deriver, dialect: Dialect, injection: Injection) -> None:
-        self._deriver = deriver
-        self._dialect = dialect
-        self._injection: Injection = injection
-        self._tested, self._compared = tested_texts(deriver.renderer.trees())
+    def __init__(self, reference: Reference) -> None:
+        self._reference, self._deriver = reference, reference.deriver
+        self._tested, self._compared = tested_texts(self._deriver.renderer.trees())
         self._distrusted = False
         self._forget()
 
@@ -222,20 +158,28 @@ class GlueCache:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError):
             return None
 
-    def learn(self, shape: Shape, step: Step, glue: Glue, result: Encoded) -> None:
-        """Learn from a step that the reference answered, for the next one of its shape.
-
-        A template learned with other tools or after another order of roles is taken over if it gives what the
-        reference gives.
-        """
+    def learn(self, shape: Shape, asked: Opening | FollowUp) -> Encoded:
+        """Answer by the reference, and learn from it for the next question of the shape."""
         if shape.key in self.templates:
-            return  # served by the reference for good
+            return self._reference.encode(asked)  # for good
+        encoder, injection = self._deriver.encoder, self._reference.injection
+        if isinstance(asked, Opening):
+            prompt = self._reference.prompt(asked)
+            encoded = encoder.encode_parts(prompt.parts, injection)
+            self._make_room()
+            self.templates[shape.key] = self._learned_prompt(prompt, asked, shape.texts, encoded)
+            return encoded
+        step, glue = self._reference.glue(asked)
+        encoded = glue.encode(encoder, injection)
+        # A template learned with other tools or after another order of roles is taken over if it gives what the
+        # reference gives.
         self._make_room()
         template = self.templates.get(shape.general)
         if template is None or template.text(shape.texts) != glue.close.text + glue.text:
-            template = self._learned(step, glue, result)
+            template = self._learned(step, glue, encoded)
             self.templates[shape.general] = template
         self.templates[shape.key] = template
+        return encoded
 
     def _learned(self, step: Step, glue: Glue, result: Encoded) -> GlueTemplate | None:
         """Return a template for all glue of this shape, or None if there is none that can be trusted."""
@@ -263,27 +207,40 @@ class GlueCache:
             return None
         # 3. Later texts are written in the way in which these words were.
         shown = (glue.close.text + same.text, glue.close.text + dressed.text)
-        return self._fitted(shown, (_texts(plain), _texts(decorated)), _texts(step), result, int(glue.close_sampled))
+        words = _texts(plain), _texts(decorated)
+        count, dropped = len(step.new), int(glue.close_sampled)
+        return self._fitted(shown, words, _texts(step), result, messages=count, dropped=dropped)
 
     def _fitted(
         self,
         shown: tuple[str, str],
         words: tuple[list[str], list[str]],
-        texts: Sequence[str],
+        texts: list[str],
         result: Encoded,
+        *,
+        messages: int,
+        fixed: Sequence[Place] = (),
         dropped: int = 0,
     ) -> GlueTemplate | None:
-        """Return the template that shows plain and decorated words so, if it gives ``result`` for the real texts."""
+        """Return the template that shows plain and decorated words so, if it gives ``result`` for the real texts.
+
+        The first so many texts are the ``messages``'.
+        """
         pieces = fit(_split(shown[0], words[0]), words[1], shown[1])
         if pieces is None:
             return None
+        pieces = [
+            replace(piece, is_message=False) if isinstance(piece, Slot) and piece.index >= messages else piece
+            for piece in pieces
+        ]
         probes = [texts, *words, [f" {word}" for word in words[0]]]
-        template = GlueTemplate(pieces, self._deriver.encoder, self._injection, probes, dropped)
+        template = GlueTemplate(pieces, self._deriver.encoder, self._reference.injection, probes, fixed, dropped)
         return template if template.encode(texts) == result else None
 
     def _same_everywhere(self, step: Step) -> Glue | None:
         """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
-        variants = [replace(step, base=base) for base in _probe_histories(self._dialect, tools=bool(step.tools))]
+        histories = _probe_histories(self._reference.dialect, tools=bool(step.tools))
+        variants = [replace(step, base=base) for base in histories]
         probe, content = variants[0], text_of(step.turn)
         variants.append(replace(probe, now=step.now + timedelta(days=400)))
         if content:
@@ -306,8 +263,8 @@ class GlueCache:
 
     # --- prompts
 
-    def prompt_key(self, messages: Messages, tools: Tools | None, now: datetime) -> Hashable | None:
-        """Return the key of prompts that differ in their last message's text; None for all but the plain ones."""
+    def prompt_shape(self, messages: Messages, tools: Tools | None, now: datetime) -> Shape | None:
+        """Return the shape of prompts that differ in their last message's text; None for all but the plain ones."""
         if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= 2:
             return None
         try:
@@ -320,23 +277,26 @@ class GlueCache:
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
-        return digest, tuple(texts[:-1]), now if self._deriver.renderer.uses_clock else None
+        key = digest, tuple(texts[:-1]), now if self._deriver.renderer.uses_clock else None
+        return Shape(key, key, texts)
 
-    def learn_prompt(
-        self, key: Hashable, messages: list[Message], tools: Tools | None, now: datetime, result: Encoded
-    ) -> None:
-        """Learn from a prompt that the reference answered, for those that differ in their last message's text."""
-        if key in self.templates:
-            return
-        self._make_room()
-        *before, last = messages
-        words = [word := draw_word()], [BEFORE + word + AFTER]
-        self.templates[key] = None
-        with suppress(ChatTemplateError):
+    def _learned_prompt(
+        self, prompt: PromptParts, asked: Opening, texts: list[str], result: Encoded
+    ) -> GlueTemplate | None:
+        """Return a template for prompts that differ in their last message's text, or None if there is none."""
+        *before, last = prompt.messages
+        none = [""] * len(before)
+        word = draw_word()
+        words = [*none, word], [*none, BEFORE + word + AFTER]
+        tools, now = shown_tools(asked.tools), asked.now or self._reference.now
+        try:
             plain, dressed = (
-                self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for (text,) in words
+                self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for *_, text in words
             )
-            self.templates[key] = self._fitted((plain, dressed), words, [text_of(last)], result)
+        except ChatTemplateError:
+            return None
+        fixed = [place for place in places_of(prompt.parts) if place[0] < len(before)]
+        return self._fitted((plain, dressed), words, texts, result, messages=len(prompt.messages), fixed=fixed)
 
 
 # --- what decides whether the reference would answer the same

@@ -1,7 +1,8 @@
 """Text to ids, such that text of the environment never becomes a control token unless that is allowed.
 
 Invariant: for parts without an injected marker the ids are those of encoding their joined text in one go;
-with one, every marker id comes from what the template itself wrote and from nowhere else.
+with one, every marker id comes from what the template itself wrote and from nowhere else. A token is a message's if
+all of the text that it stands for is; one that straddles a message's edge is scaffold, as the template's own are.
 
 A *marker* is an added token of the vocabulary that is more than white space, special or not: Qwen's
 ``<tool_call>`` and ``<think>`` are not flagged special, and ``split_special_tokens`` would leave them whole.
@@ -12,21 +13,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.tokens import Ids, MessagePart, as_ids
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 Injection = Literal["guard", "allow", "raise"]
 Placed = tuple[int, int, int]  # an id, and the characters `[start, end)` of the joined text that it stands for
+Place = tuple[int, int, int]  # a message, and the characters `[start, end)` that are its text
+Offsets = Sequence[tuple[int, int]]  # the characters that each token stands for
+AUDIT_FIRST = 2
+AUDIT_EVERY = 64  # which uses of a cache entry are checked against a full render: the first ones, then one in so many
+# Streams longer than this are checked more rarely, in proportion: a full render grows with what it renders.
+AUDIT_TOKENS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -36,31 +46,77 @@ class CacheEntry:
     uses: int = 0
     saved: int = 0  # tokens that audits have left out since the latest one
 
+    def audit_due(self, length: int) -> bool:
+        """Say whether this use, in a stream of so many tokens, shall be audited: the first ones, then one in so many.
+
+        One that is due is left out to save time where the stream is long, and made up for later.
+        """
+        self.uses += 1
+        if self.uses > AUDIT_FIRST:
+            if self.uses % AUDIT_EVERY:
+                return False
+            self.saved += AUDIT_TOKENS
+            if self.saved < length:
+                return False
+        self.saved = 0
+        return True
+
 
 @dataclass(slots=True)
 class Encoded:
-    """Token ids, and how many control tokens written in messages were encoded as plain text.
+    """Token ids, whose they are, and how many control tokens written in messages were encoded as plain text.
 
-    ``guarded_at`` are the places, in order, of the ids that spell one of those. ``entry`` is the cache entry that gave
-    the ids; None if they come from a full render.
+    ``guarded_at`` are the places, in order, of the ids that spell one of those. ``parts`` are the ids of the messages'
+    text, by the messages' places among those encoded; what no part holds is the template's own, the scaffold.
+    ``entry`` is the cache entry that gave the ids; None if they come from a full render.
     """
 
-    ids: list[int]
+    ids: Ids
     guarded: int = 0
     guarded_at: tuple[int, ...] = ()
+    parts: tuple[MessagePart, ...] = ()
     entry: CacheEntry | None = field(default=None, compare=False)
 
     def after(self, dropped: int) -> Encoded:
-        """Return what is left without the first ``dropped`` ids, which spell no guarded marker."""
-        return Encoded(self.ids[dropped:], self.guarded, tuple(at - dropped for at in self.guarded_at))
+        """Return what is left without the first ``dropped`` ids, which are scaffold and spell no guarded marker."""
+        guarded_at = tuple(at - dropped for at in self.guarded_at)
+        parts = tuple([part.moved(-dropped) for part in self.parts])
+        return Encoded(self.ids[dropped:], self.guarded, guarded_at, parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of rendered text and who wrote it: the template, or a message (environment)."""
+    """A piece of rendered text and who wrote it: the template, or a message (by its place among those rendered).
+
+    ``environment``: control tokens in it are to stay text.
+    """
 
     text: str
     environment: bool = False
+    message: int | None = None
+
+
+def places_of(parts: Iterable[Part]) -> list[Place]:
+    """Return where the messages' text stands in the joined parts."""
+    places: list[Place] = []
+    at = 0
+    for part in parts:
+        end = at + len(part.text)
+        if part.message is not None and part.text:
+            places.append((part.message, at, end))
+        at = end
+    return places
+
+
+def parts_at(places: Iterable[Place], offsets: Offsets) -> tuple[MessagePart, ...]:
+    """Return the tokens that stand for nothing but a message's text."""
+    parts: list[MessagePart] = []
+    for message, start, end in places:
+        first = bisect_left(offsets, start, key=itemgetter(0))
+        after = bisect_right(offsets, end, first, key=itemgetter(1))
+        if after > first:
+            parts.append(MessagePart(message, first, after - first))
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +152,15 @@ class MarkerEncoder:
         # A marker that overlaps itself ("##") can move without changing the sequence of marker ids.
         self.overlapping = any(text[:size] == text[-size:] for text in self.by_text for size in range(1, len(text)))
 
-    def encode(self, text: str) -> list[int]:
-        """Encode canonically: one call of the tokenizer, no tokens added around it.
+    def encode(self, text: str) -> Encoding:
+        """Encode canonically: one call of the tokenizer, no tokens added around it; ``ids`` and ``offsets``.
 
         Raises:
             ChatTemplateError: ``text-not-unicode`` for a lone surrogate, which no tokenizer can encode.
 
         """
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            return self._backend.encode(text, add_special_tokens=False)
         except (UnicodeError, TypeError) as error:
             raise ChatTemplateError(
                 "text-not-unicode",
@@ -130,9 +186,9 @@ class MarkerEncoder:
 
     def encode_parts(self, parts: Sequence[Part], injection: Injection) -> Encoded:
         """Encode the joined parts; ChatTemplateError: ``injected-marker`` (mode ``raise``), ``text-not-unicode``."""
-        ids = self.encode("".join(part.text for part in parts))
-        if injection == "allow" or not self._injected(parts, self.markers_of(ids)):
-            return Encoded(ids)
+        encoding = self.encode("".join([part.text for part in parts]))
+        if injection == "allow" or not self._injected(parts, self.markers_of(encoding.ids)):
+            return Encoded(as_ids(encoding.ids), parts=parts_at(places_of(parts), encoding.offsets))
         if injection == "raise":
             texts = [match for part in parts if part.environment for match in self._pattern.findall(part.text)]
             raise ChatTemplateError(
@@ -156,7 +212,7 @@ class MarkerEncoder:
         # A token flagged ``normalized`` behind a normalizer that prepends a space (older Llama tokenizers) is found at
         # the start of a text and nowhere else: what the template writes is then not what is encoded.
         neutral = "".join("x" if part.environment and part.text else part.text for part in parts)
-        return marker_ids != self.markers_of(self.encode(neutral))
+        return marker_ids != self.markers_of(self.encode(neutral).ids)
 
     def _moved(self, parts: Sequence[Part]) -> bool:
         """Return whether a marker was found elsewhere than where the template has it."""
@@ -205,7 +261,8 @@ class MarkerEncoder:
             for index, (id_, start, end) in enumerate(placed)
             if id_ not in self.ids and not guarded.isdisjoint(range(start, end))
         ]
-        return Encoded([id_ for id_, _, _ in placed], max(len(spelt), 1), tuple(guarded_at))
+        message_parts = parts_at(places_of(parts), [(start, end) for _, start, end in placed])
+        return Encoded(as_ids([id_ for id_, _, _ in placed]), max(len(spelt), 1), tuple(guarded_at), message_parts)
 
     @staticmethod
     def _placed(backend: Tokenizer, text: str, start: int) -> list[Placed]:

@@ -24,7 +24,7 @@ class OpenPrompt(State):
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Open the stream, unless entering the state has done so."""
-        await ctx.opened_context(self.spec.context)
+        await ctx.opened(self.spec.context)
         return Outcome(Trigger.PROMPTED)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN, Context
+from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -25,14 +26,13 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
 from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.states.generation import Generation, OnTokens, sampling_params
-from fsm_rollout.states.visit import Visit, are_long
+from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.tokens import as_ids
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
 WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` has not answered yet
@@ -218,7 +218,7 @@ class HandlerContext(Visit):
 
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
-        stream = await self.opened_context(context)
+        stream = await self.opened(context)
         recorded = self._effects.take(events.UserReplied, context)
         recorded = recorded or self._replayed(events.UserReplied, context)
         if recorded is not None:
@@ -276,11 +276,7 @@ class HandlerContext(Visit):
             raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
         client = clients[engine]
         chat = shared_chat(client, Context(engine=engine))
-        if are_long(messages):  # in a thread, so that the loop does not wait
-            encoded = await asyncio.to_thread(chat.prompt_reference, messages, None, now=self.date)
-        else:
-            encoded = chat.prompt_detailed(messages, None, now=self.date)
-        ids = as_ids(encoded.ids)
+        ids = (await chat.encode(Opening(messages, None, self.date))).ids
         room = client.facts.max_context - len(ids)
         if room < 1:
             raise PromptTooLong(

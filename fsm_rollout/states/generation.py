@@ -14,19 +14,19 @@ from functools import partial
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
-from fsm_rollout.chat.template import SampledTurn
+from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.visit import Visit, are_long
+from fsm_rollout.states.visit import Visit
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream, root_of
-from fsm_rollout.trajectory.tokens import Ids, as_ids
+from fsm_rollout.trajectory.tokens import Ids
 
 OnTokens = Callable[[PendingRequest], object]
 
@@ -48,13 +48,13 @@ class Generation:
         # 1. Where the stream stands: a turn that was cut goes on (`continued`), one that the engine aborted even as the
         #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
-        stream = await visit.opened_context(bound.name)
+        stream = await visit.opened(bound.name)
         was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
         continued = was_cut and not stream.awaiting and not stream.pending
         resumed = continued and stream.finish_reason == FinishReason.ABORT
         if stream.awaiting and stream.pending:
             # Messages came after a turn's header and before its first token: the header cannot be taken back.
-            stream = await visit.open_with_long(bound, list(stream.messages), instead_of_glue=True)
+            stream = await visit.open(bound, list(stream.messages), instead_of_glue=True)
         elif not stream.awaiting and not continued:
             stream = await self._glue(stream)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
@@ -97,23 +97,20 @@ class Generation:
         visit, bound, chat = self.visit, self.bound, self.bound.chat
         history, new = stream.messages[: stream.glued], stream.pending
         if chat.must_split(history, new, bound.tools):
-            return await visit.open_with_long(bound, list(stream.messages), instead_of_glue=True)
+            return await visit.open(bound, list(stream.messages), instead_of_glue=True)
         sampled = stream.turn_ids
         finish_reason = FinishReason.STOP if _stopped(sampled, stream.finish_reason, bound) else FinishReason.LENGTH
-        turn = SampledTurn(sampled_ids=sampled, finish_reason=finish_reason, now=visit.date)
-        if not are_long(new):
-            encoded = chat.glue_detailed(history, new, bound.tools, **turn)
-        else:  # in a thread, so that the loop does not wait; without the cache, which belongs to the loop's thread
-            encoded = await asyncio.to_thread(chat.glue_reference, history, new, bound.tools, **turn)
-            if len(stream.pending) > len(new):  # another task of the handler has written meanwhile
-                return await self._glue(stream)
+        asked = FollowUp(history, new, bound.tools, sampled, finish_reason, visit.date)
+        encoded = await chat.encode(asked)
+        if len(stream.messages) - stream.glued > len(new):  # another task of the handler has written meanwhile
+            return await self._glue(stream)
         # 2. Some of the glue from the cache is checked, after this turn's request has been sent.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
-            if chat.audit_due(encoded.entry) and chat.audit_fits(encoded.entry, len(stream.tokens)):
+            if encoded.entry.audit_due(len(stream.tokens)):
 
                 def audit() -> None:
-                    mismatch = chat.audit(history, new, bound.tools, encoded, **turn)
+                    mismatch = chat.audit(asked, encoded)
                     if mismatch is not None:
                         visit.active.report_mismatch(mismatch)
 
@@ -125,9 +122,10 @@ class Generation:
                 at=visit.clock(),
                 context=bound.name,
                 state=stream.pending_state or visit.state,
-                ids=as_ids(encoded.ids),
+                ids=encoded.ids,
                 guarded=encoded.guarded,
                 guarded_at=list(encoded.guarded_at),
+                parts=list(encoded.parts),
             )
         )
         return stream

@@ -18,6 +18,7 @@ from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LimitReached, remaining, spent
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.messages import check_written
+from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import PromptTooLong, StreamError, did_you_mean
@@ -29,17 +30,9 @@ from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.stream import Stream, root_of
-from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
-LONG_TEXT = 20_000  # messages of more characters than this are encoded in a thread: that takes some 10 ms
-
 _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may emit
-
-
-def are_long(messages: Sequence[Message]) -> bool:
-    """Return whether encoding messages would hold up the event loop."""
-    return sum([len(text_of(message)) for message in messages]) > LONG_TEXT
 
 
 class Visit:
@@ -133,7 +126,7 @@ class Visit:
         if spec.prompt is not None:
             messages = [{"role": "user", "content": self.agent.prompts[self.state].render(self.facts())}]
         if spec.reset or self.trajectory.stream(spec.context) is None:
-            await self.open_with_long(self.context(spec.context), self._opening_messages(spec.context, messages))
+            await self.open(self.context(spec.context), self._opening_messages(spec.context, messages))
         elif messages is not None:
             self.write(messages, context=spec.context)
 
@@ -148,15 +141,10 @@ class Visit:
             raise StreamError(f"there is no context '{name}'{did_you_mean(name, contexts)}")
         return replace(contexts[root], name=name)
 
-    def open_context(self, context: str) -> Stream:
+    async def opened(self, context: str) -> Stream:
         """Return the open stream of ``context``; a first use opens it with the prompt, or raises PromptTooLong."""
         stream = self.trajectory.stream(context)
-        return stream or self.open_with(self.context(context), self._opening_messages(context, None))
-
-    async def opened_context(self, context: str) -> Stream:
-        """Do what :meth:`open_context` does; a long prompt is encoded in a thread, so that nothing else waits."""
-        stream = self.trajectory.stream(context)
-        return stream or await self.open_with_long(self.context(context), self._opening_messages(context, None))
+        return stream or await self.open(self.context(context), self._opening_messages(context, None))
 
     def _opening_messages(self, context: str, messages: Sequence[Message] | None) -> list[Message]:
         """Return what a context's next stream opens with: ``messages``, or the trajectory's prompt."""
@@ -166,40 +154,31 @@ class Visit:
             opening.insert(0, {"role": "system", "content": bound.spec.system})
         return opening
 
-    async def open_with_long(
-        self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False
-    ) -> Stream:
-        """Do what :meth:`open_with` does; long messages are encoded in a thread, so that nothing else waits."""
-        if not are_long(messages):
-            return self.open_with(bound, messages, instead_of_glue=instead_of_glue)
-        before = self.trajectory.stream(bound.name)
-        encoded = await asyncio.to_thread(bound.chat.prompt_reference, messages, bound.tools, now=self.date)
-        meanwhile = self.trajectory.stream(bound.name)
-        if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
-            return meanwhile
-        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
-            return await self.open_with_long(bound, list(before.messages), instead_of_glue=True)
-        return self.open_with(bound, messages, instead_of_glue=instead_of_glue, encoded=encoded)
-
-    def open_with(
-        self,
-        bound: BoundContext,
-        messages: list[Message],
-        *,
-        instead_of_glue: bool = False,
-        encoded: Encoded | None = None,
-    ) -> Stream:
+    async def open(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
         """Open a context's next stream with exactly these messages.
 
         ``instead_of_glue``: a generation opens it, because its history cannot be continued in the present stream; it is
-        then part of that generation, and no effect of its own. ``encoded``: the encoded messages, if they are known.
+        then part of that generation, and no effect of its own.
 
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
-        if not instead_of_glue and self._effects.take(events.ContextOpened, bound.name) is not None:
-            return self.open_context(bound.name)
-        encoded = encoded or bound.chat.prompt_detailed(messages, bound.tools, now=self.date)
+        before = self.trajectory.stream(bound.name)
+        recorded = None if instead_of_glue else self._effects.take(events.ContextOpened, bound.name)
+        if before is not None and recorded is not None:
+            return before
+        encoded = await bound.chat.encode(Opening(messages, bound.tools, self.date))
+        meanwhile = self.trajectory.stream(bound.name)
+        if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
+            return meanwhile
+        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
+            return await self.open(bound, list(before.messages), instead_of_glue=True)
+        return self.begin_stream(bound, messages, encoded, instead_of_glue=instead_of_glue)
+
+    def begin_stream(
+        self, bound: BoundContext, messages: list[Message], encoded: Encoded, *, instead_of_glue: bool = False
+    ) -> Stream:
+        """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
         if self.room_in_context(bound, len(encoded.ids)) < 1:
             context_tokens = self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
             raise PromptTooLong(
@@ -213,11 +192,12 @@ class Visit:
                 context=bound.name,
                 state=self.state,
                 messages=messages,
-                ids=as_ids(encoded.ids),
+                ids=encoded.ids,
                 trained=bound.spec.trained,
                 engine=bound.spec.engine,
                 guarded=encoded.guarded,
                 guarded_at=list(encoded.guarded_at),
+                parts=list(encoded.parts),
                 instead_of_glue=instead_of_glue,
             )
         )
@@ -227,7 +207,9 @@ class Visit:
         """Append the environment's messages to a context; they enter its tokens with the next generation."""
         check_written(messages)
         if messages and self._effects.take(events.MessagesAppended, context) is None:
-            self.open_context(context)
+            if self.trajectory.stream(context) is None:  # nothing may wait here: what is written is there at once
+                bound, opening = self.context(context), self._opening_messages(context, None)
+                self.begin_stream(bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.date)))
             self.emit(
                 events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
             )

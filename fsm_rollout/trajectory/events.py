@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MessagePart, Note
 
 # Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)
 PlainData = dict[str, Any]
@@ -59,6 +59,7 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     guarded: int = 0
     # The places in `ids` of tokens that spell a control token as plain text (`injection: guard`).
     guarded_at: list[int] = []
+    parts: list[MessagePart] = []  # which of the ids are whose text; the others are the chat template's own
     # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
 
@@ -76,6 +77,7 @@ class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
 
     ``state`` is the state that wrote the first of them; ``guarded`` counts control markers in environment text that
     were kept from becoming control tokens, and ``guarded_at`` are the places in ``ids`` of the tokens that spell them.
+    ``parts`` are as in :class:`ContextOpened`, of the pending messages.
     """
 
     context: str
@@ -83,6 +85,7 @@ class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
     ids: Ids
     guarded: int = 0
     guarded_at: list[int] = []
+    parts: list[MessagePart] = []
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", gc=False):

@@ -13,7 +13,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.tokens import Ids, TokenStream
+from fsm_rollout.trajectory.tokens import Ids, MessagePart, TokenStream
 
 
 class SampledWith(NamedTuple):
@@ -49,6 +49,8 @@ class Stream(msgspec.Struct):
     """Where the tokens of the latest assistant turn begin."""
     guarded_at: list[int]
     """Positions of tokens that spell a control token as plain text (``injection: guard``)."""
+    parts: list[MessagePart]
+    """Which tokens are whose text, what was sampled included; what no part holds is the chat template's own."""
     sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
     pending_state: str | None = None

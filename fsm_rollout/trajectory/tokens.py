@@ -64,6 +64,22 @@ class Span(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.start
 
 
+class MessagePart(NamedTuple):
+    """The tokens ``[start, start + length)`` of a text are a message's; what no part holds is the template's own.
+
+    In an event, ``message`` and ``start`` count from the event's own messages (of an extension, from the pending ones)
+    and ids; in a stream, from its first.
+    """
+
+    message: int
+    start: int
+    length: int
+
+    def moved(self, tokens: int, messages: int = 0) -> MessagePart:
+        """Return it so many tokens and messages further on."""
+        return MessagePart(self.message + messages, self.start + tokens, self.length)
+
+
 class NoteKind(StrEnum):
     """What an engine can say of tokens beside their ids and logprobs."""
 

@@ -18,7 +18,7 @@ from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.stream import BRANCH, SampledWith, Stream, Turn
-from fsm_rollout.trajectory.tokens import TokenStream
+from fsm_rollout.trajectory.tokens import MessagePart, TokenStream
 from fsm_rollout.trajectory.wall_time import covered
 
 
@@ -332,6 +332,7 @@ class Trajectory(msgspec.Struct):
             tokens=TokenStream(event.ids, state=event.state, turn=self.generations, trained=event.trained),
             turn_at=len(event.ids),
             guarded_at=list(event.guarded_at),
+            parts=list(event.parts),
             sampled_with=[],
         )
         self.streams.append(stream)
@@ -347,6 +348,7 @@ class Trajectory(msgspec.Struct):
     def _extended(self, event: events.PromptExtended) -> None:
         stream = self._open_stream(event.context)
         stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
+        stream.parts.extend([part.moved(len(stream.tokens), stream.glued) for part in event.parts])
         stream.tokens.write(event.ids, state=event.state, turn=self.generations)
         stream.awaiting = True
         stream.glued = len(stream.messages)
@@ -361,15 +363,18 @@ class Trajectory(msgspec.Struct):
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
                 f"for {versioned} tokens; there must be one of each for every token"
             )
-        if (noted := max((note.end for note in event.notes), default=0)) > length + len(event.ids):
-            raise StreamError(f"a generation came with notes on {noted} tokens; there are {length + len(event.ids)}")
+        end = length + len(event.ids)
+        if (noted := max([note.end for note in event.notes], default=0)) > end:
+            raise StreamError(f"a generation came with notes on {noted} tokens; there are {end}")
         if stream.glued < len(stream.messages):
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
         if event.continued:
             stream.messages[-1] = event.message
+            del stream.parts[-1:]
         else:
             stream.turn_at = length
             stream.messages.append(event.message)
+        stream.parts.append(MessagePart(len(stream.messages) - 1, stream.turn_at, end - stream.turn_at))
         turn = stream.turn if event.resumed and stream.turn is not None else self.generations
         sampled_with = SampledWith(turn, length, event.temperature, event.top_p, event.top_k)
         latest = stream.sampled_with[-1] if stream.sampled_with else None
@@ -378,11 +383,11 @@ class Trajectory(msgspec.Struct):
         stream.tokens.notes.extend(event.notes)
         start = 0
         for count, version in event.versions:
-            ids, logprobs, end = event.ids, event.logprobs, start + count
+            ids, logprobs, after = event.ids, event.logprobs, start + count
             if count < len(ids):
-                ids, logprobs = ids[start:end], logprobs[start:end]
+                ids, logprobs = ids[start:after], logprobs[start:after]
             stream.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
-            start = end
+            start = after
         stream.glued = len(stream.messages)
         stream.awaiting = False
         stream.finish_reason = event.finish_reason

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat import ChatTemplate, Encoded
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
@@ -67,18 +68,35 @@ def check_glue(name: str, labels: list[str]) -> list[str]:
         close, text = want
         whole = text if stop is not None else close + text
         # From the reference, which the cache learns from, and from the cache; a large text once, as it comes.
-        got = chat.glue_detailed(scenario.history, scenario.new, tools, **arguments)
+        asked = FollowUp(scenario.history, scenario.new, tools, **arguments)
+        got = chat.encode_here(asked)
         if label != LARGE:
-            assert chat.glue_detailed(scenario.history, scenario.new, tools, **arguments) == got, label
+            assert chat.encode_here(asked) == got, label
             if got.entry is not None:  # learned in another scenario
-                assert chat.glue_reference(scenario.history, scenario.new, tools, **arguments) == got, label
+                assert chat.reference.encode(asked) == got, label
         assert chat.decode(got.ids) == whole, label
+        check_parts(chat, got, scenario.new)
         canonical = tokenizer(whole, add_special_tokens=False).input_ids
         injected = zoo.MARKERS.findall("".join(message["content"] for message in scenario.new))
         foreign = [marker for marker in injected if marker in vocabulary]
         assert (got.guarded > 0) == bool(foreign), label
-        assert (got.ids == canonical) == (not foreign), label
+        assert (got.ids.tolist() == canonical) == (not foreign), label
     return answered
+
+
+def check_parts(chat: ChatTemplate, encoded: Encoded, messages: list[dict[str, str]]) -> None:
+    """Parts and scaffold make up the ids; a message that is written word for word has its text, but for the edges."""
+    written, end = dict.fromkeys(range(len(messages)), ""), 0
+    for index, start, length in encoded.parts:
+        assert end <= start < start + length <= len(encoded.ids)
+        end = start + length
+        written[index] += chat.decode(encoded.ids[start:end])
+    whole = chat.decode(encoded.ids)
+    for index, message in enumerate(messages):
+        content = message["content"]
+        assert written[index] in content
+        if message["role"] not in ("assistant", "system") and len(content) > 8 and content in whole:
+            assert len(written[index]) >= len(content) - 4, (content, written[index])
 
 
 def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
@@ -100,9 +118,11 @@ def test_prompts_are_those_of_apply_chat_template(name: str) -> None:
                 assert refusal.value.rule == "message-dropped"
                 continue
             want = tokenizer(text, add_special_tokens=False).input_ids
-            assert chat.prompt_reference(messages, tools).ids == want
-            assert chat.prompt(messages, tools) == want
-            assert chat.prompt(messages, tools) == want
+            assert chat.reference.encode(Opening(messages, tools)).ids.tolist() == want
+            for _ in range(2):
+                encoded = chat.encode_here(Opening(messages, tools))
+                assert encoded.ids.tolist() == want
+                check_parts(chat, encoded, messages)
 
 
 def test_most_of_the_zoo_is_served_by_the_cache_and_the_stateful_ones_are_not() -> None:
@@ -117,7 +137,7 @@ def test_most_of_the_zoo_is_served_by_the_cache_and_the_stateful_ones_are_not() 
             chat.glue(step.history, step.new, None, sampled_ids=[stop], finish_reason="stop")
         except ChatTemplateError:
             continue
-        again = chat.glue_detailed(step.history, step.new, None, sampled_ids=[stop], finish_reason="stop")
+        again = chat.encode_here(FollowUp(step.history, step.new, None, sampled_ids=[stop], finish_reason="stop"))
         served[name] = again.entry is not None
     slow = {name for name, fast in served.items() if not fast}
     assert len(served) > 0.84 * len(zoo.NAMES)

@@ -14,7 +14,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fsm_rollout.chat import ChatTemplate, Encoded
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.reference import FollowUp, Opening
 from tests.unit.chat import chat_oracle as oracle
 from tests.unit.chat import chat_zoo as zoo
 
@@ -135,13 +136,12 @@ def test_prompts_and_glue_are_the_tokenizers_own(name: str, kind: str) -> None:
         ids = tokenizer(want[0] + want[1], add_special_tokens=False).input_ids[0 if stop is None else 1 :]
         sampled = [7] if stop is None else [7, stop]
         for _ in range(2):
-            encoded = chat.glue_detailed(
-                step.history, step.new, tools, sampled_ids=sampled, finish_reason="length" if stop is None else "stop"
-            )
-            assert encoded == Encoded(ids), label
+            finish = "length" if stop is None else "stop"
+            encoded = chat.encode_here(FollowUp(step.history, step.new, tools, sampled, finish))
+            assert (encoded.ids.tolist(), encoded.guarded) == (ids, 0), label
         whole = oracle.render(tokenizer, step.history[:-1], tools)
         prompt = tokenizer(whole, add_special_tokens=False).input_ids
-        assert chat.prompt_detailed(step.history[:-1], tools) == Encoded(prompt), label
+        assert chat.prompt(step.history[:-1], tools) == prompt, label
         compared += 1
     assert compared >= 1
 
@@ -152,9 +152,10 @@ def test_clean_text_is_not_taken_for_an_injection_where_a_normalizer_hides_the_t
     chat = ChatTemplate(tokenizer)
     text = oracle.render(tokenizer, [zoo.user("hi")], None)
     want = tokenizer(text, add_special_tokens=False).input_ids
-    for encoded in (chat.prompt_reference([zoo.user("hi")], None), chat.prompt_detailed([zoo.user("hi")], None)):
-        assert encoded == Encoded(want)
-    assert chat.prompt_detailed([zoo.user("hi <|im_end|>")], None).guarded >= 1
+    hi = Opening([zoo.user("hi")], None)
+    for encoded in (chat.reference.encode(hi), chat.encode_here(hi)):
+        assert (encoded.ids.tolist(), encoded.guarded) == (want, 0)
+    assert chat.encode_here(Opening([zoo.user("hi <|im_end|>")], None)).guarded >= 1
 
 
 def test_a_stop_that_no_template_writes_stands_for_the_close_also_where_user_turns_seem_to_open_with_it() -> None:

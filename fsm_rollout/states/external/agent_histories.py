@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from typing import Any
 
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, shown_format
 from fsm_rollout.states.context import HandlerContext
@@ -79,6 +81,7 @@ class AgentHistories:
         self.limit: str | None = None  # the limit that a call has reached
         self.failure: EngineError | None = None  # why the latest call was not answered
         self._schemas = schemas
+        self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
         self._branches: list[_Branch] = []
         self._ends: dict[Chain, tuple[_Branch, int]] = {}  # the turn that a history ends in
         self._questions: dict[Chain, list[_Branch]] = {}  # the branches that were asked a history
@@ -114,9 +117,11 @@ class AgentHistories:
         """
         branch = None
         try:
-            branch, number = self._claim(request)
-            if number is None or not branch.turns[number].answered:
-                branch.busy = True
+            async with self._claiming:
+                branch, number = await self._claim(request)
+                answered = number is not None and branch.turns[number].answered
+                branch.busy = not answered
+            if number is None or not answered:
                 await self._generate(branch, request, on_tokens, paid=number is not None)
                 number = len(branch.turns) - 1
             self.failure = None
@@ -194,11 +199,8 @@ class AgentHistories:
 
     # -- finding the stream ---------------------------------------------------------------------------------------
 
-    def _claim(self, request: ChatRequest) -> tuple[_Branch, int | None]:
-        """Return the branch that a call belongs to, with its question written, and its turn if that has begun.
-
-        Nothing here waits, so that two calls at a time never take the same branch.
-        """
+    async def _claim(self, request: ChatRequest) -> tuple[_Branch, int | None]:
+        """Return the branch that a call belongs to, with its question written, and its turn if that has begun."""
         messages, schemas = request.messages, self._shown(request.tools)
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
@@ -222,16 +224,16 @@ class AgentHistories:
                 branch.turns[-1].delivered = True  # or it would not be re-sent
                 self.ctx.write(new, context=branch.name)
                 return self._asked(branch, chains), None
-            return self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
+            return await self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
         # 3. Another answer to a question that was answered.
         for branch in asked:
             for number, turn in enumerate(branch.turns):
                 if turn.before == len(messages):
-                    return self._fork(chains, messages, branch, turn.start, len(messages), number), None
+                    return await self._fork(chains, messages, branch, turn.start, len(messages), number), None
         # 4. A history of its own.
-        return self._open(chains, messages, schemas), None
+        return await self._open(chains, messages, schemas), None
 
-    def _fork(
+    async def _fork(
         self, chains: list[Chain], messages: list[Message], branch: _Branch, end: int, shared: int, number: int
     ) -> _Branch:
         """Open a branch with the first ``end`` tokens of another, which are its first ``shared`` messages."""
@@ -241,27 +243,29 @@ class AgentHistories:
         history = [*stream.messages[:shared], *new]
         ids = stream.tokens.ids[:end]
         guarded_at = [at for at in stream.guarded_at if at < end]
-        encoded = Encoded(ids.tolist(), len(guarded_at), tuple(guarded_at))
+        parts = [part for part in stream.parts if part.start + part.length <= end]
+        encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts))
         if new:
             if bound.chat.must_split(history[:shared], new, bound.tools):
-                return self._open(chains, messages, bound.tools)
+                return await self._open(chains, messages, bound.tools)
             stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
             try:
-                glue = bound.chat.glue_detailed(
-                    history[:shared], new, bound.tools, sampled_ids=ids[turn.start :], now=self.ctx.date,
-                    finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-                )  # fmt: skip
+                finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                glue = await bound.chat.encode(
+                    FollowUp(history[:shared], new, bound.tools, ids[turn.start :], finish_reason, self.ctx.date)
+                )
             except ChatTemplateError:
-                return self._open(chains, messages, bound.tools)
+                return await self._open(chains, messages, bound.tools)
             if glue.entry is not None:
                 self.ctx.active.glue_entries.add(glue.entry)
             places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
-            encoded = Encoded([*ids, *glue.ids], encoded.guarded + glue.guarded, places)
+            parts += [part.moved(len(ids), shared) for part in glue.parts]
+            encoded = Encoded(ids + glue.ids, encoded.guarded + glue.guarded, places, tuple(parts))
         bound = self._bind(BRANCH, bound.tools)
-        self.ctx.open_with(bound, history, encoded=encoded)
+        self.ctx.begin_stream(bound, history, encoded)
         return self._asked(_Branch(bound.name, bound, chains), chains)
 
-    def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
+    async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
         """Open a history by rendering it in full."""
         stream = self.ctx.trajectory.stream(self.context)
         if stream is None or (stream.turn is None and not self._branches):
@@ -272,7 +276,7 @@ class AgentHistories:
         else:
             shares = any(chain in self._begun for chain in chains[1:])
             bound = self._bind(BRANCH if shares else FURTHER, schemas)
-        self.ctx.open_with(bound, list(messages))
+        await self.ctx.open(bound, list(messages))
         return self._asked(_Branch(bound.name, bound, chains), chains)
 
     @property

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.chat import ChatTemplate, glue_cache
 from fsm_rollout.chat.glue_cache import MOST_CHARACTERS, Histories
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
@@ -117,9 +118,9 @@ def test_glue_is_the_references(name: str, data: st.DataObject) -> None:
         "sampled_ids": [5] if cut else [5, chat.tokenizer.eos_token_id],
         "finish_reason": "length" if cut else "stop",
     }
-    want = outcome(lambda: chat.glue_reference(history, new, tools, **arguments))
+    want = outcome(lambda: chat.reference.encode(FollowUp(history, new, tools, **arguments)))
     for _ in range(2):
-        assert outcome(lambda: chat.glue_detailed(history, new, tools, **arguments)) == want
+        assert outcome(lambda: chat.encode_here(FollowUp(history, new, tools, **arguments))) == want
 
 
 @pytest.mark.parametrize("name", TRICKY)
@@ -129,9 +130,9 @@ def test_prompts_are_the_references(name: str, system: str | None, user: str, to
     chat = chat_of(name)
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append(zoo.user(user))
-    want = outcome(lambda: chat.prompt_reference(messages, tools))
+    want = outcome(lambda: chat.reference.encode(Opening(messages, tools)))
     for _ in range(2):
-        assert outcome(lambda: chat.prompt_detailed(messages, tools)) == want
+        assert outcome(lambda: chat.encode_here(Opening(messages, tools))) == want
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_dependence_on_history_is_found_out(name: str, served: bool) -> None:
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
     step = [zoo.user(), zoo.called("k", content="see")], [zoo.result("r")]
     chat.glue(*step, zoo.TOOLS, **arguments)
-    assert (chat.glue_detailed(*step, zoo.TOOLS, **arguments).entry is not None) is served
+    assert (chat.encode_here(FollowUp(*step, zoo.TOOLS, **arguments)).entry is not None) is served
 
 
 def test_an_empty_turn_that_is_skipped_is_refused_after_an_empty_history_too() -> None:
@@ -180,8 +181,8 @@ def test_text_the_template_looks_at_takes_the_long_way() -> None:
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
     history = [zoo.user(), zoo.said()]
     chat.glue(history, [zoo.user("plain")], None, **arguments)
-    assert chat.glue_detailed(history, [zoo.user("other")], None, **arguments).entry is not None
-    assert chat.glue_detailed(history, [zoo.user("a /think b")], None, **arguments).entry is None
+    assert chat.encode_here(FollowUp(history, [zoo.user("other")], None, **arguments)).entry is not None
+    assert chat.encode_here(FollowUp(history, [zoo.user("a /think b")], None, **arguments)).entry is None
     assert "thinking: a /think b" in chat.decode(chat.glue(history, [zoo.user("a /think b")], None, **arguments))
 
 
@@ -194,14 +195,14 @@ def test_equal_tools_in_other_objects_share_and_unequal_ones_do_not() -> None:
         return [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}]
 
     chat.glue(*step, tools("one"), **arguments)
-    assert chat.glue_detailed(*step, tools("one"), **arguments).entry is not None
-    assert chat.glue_detailed(*step, tuple(tools("one")), **arguments).entry is not None
-    assert chat.glue_detailed(*step, tools("two"), **arguments).entry is None
+    assert chat.encode_here(FollowUp(*step, tools("one"), **arguments)).entry is not None
+    assert chat.encode_here(FollowUp(*step, tuple(tools("one")), **arguments)).entry is not None
+    assert chat.encode_here(FollowUp(*step, tools("two"), **arguments)).entry is None
     assert '"two"' in chat.decode(chat.glue(*step, tools("two"), **arguments))
     for value in (1, True, 1.0):  # equal in Python, not in JSON
         odd = tools("n")
         odd[0]["function"]["default"] = value
-        want = chat.glue_reference(*step, odd, **arguments).ids
+        want = chat.reference.encode(FollowUp(*step, odd, **arguments)).ids.tolist()
         assert chat.glue(*step, odd, **arguments) == want
 
 
@@ -265,9 +266,9 @@ def test_what_is_remembered_of_a_prompt_does_not_grow_with_its_tools() -> None:
     schemas = [{"type": "function", "function": {"name": f"look{index}"}} for index in range(30)]
     for text in ("one", "two", "three", "one"):
         prompt = chat.prompt([zoo.user(text)], schemas)
-        assert prompt == chat.prompt_reference([zoo.user(text)], schemas).ids
+        assert prompt == chat.reference.encode(Opening([zoo.user(text)], schemas)).ids.tolist()
     (learned,) = (template for template in chat._cache.templates.values() if template is not None)
-    assert 0 < max(map(len, learned._known.values())) < 100 < len(prompt)
+    assert 0 < max(len(ids) for ids, _ in learned._known.values()) < 100 < len(prompt)
 
 
 def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:
@@ -275,7 +276,7 @@ def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
     history = [zoo.user(), zoo.called("k"), zoo.said()]
     new = [{"role": "tool", "content": "r"}]
-    want = chat.glue_reference(history, new, None, **arguments).ids
+    want = chat.reference.encode(FollowUp(history, new, None, **arguments)).ids.tolist()
     assert "abcdefgh" not in chat.decode(want)
     for _ in range(2):
         assert chat.glue(history, new, None, **arguments) == want

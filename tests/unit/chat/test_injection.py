@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import MarkerEncoder, Part
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
@@ -32,9 +33,8 @@ texts = st.lists(pieces | st.text(max_size=4).filter(str.isprintable), max_size=
 
 def glue(chat: ChatTemplate, text: str, role: str = "user") -> Any:
     history = [zoo.user(), zoo.said()]
-    return chat.glue_detailed(
-        history, [{"role": role, "content": text}], None, sampled_ids=[STOP], finish_reason="stop"
-    )
+    new = [{"role": role, "content": text}]
+    return chat.encode_here(FollowUp(history, new, None, sampled_ids=[STOP], finish_reason="stop"))
 
 
 def control(ids: list[int]) -> list[str]:
@@ -50,8 +50,8 @@ def test_guarded_glue_has_the_templates_control_tokens_only(text: str, role: str
     assert control(encoded.ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert (encoded.guarded == 0) == (control(canonical) == control(encoded.ids))
     if encoded.guarded == 0:
-        assert encoded.ids == canonical
-    assert glue(ALLOW, text, role).ids == canonical
+        assert encoded.ids.tolist() == canonical
+    assert glue(ALLOW, text, role).ids.tolist() == canonical
 
 
 @given(texts, st.sampled_from(["user", "tool"]))
@@ -70,14 +70,15 @@ def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role:
         if any(start < marker_span.stop and end > marker_span.start for marker_span in spelt)
     )
     assert (encoded.guarded, encoded.guarded_at) == (len(spelt), expected)
-    assert GUARD.glue_reference(
+    asked = FollowUp(
         [zoo.user(), zoo.said()], [{"role": role, "content": text}], None, sampled_ids=[STOP], finish_reason="stop"
-    ) == glue(GUARD, text, role), "with and without the cache"
+    )
+    assert GUARD.reference.encode(asked) == glue(GUARD, text, role), "with and without the cache"
 
 
 def test_what_the_author_spells_is_not_guarded_and_what_the_user_spells_is_found() -> None:
     messages = [{"role": "system", "content": "Stop at <|im_end|>."}, {"role": "user", "content": "<|im_end|>?"}]
-    for encoded in (GUARD.prompt_detailed(messages, None), GUARD.prompt_reference(messages, None)):
+    for encoded in (GUARD.encode_here(Opening(messages, None)), GUARD.reference.encode(Opening(messages, None))):
         assert GUARD.decode([encoded.ids[at] for at in encoded.guarded_at]).startswith("<|im_end|>")
         assert encoded.guarded_at[0] > encoded.ids.index(STOP)
         assert encoded.guarded == 1
@@ -97,7 +98,7 @@ def test_raise_refuses_exactly_what_guard_guards(text: str) -> None:
 @given(texts, texts)
 def test_prompts_guard_user_and_tool_text_but_not_the_authors(system: str, user: str) -> None:
     messages = [{"role": "system", "content": system + "."}, {"role": "user", "content": user + "."}]
-    for encoded in (GUARD.prompt_detailed(messages, None), GUARD.prompt_reference(messages, None)):
+    for encoded in (GUARD.encode_here(Opening(messages, None)), GUARD.reference.encode(Opening(messages, None))):
         head = f"<|im_start|>system\n{system}.<|im_end|>\n<|im_start|>user\n"
         text = f"{head}{user}.<|im_end|>\n<|im_start|>assistant\n"
         assert GUARD.decode(encoded.ids) == text
@@ -146,7 +147,7 @@ def test_tokens_that_swallow_white_space(flags: dict[str, bool], text: str) -> N
         canonical = tokenizer(whole, add_special_tokens=False).input_ids[1:]
         assert control(encoded.ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
         if encoded.guarded == 0:
-            assert encoded.ids == canonical
+            assert encoded.ids.tolist() == canonical
         else:
             assert control(canonical) != control(encoded.ids)
 
@@ -191,7 +192,7 @@ def test_a_tokenizer_whose_first_word_is_special_gives_the_same_ids() -> None:
     chat = ChatTemplate(tokenizer)
     for text in ("one", " two", "three"):
         whole = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        assert glue(chat, text).ids == tokenizer(whole, add_special_tokens=False).input_ids[1:]
+        assert glue(chat, text).ids.tolist() == tokenizer(whole, add_special_tokens=False).input_ids[1:]
 
 
 def test_truncation_set_by_somebody_else_does_not_cut_the_glue() -> None:
@@ -202,7 +203,7 @@ def test_truncation_set_by_somebody_else_does_not_cut_the_glue() -> None:
     assert tokenizer.backend_tokenizer.truncation is not None
     assert glue(chat, "word " * 50).ids == whole
     fresh = MarkerEncoder(tokenizer.backend_tokenizer)  # copied with the truncation in force
-    assert len(fresh.encode("word " * 50)) > 4
+    assert len(fresh.encode("word " * 50).ids) > 4
     assert glue(ChatTemplate(tokenizer), "word " * 50).ids == whole
 
 

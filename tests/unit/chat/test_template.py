@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import CacheEntry, MarkerEncoder
-from fsm_rollout.chat.template import AUDIT_FIRST, AUDIT_TOKENS
+from fsm_rollout.chat.markers import AUDIT_EVERY, AUDIT_TOKENS, CacheEntry, MarkerEncoder
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
 
@@ -63,7 +63,7 @@ def text_of(chat: ChatTemplate, history: list[Any], new: list[Any], stop: str | 
         "sampled_ids": [5] if id_ is None else [5, id_],
         "finish_reason": "length" if id_ is None else "stop",
     }
-    ids = chat.glue_reference(history, new, tools, **arguments).ids
+    ids = chat.reference.encode(FollowUp(history, new, tools, **arguments)).ids.tolist()
     for _ in range(2):
         assert chat.glue(history, new, tools, **arguments) == ids
     return chat.decode(ids)
@@ -325,13 +325,13 @@ def test_odd_containers_give_the_same_ids_or_a_refusal_also_from_a_warm_cache(da
     arguments: dict[str, Any] = {"sampled_ids": ids, "finish_reason": finish}
     CHAT.glue(TEXT, MORE, None, sampled_ids=[STOP], finish_reason="stop")
     fast = outcome(lambda: CHAT.glue(outer(history), inner(new), tools, **arguments))
-    slow = outcome(lambda: CHAT.glue_reference(outer(history), inner(new), tools, **arguments).ids)
+    slow = outcome(lambda: CHAT.reference.encode(FollowUp(outer(history), inner(new), tools, **arguments)).ids.tolist())
     assert fast == slow
     outcome(lambda: CHAT.must_split(outer(history), inner(new), tools))
     prompts = [outcome(lambda: CHAT.prompt(outer([*history, *new]), tools)) for _ in range(2)]
     assert prompts[0] == prompts[1]
     prompt = outcome(lambda: CHAT.prompt(outer(history[:1]), tools))
-    assert prompt == outcome(lambda: CHAT.prompt_reference(outer(history[:1]), tools).ids)
+    assert prompt == outcome(lambda: CHAT.reference.encode(Opening(outer(history[:1]), tools)).ids.tolist())
 
 
 def test_what_is_equal_to_a_plain_message_gives_its_ids() -> None:
@@ -497,7 +497,7 @@ def test_the_clock_is_given_and_a_date_in_the_glue_is_not_kept() -> None:
 def test_decoding_keeps_markers_and_spaces() -> None:
     text = "<|im_start|>user\n a , b  's  <tool_call>é漢"
     assert CHAT.decode(TOKENIZER(text, add_special_tokens=False).input_ids) == text
-    assert CHAT.decode(CHAT._encoder.encode("漢")[:1]) == "\ufffd"
+    assert CHAT.decode(CHAT._encoder.encode("漢").ids[:1]) == "\ufffd"
 
 
 # --- policies, audit ------------------------------------------------------------------------------
@@ -514,41 +514,38 @@ def test_split_opens_a_new_stream_where_a_user_speaks_and_nowhere_else() -> None
 def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     chat = ChatTemplate(TOKENIZER)
     arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-    rendered, served, again = (chat.glue_detailed(TEXT, MORE, None, **arguments) for _ in range(3))
+    rendered, served, again = (chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) for _ in range(3))
     assert rendered.entry is None
     assert served.entry is not None
     assert served.entry is again.entry
-    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is not None
-    assert chat.audit(TEXT, MORE, None, served, **arguments) is None
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is not None
+    assert chat.audit(FollowUp(TEXT, MORE, None, **arguments), served) is None
     assert not chat.audit_failures
-    wrong = replace(served, ids=[*served.ids, 7])
+    wrong = replace(served, ids=array("i", [*served.ids, 7]))
     with caplog.at_level(logging.WARNING):
-        mismatch = chat.audit(TEXT, MORE, None, wrong, **arguments)
+        mismatch = chat.audit(FollowUp(TEXT, MORE, None, **arguments), wrong)
     assert mismatch is not None
     assert mismatch.entry is served.entry
     assert mismatch.rule == "glue-mismatch"
     assert len(chat.audit_failures) == 1
     assert "audit failed" in caplog.text
-    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is None
-    assert chat.glue_detailed(TEXT, MORE, None, **arguments) == served
-    assert chat.glue_detailed(TEXT, MORE, None, **arguments).entry is None
-    refused = ChatTemplate(TOKENIZER).audit(TEXT, [], None, served, **arguments)
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is None
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) == served
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is None
+    refused = ChatTemplate(TOKENIZER).audit(FollowUp(TEXT, [], None, **arguments), served)
     assert refused is not None
     assert "no-new-message" in str(refused)
 
 
 def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
-    chat = ChatTemplate(TOKENIZER)
     for entry in (CacheEntry(), CacheEntry()):
-        audited = [use for use in range(1, 200) if chat.audit_due(entry)]
-        assert audited == [1, 2, 64, 128, 192]
+        assert [use for use in range(1, 200) if entry.audit_due(AUDIT_TOKENS)] == [1, 2, 64, 128, 192]
 
 
 def test_long_streams_are_audited_more_rarely_in_proportion_and_short_ones_always() -> None:
-    chat, entry = ChatTemplate(TOKENIZER), CacheEntry(uses=AUDIT_FIRST + 1)
-    assert [chat.audit_fits(entry, AUDIT_TOKENS) for _ in range(5)] == [True] * 5
-    assert [chat.audit_fits(entry, 3 * AUDIT_TOKENS) for _ in range(6)] == [False, False, True] * 2
-    assert chat.audit_fits(CacheEntry(uses=AUDIT_FIRST), 10**6)  # the first uses, whatever it takes
+    entry = CacheEntry()
+    audited = [use for use in range(1, 7 * AUDIT_EVERY) if entry.audit_due(3 * AUDIT_TOKENS)]
+    assert audited == [1, 2, 3 * AUDIT_EVERY, 6 * AUDIT_EVERY]  # the first uses, whatever it takes
 
 
 def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,9 +554,9 @@ def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPa
     encode = MarkerEncoder.encode
     monkeypatch.setattr(MarkerEncoder, "encode", lambda self, text: encoded.append(text) or encode(self, text))
     arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-    results = [chat.glue_detailed(TEXT, MORE, None, **arguments) for _ in range(3)]
+    results = [chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) for _ in range(3)]
     encoded.clear()
-    again = chat.glue_detailed(TEXT, MORE, None, **arguments)
+    again = chat.encode_here(FollowUp(TEXT, MORE, None, **arguments))
     assert encoded == []
     again.ids.append(0)  # what was handed out is the caller's own
-    assert [*results, chat.glue_detailed(TEXT, MORE, None, **arguments)] == [results[0]] * 4
+    assert [*results, chat.encode_here(FollowUp(TEXT, MORE, None, **arguments))] == [results[0]] * 4

@@ -9,6 +9,7 @@ import logging
 import re
 import textwrap
 import threading
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,8 @@ from pydantic import BaseModel
 from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import Encoded, MarkerEncoder
+from fsm_rollout.chat.markers import CacheEntry, Encoded, MarkerEncoder
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.concurrency import garbage_collection, step_timing
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -180,17 +182,19 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
 def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
     """Have one cache entry give wrong ids, and its n-th use audited."""
     entries: list[object] = []
-    honest = ChatTemplate.glue_detailed
+    honest = ChatTemplate.encode_here
 
-    def wrong(chat: ChatTemplate, *args: Any, **kwargs: Any) -> Encoded:
-        encoded = honest(chat, *args, **kwargs)
+    def wrong(chat: ChatTemplate, asked: Opening | FollowUp) -> Encoded:
+        encoded = honest(chat, asked)
+        if isinstance(asked, Opening):
+            return encoded
         if encoded.entry is None or encoded.entry not in (*entries, encoded.entry)[:1]:
             return encoded
         entries.append(encoded.entry)
-        return replace(encoded, ids=[*encoded.ids, 7])
+        return replace(encoded, ids=array("i", [*encoded.ids, 7]))
 
-    monkeypatch.setattr(ChatTemplate, "glue_detailed", wrong)
-    monkeypatch.setattr(ChatTemplate, "audit_due", lambda chat, entry: len(entries) == audited)
+    monkeypatch.setattr(ChatTemplate, "encode_here", wrong)
+    monkeypatch.setattr(CacheEntry, "audit_due", lambda entry, length: len(entries) == audited)
 
 
 def one_tool_call() -> ScriptedEngine:

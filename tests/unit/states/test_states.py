@@ -158,3 +158,27 @@ def test_a_prompt_lowers_max_tokens_and_never_raises_it(own: int | None, of_the_
     _, engine = run(agent(SINGLE, states=states), ["one two three four five six"], listed)
     (request,) = asked(engine)
     assert (request.sampling.max_tokens, request.sampling.temperature) == (asks, 0.5)
+
+
+def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
+    """Prompt, sampled turn, tool result, cut turn that goes on: each token is one message's, or the template's own."""
+    states = {**TOOLS["states"], "GENERATING": {"timeout": 50.0, "sampling": {"max_tokens": 60}}}  # type: ignore[dict-item]
+    rows = [*TOOLS["transitions"], {"trigger": "truncated", "source": "GENERATING", "dest": "GENERATING"}]
+    graph = agent({"states": states, "transitions": rows}, tools=TOLD, limits={"assistant_turns": 4})
+    groups, engine = run(graph, [call("work", "a result"), "word " * 70, "done"])
+    (stream,) = only(groups).streams
+    ids = stream.tokens.ids
+    said: dict[int, str] = {}
+    scaffold, end = "", 0
+    for message, start, length in stream.parts:
+        scaffold += engine.tokenizer.decode(ids[end:start])
+        end = start + length
+        said[message] = said.get(message, "") + engine.tokenizer.decode(ids[start:end])
+    scaffold += engine.tokenizer.decode(ids[end:])
+    assert [stream.messages[index]["role"] for index in said] == ["user", "assistant", "tool", "assistant"]
+    assert said[0] == stream.messages[0]["content"]
+    assert said[2] == stream.messages[2]["content"] == "a result"
+    assert "".join(said[index] for index in (1, 3)) == "".join(
+        engine.tokenizer.decode(ids[span.start : span.end]) for span in stream.tokens.sampled()
+    )
+    assert scaffold.count("<|im_start|>") == 5
