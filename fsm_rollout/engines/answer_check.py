@@ -69,13 +69,19 @@ def checked(
         if (before and before[-1] in sampling.stop_ids) or at is not None:
             raise EngineError(f"the engine went on after a stop token (request {request_id})")
     # 3. Tokens of the model, with their logprobs.
-    lowest, highest, most, total = bounds(ids, logprobs)
+    lowest, highest = _bounds(ids)
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
         wrong = lowest if lowest < 0 else highest
         raise EngineError(
             f"the engine returned token {wrong} for request {request_id}, which is none of the model's"
             + (f" {vocabulary:,}" if vocabulary is not None else "")
         )
+    return ids, settled(logprobs, request_id), version, notes
+
+
+def settled(logprobs: Logprobs, request_id: str) -> Logprobs:
+    """Return logprobs of which none is above 0: what rounding put there is 0.0; EngineError for what is no logprob."""
+    most, total = (max(logprobs), sum(logprobs)) if len(logprobs) < MANY else _most_and_total(logprobs)
     if not math.isfinite(total):
         raise EngineError(f"the engine returned a logprob that is no finite number (request {request_id})")
     if most > ROUNDING:
@@ -83,7 +89,7 @@ def checked(
             f"the engine returned a logprob of {most:g} (request {request_id}); it is the logarithm of a probability, "
             f"so at most 0"
         )
-    return ids, logprobs, version, notes
+    return logprobs if most <= 0 else as_logprobs([min(0.0, logprob) for logprob in logprobs])
 
 
 def _wrong_note(note: Note, ids: Ids, sampled_at: int) -> str | None:
@@ -117,9 +123,13 @@ def stop_at(ids: Ids, stop_ids: frozenset[int]) -> int | None:
     return next((int(found[0]) for stop in stop_ids if len(found := np.flatnonzero(array == stop))), None)
 
 
-def bounds(ids: Ids, logprobs: Logprobs) -> tuple[int, int, float, float]:
-    """Return the lowest and the highest id, the highest logprob and the sum of all."""
+def _bounds(ids: Ids) -> tuple[int, int]:
     if len(ids) < MANY:
-        return min(ids), max(ids), max(logprobs), sum(logprobs)
-    array, numbers = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
-    return int(array.min()), int(array.max()), float(numbers.max()), float(numbers.sum(dtype=np.float64))
+        return min(ids), max(ids)
+    array = np.frombuffer(ids, np.int32)
+    return int(array.min()), int(array.max())
+
+
+def _most_and_total(logprobs: Logprobs) -> tuple[float, float]:
+    array = np.frombuffer(logprobs, np.float32)
+    return float(array.max()), float(array.sum(dtype=np.float64))

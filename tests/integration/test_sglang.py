@@ -34,7 +34,6 @@ from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import Chunk, Load
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.sglang import process as sglang_process
-from fsm_rollout.engines.sglang import server as sglang_server
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.sglang.process import ServerProcess
@@ -370,29 +369,6 @@ def test_the_experts_that_sglang_routed_tokens_to_are_those_of_transformers(warm
     assert (ratios(oracle, batch) - 1).abs().max() < 1e-3
 
 
-def test_a_server_that_stands_still_is_not_waited_for_without_end(
-    engine: SGLangEngine, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_server, "IDLE_WITHIN", 0.2)
-    monkeypatch.setattr(sglang_server, "ANSWER_WITHIN", 0.1)
-
-    async def main() -> None:
-        before = engine.weight_version
-        server = served.processes[0]
-        server.suspend()
-        try:
-            with pytest.raises(
-                EngineError, match=r"cannot be reached \(no answer to /flush_cache\?timeout=0\.2 within"
-            ):
-                await engine.update_weights(embedded_model("early"))
-        finally:
-            server.resume()
-        (got,) = await ask(engine, request(engine, next(names), 1, 8))
-        assert worst(got, {before: "final"}) < CLOSE
-
-    asyncio.run(main())
-
-
 def test_arguments_are_checked_before_anything_starts() -> None:
     with pytest.raises(EngineError, match="there is no folder 'no-such-model'"):
         SGLangEngine("no-such-model")
@@ -578,7 +554,7 @@ def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere:
         got = Answers(*requests)
         pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
         await got.until(lambda: all(len(answer.ids) > 8 for answer in got.values()))
-        await engine.update_weights(embedded_model("final"))
+        await engine.update_weights({name: tensor.clone() for name, tensor in model("final").state_dict().items()})
         await got.until(lambda: all(answer.versions.count(first + 1) > 8 for answer in got.values()))
         await engine.abort([r.request_id for r in requests])
         await asyncio.wait_for(pending, PATIENCE)
@@ -589,8 +565,6 @@ def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere:
         await engine.aclose()
         again = SGLangHTTPEngine(**elsewhere)
         assert again.weight_version == first + 1
-        with pytest.raises(EngineError, match="weights cannot go to a server as tensors; save_pretrained them"):
-            await again.update_weights({"x": None})  # type: ignore[dict-item]
         await again.aclose()
 
     asyncio.run(main())

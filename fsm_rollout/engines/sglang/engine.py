@@ -13,19 +13,17 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.engines.http.engine import HTTPEngine
+from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
-from fsm_rollout.engines.sglang.server import Server
-from fsm_rollout.engines.weights import StoredTensors, check_shapes, check_weights_there, shapes_in
+from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +32,7 @@ STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_inte
 # Arguments of SGLang that this engine sets itself.
 OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
 KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
+READY_EVERY = 0.1  # seconds between two looks whether a server that starts is ready
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
 
 
@@ -91,7 +90,7 @@ class SGLangEngine(SGLangHTTPEngine):
         folder = model_folder(model)
         if "load_format" not in args:
             check_weights_there(folder)
-        self._read_model(folder)
+        HTTPEngine.__init__(self, folder)
         # 2. SGLang's arguments; what is not said here is its own choice.
         window = config_number(folder, "max_position_embeddings") or sys.maxsize
         context = None if max_context is None else min(max_context + KEPT_BY_SGLANG, window)
@@ -115,18 +114,19 @@ class SGLangEngine(SGLangHTTPEngine):
         }
         # 3. The server.
         self._process = ServerProcess(arguments, threads)
-        self._connect(Server(self._process.url, send_every, self._process.api_key), replica, self._process)
+        endpoint = SGLangEndpoint(self._process.url, self._process.api_key, folder, send_every, alone=True)
+        self._connect(endpoint, replica, self._process)
         try:
             self._await_start(start_timeout)
         except BaseException:
             self._stop()
             raise
-        self._connection.max_context = min(max_context or sys.maxsize, self.max_context)
+        endpoint.max_context = min(max_context or sys.maxsize, endpoint.max_context)
 
     def _await_start(self, timeout: float) -> None:
         """Wait until SGLang has started, saying so now and then; EngineError if it fails, or the time is up."""
         began = time.monotonic()
-        ready = self._connection.do(self._connection.await_start(self._process))
+        ready = self._link.do(self._ready())
         while (waited := time.monotonic() - began) < timeout:
             try:
                 return wait_for(ready, min(PROGRESS_EVERY, timeout - waited))
@@ -139,22 +139,13 @@ class SGLangEngine(SGLangHTTPEngine):
             f"SGLang did not start '{self._folder}' within {timeout:g} s; raise start_timeout, or see what it waits for"
         )
 
-    @property
-    def failure(self) -> EngineError | None:
-        """Why SGLang's process is gone, once it is; only another engine can go on then."""
-        return self._connection.failure
-
-    async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
-        """Load new weights; see the protocol. Tensors that are not named stay as they are.
-
-        Tensors travel through a folder, in memory where that has room.
-
-        Raises:
-            EngineError: the folder cannot be loaded, a name or shape does not fit, or a tensor is not finite (then
-                nothing has changed); or SGLang fails half-way (then the engine is given up: see :attr:`failure`).
-        """
-        if not isinstance(weights, Mapping) or not weights:
-            return await super().update_weights(weights, version)
-        check_shapes(weights, shapes_in(self._folder))
-        stored = weights if isinstance(weights, StoredTensors) else await asyncio.to_thread(StoredTensors, weights)
-        return await self._load(stored.folder, version)
+    async def _ready(self) -> None:
+        """Wait until the server is ready, and meet it; EngineError if its process ends."""
+        while not self._process.exited.done():
+            with suppress(EngineError):
+                await self._endpoint.call("/ready")
+                break
+            await asyncio.sleep(READY_EVERY)
+        else:
+            raise self._process.failure()
+        await self._endpoint.meet()

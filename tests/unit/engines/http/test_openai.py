@@ -1,9 +1,8 @@
-"""Servers of OpenAI's protocol: exact ids and logprobs from vLLM's words, or a refusal with its reason."""
+"""OpenAI's protocol: exact ids and logprobs from vLLM's words, or a refusal with its reason."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,18 @@ from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.kit import CONFIGS
-from tests.unit.engines.openai.vllm_stand_in import STOP, VLLM, WINDOW, cut, log_softmax, logits_after
+from tests.unit.engines.http.stand_ins import STOP, WINDOW, VLLMStandIn, cut, log_softmax, logits_after
 
 PROMPT = [5, 6, 7]
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., VLLM]]:
-    servers: list[VLLM] = []
+def serve() -> Iterator[Callable[..., VLLMStandIn]]:
+    servers: list[VLLMStandIn] = []
 
-    def start(*args: Any, **kwargs: Any) -> VLLM:
-        servers.append(VLLM(*args, **kwargs))
+    def start(*args: Any, **kwargs: Any) -> VLLMStandIn:
+        servers.append(VLLMStandIn(*args, **kwargs))
         return servers[-1]
 
     yield start
@@ -73,7 +73,7 @@ def tokens(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
     ],
 )
 def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
-    serve: Callable[..., VLLM], mode: str, sampling: dict[str, Any]
+    serve: Callable[..., VLLMStandIn], mode: str, sampling: dict[str, Any]
 ) -> None:
     server = serve(mode)
     chunks = ask(OpenAIEngine(server.url), request(**sampling))
@@ -87,7 +87,7 @@ def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
             expected = cut(expected, sampling.get("top_k", 0), sampling.get("top_p", 1.0))
         assert logprob == pytest.approx(expected[token], abs=1e-5)
         history.append(token)
-    sent = server.asked[-1]
+    sent = server.bodies(COMPLETIONS)[-1]
     assert sent["prompt"] == PROMPT
     assert (sent["return_token_ids"], sent["logprobs"], sent["stream"], sent["seed"]) == (True, 0, True, 3)
 
@@ -101,7 +101,7 @@ def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
     ],
 )
 def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
-    serve: Callable[..., VLLM], mode: str, sampling: dict[str, Any], message: str
+    serve: Callable[..., VLLMStandIn], mode: str, sampling: dict[str, Any], message: str
 ) -> None:
     (last,) = ask(OpenAIEngine(serve(mode).url), request(**sampling))
     assert last.error is not None
@@ -109,7 +109,7 @@ def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
         raise ValueError(last.error)
 
 
-def test_a_key_is_in_no_journal(serve: Callable[..., VLLM], tmp_path: Path) -> None:
+def test_a_key_is_in_no_journal(serve: Callable[..., VLLMStandIn], tmp_path: Path) -> None:
     spec = {"kind": "openai", "urls": [serve().url], "model": "embedded", "api_key": "sk-mine"}
     graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
     with fr.Journal(tmp_path / "journal.sqlite") as journal, fr.Rollout(graph, spec, journal=journal) as rollout:
@@ -118,42 +118,52 @@ def test_a_key_is_in_no_journal(serve: Callable[..., VLLM], tmp_path: Path) -> N
     assert b"sk-mine" not in (tmp_path / "journal.sqlite").read_bytes()
 
 
-def test_a_server_of_text_alone_is_refused_with_the_reason(serve: Callable[..., VLLM]) -> None:
+@pytest.mark.parametrize("says", ["says_usage", "says_prompt_ids"])
+def test_either_word_on_how_the_prompt_was_read_will_do_and_one_is_needed(
+    serve: Callable[..., VLLMStandIn], says: str
+) -> None:
+    server = serve()
+    setattr(server, says, False)
+    assert len(tokens(ask(OpenAIEngine(server.url), request()))[0]) > 3
+    server.says_usage = server.says_prompt_ids = False
+    with pytest.raises(EngineError, match="does not say with its first tokens how many tokens of the prompt"):
+        OpenAIEngine(server.url)
+
+
+def test_a_prompt_of_the_same_length_that_was_read_otherwise_is_noticed(serve: Callable[..., VLLMStandIn]) -> None:
+    server = serve()
+    engine = OpenAIEngine(server.url)
+    server.twist = lambda event: event["choices"][0].update(prompt_token_ids=[5, 9, 7])
+    (last,) = ask(engine, request())
+    assert "has read token 9 at place 1, where 6 was sent" in str(last.error)
+
+
+def test_a_server_of_text_alone_is_refused_with_the_reason(serve: Callable[..., VLLMStandIn]) -> None:
     with pytest.raises(EngineError, match=r"answers with text only: there are no `token_ids`.*vLLM \(from 0"):
         OpenAIEngine(serve(token_ids=False).url)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("event", "message"),
     [
-        ('{"error": {"message": "out of memory", "code": 500}}', "out of memory"),
-        ("{oh", "does not answer as OpenAI's protocol says"),
-        (json.dumps({"choices": [{"token_ids": [5], "logprobs": None}]}), "1 tokens with 0 logprobs"),
-        (json.dumps({"choices": [{"token_ids": None, "text": "x"}]}), "text only"),
-        (json.dumps({"choices": []}), "the answer broke off"),
-        (json.dumps({"choices": [{"token_ids": [], "finish_reason": "content_filter"}]}), "content_filter"),
+        ({"error": {"message": "out of memory", "code": 500}}, "out of memory"),
+        ({"choices": [{"token_ids": [5], "logprobs": None}]}, "1 tokens and 0 logprobs"),
+        ({"choices": [{"token_ids": None, "text": "x"}]}, "text only"),
+        ({"choices": []}, "the answer broke off"),
+        ({"choices": [{"token_ids": [], "finish_reason": "content_filter"}]}, "content_filter"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error_and_never_a_token(
-    serve: Callable[..., VLLM], line: str, message: str
+    serve: Callable[..., VLLMStandIn], event: dict[str, Any], message: str
 ) -> None:
     server = serve()
     engine = OpenAIEngine(server.url)
-    server.lines = [line]
-
-    async def main() -> None:
-        try:
-            chunks = await answer(engine, request())
-            assert [len(chunk.ids) for chunk in chunks] == [0]
-            raise EngineError(str(chunks[-1].error))
-        finally:
-            await engine.aclose()
-
+    server.next_events = [event | {"usage": {"prompt_tokens": 3}}]
     with pytest.raises(EngineError, match=message):
-        asyncio.run(main())
+        raise EngineError(str(ask(engine, request())[-1].error))
 
 
-def test_an_abort_closes_the_connection_and_keeps_what_came(serve: Callable[..., VLLM]) -> None:
+def test_an_abort_closes_the_connection_and_keeps_what_came(serve: Callable[..., VLLMStandIn]) -> None:
     server = serve()
     engine = OpenAIEngine(server.url)
 
@@ -174,17 +184,14 @@ def test_an_abort_closes_the_connection_and_keeps_what_came(serve: Callable[...,
     assert 0 < len(tokens(got)[0]) < WINDOW - 10
 
 
-def test_weights_come_by_a_function_while_the_server_has_no_request(serve: Callable[..., VLLM]) -> None:
+def test_weights_come_by_a_function_while_the_server_has_no_request(serve: Callable[..., VLLMStandIn]) -> None:
     server = serve()
-    under_way: list[int] = []
 
     def load(url: str, weights: Any, version: int) -> None:
         assert url == server.url
-        under_way.append(len(server.asked) - server.broken_off - probes)
         server.version = version
 
     engine = OpenAIEngine(server.url + "/v1", update_weights=load)
-    probes = len(server.asked)
 
     async def main() -> list[Chunk]:
         got, updated = [], False
@@ -204,12 +211,12 @@ def test_weights_come_by_a_function_while_the_server_has_no_request(serve: Calla
     assert versions == sorted(versions)
     assert set(versions) == {0, 7}
     # The rest was asked for with what had been sampled, so not a token was sampled twice.
-    later = server.asked[-1]
+    later = server.bodies(COMPLETIONS)[-1]
     assert later["prompt"] == PROMPT + ids[: versions.count(0)]
     assert later["max_tokens"] == versions.count(7)
 
 
-def test_without_a_function_there_is_one_version(serve: Callable[..., VLLM]) -> None:
+def test_without_a_function_there_is_one_version(serve: Callable[..., VLLMStandIn]) -> None:
     engine = OpenAIEngine(serve().url)
 
     async def main() -> None:
@@ -221,7 +228,7 @@ def test_without_a_function_there_is_one_version(serve: Callable[..., VLLM]) -> 
     asyncio.run(main())
 
 
-def test_a_model_is_found_or_named(serve: Callable[..., VLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_found_or_named(serve: Callable[..., VLLMStandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
     server.models = ["a", "b"]
     with pytest.raises(EngineError, match="has several models, so name one by `served_as`; it has a, b"):
@@ -231,7 +238,7 @@ def test_a_model_is_found_or_named(serve: Callable[..., VLLM], monkeypatch: pyte
     monkeypatch.setenv("KEY", "k")
     engine = OpenAIEngine(server.url, served_as="b", api_key="$KEY")
     assert engine.max_context == WINDOW
-    assert server.asked[-1]["model"] == "b"
+    assert server.bodies(COMPLETIONS)[-1]["model"] == "b"
     asyncio.run(engine.aclose())
     with pytest.raises(EngineError, match="api_key: the environment has no OTHER_KEY"):
         OpenAIEngine(server.url, api_key="$OTHER_KEY")
@@ -239,13 +246,13 @@ def test_a_model_is_found_or_named(serve: Callable[..., VLLM], monkeypatch: pyte
         OpenAIEngine("http://127.0.0.1:9")
 
 
-def test_it_conforms(serve: Callable[..., VLLM]) -> None:
+def test_it_conforms(serve: Callable[..., VLLMStandIn]) -> None:
     engine = OpenAIEngine(serve("processed_logprobs").url)
     report = asyncio.run(check_engine(engine, patience=600))
     assert report.tokens > 50
 
 
-def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(serve: Callable[..., VLLM]) -> None:
+def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(serve: Callable[..., VLLMStandIn]) -> None:
     servers = [serve("sglang"), serve("sglang")]
     agent = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
     spec = {"kind": "openai", "urls": [server.url for server in servers], "model": "embedded"}
@@ -253,27 +260,28 @@ def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(serve: Callable
         batch = rollout.run(["Hello", "again", "and again", "and once more"])
     assert len(batch.tensordict) == 4
     assert batch.tensordict["response_mask"].sum() > 0
-    assert all(len(server.asked) > 3 for server in servers)
+    assert all(len(server.bodies(COMPLETIONS)) > 3 for server in servers)
     with pytest.raises(ConfigError, match="'urls' is missing"):
         build_engine({"kind": "openai"}, Path())
 
 
-def test_the_client_goes_on_from_the_tokens_of_a_broken_answer(serve: Callable[..., VLLM]) -> None:
+def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(serve: Callable[..., VLLMStandIn]) -> None:
     server = serve()
     engine = OpenAIEngine(server.url)
-    probes = len(server.asked)
+    probes = len(server.bodies(COMPLETIONS))
 
     async def main() -> None:
         client = EngineClient(engine, backoff=0.001)
-        server.lines = [json.dumps({"choices": [{"token_ids": [21], "logprobs": {"token_logprobs": [-1.0]}}]})]
+        choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-1.0]}}
+        server.next_events = [{"choices": [choice], "usage": {"prompt_tokens": 3}}, {"error": "no memory"}]
         pending = client.submit(request(max_tokens=4, ignore_eos=True))
         async with asyncio.timeout(600):
             await pending.done.wait()
         assert pending.error is None
         assert pending.ids[0] == 21
         assert len(pending.ids) == 4
-        assert len(server.asked) == probes + 2
-        assert server.asked[-1]["prompt"] == [*PROMPT, 21]
+        assert len(server.bodies(COMPLETIONS)) == probes + 2
+        assert server.bodies(COMPLETIONS)[-1]["prompt"] == [*PROMPT, 21]
         await client.drain()
         await engine.aclose()
 

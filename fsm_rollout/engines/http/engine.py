@@ -1,0 +1,122 @@
+"""A server behind the engine protocol; one URL is one engine.
+
+Invariant: a thread of its own talks to the server (:mod:`fsm_rollout.engines.http.link`), so the engine can be used
+from any event loop. What cannot be reached, or answers but not as such a server does, fails with an EngineError that
+has the URL. A server that is lost is the end of the engine (:attr:`HTTPEngine.failure`): its owner builds another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.engines.chunk_stream import ChunkStream
+from fsm_rollout.engines.http.endpoint import Endpoint
+from fsm_rollout.engines.http.link import OwnProcess, ServerLink
+from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model.config import config_number, stop_tokens_in
+from fsm_rollout.model.folders import load_tokenizer
+
+T = TypeVar("T")
+
+
+class HTTPEngine:
+    """What all engines share that speak to a server; each loads weights in its own way.
+
+    Args:
+        folder: the model's, for its tokenizer and what its configuration says.
+    """
+
+    _endpoint: Endpoint
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.tokenizer = load_tokenizer(folder)  # that of the model folder
+        # The stop tokens that the model's generation config names.
+        self.eos_ids = stop_tokens_in(folder, self.tokenizer)
+        self.vocabulary = config_number(folder, "vocab_size")
+        self._closed = False
+
+    def _connect(self, endpoint: Endpoint, replica: str | None, process: OwnProcess | None = None) -> None:
+        """Begin to speak to the server, ``process`` is that of one that is ours alone."""
+        self._endpoint = endpoint
+        name = endpoint.url if replica is None else replica
+        self._link = ServerLink(endpoint, name, self.vocabulary, process)
+        # Also runs at the interpreter's exit, before daemon threads are frozen wherever they are.
+        self._stop = weakref.finalize(self, self._link.stop)
+
+    def _meet(self, meeting: Coroutine[object, object, T]) -> T:
+        """Learn what the server is; without that there is no engine."""
+        try:
+            return wait_for(self._link.do(meeting))
+        except BaseException:
+            self._stop()
+            raise
+
+    @property
+    def max_context(self) -> int:
+        """The longest input plus output, in tokens."""
+        return self._endpoint.max_context
+
+    @property
+    def weight_version(self) -> int:
+        """The server's own number for its weights if it says one, else how many updates went through here."""
+        return self._link.version
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the server, or our trust in it, is gone; only another engine can go on then."""
+        return self._link.failure
+
+    async def ping(self) -> None:
+        """Return if the server is there; ReplicaLost if it is not."""
+        await asyncio.wrap_future(self._link.do(self._link.ping()))
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Start all requests at once (not at the first ``anext``); see the protocol."""
+        stream = ChunkStream((request.request_id for request in requests), self._link.abandon)
+        self._link.submit(requests, stream)
+        return aiter(stream)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests soon; what was sampled stays."""
+        self._link.abandon(request_ids)
+
+    async def pause(self) -> None:
+        """Sample nothing from now on; when this returns, everything sampled has been handed over."""
+        await self._order(self._link.pause())
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._order(self._link.resume())
+
+    async def sleep(self) -> None:
+        """Have the server give memory back until :meth:`wake`; EngineError while requests run and it is not paused."""
+        await self._order(self._link.sleep())
+
+    async def wake(self) -> None:
+        """Be ready again after :meth:`sleep`."""
+        await self._order(self._link.wake())
+
+    def load(self) -> Load:
+        """Return how busy the server is with what came from here."""
+        return self._link.load()
+
+    async def aclose(self) -> None:
+        """End everything with "abort" and with what it has; the server stays, unless it is ours."""
+        if not self._closed:
+            self._closed = True
+            refusal = EngineError(f"the engine for {self._endpoint.url} is closed; build another")
+            await asyncio.wrap_future(self._link.do(self._link.close(refusal)))
+        await asyncio.to_thread(self._stop)
+
+    async def _order(self, order: Coroutine[object, object, None]) -> None:
+        if self._link.failure is not None:
+            order.close()
+            raise self._link.failure
+        await asyncio.wrap_future(self._link.do(order))

@@ -1,0 +1,204 @@
+"""What is asked of a server with OpenAI's ``/v1/completions``, and what its answers mean.
+
+Invariants: tokens are ids both ways; a server that answers with text only is refused, with the reason, and text is
+never encoded again. A logprob is that of the distribution which the token was sampled from; sampling for which the
+server cannot say it is refused. Closing the connection ends a request, which is how servers of this protocol are told
+to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from fsm_rollout.engines.http.endpoint import AnswerPart, Endpoint, Entry, refusal_in, second_answer, shown
+from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams
+from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import as_ids
+
+HOT = 2.0  # the temperature at which a server's logprobs are looked at
+CERTAIN = -0.05  # tokens that are more likely than this (by logprob) do not show what a temperature changes
+SAME = 1e-3  # how far two logprobs that ought to be equal may be apart
+
+
+class LogprobsOf(StrEnum):
+    """What distribution a server's logprobs are of; found out by asking it."""
+
+    MODEL = "model"
+    """The model's own, before temperature, top_k and top_p (vLLM's default)."""
+    TEMPERATURE = "temperature"
+    """After temperature, before top_k and top_p (SGLang's)."""
+    SAMPLER = "sampler"
+    """The one sampled from (vLLM's ``--logprobs-mode processed_logprobs``)."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Event(msgspec.Struct):
+    """One line of an answer."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, object] | str | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class CompletionsEndpoint(Endpoint):
+    """One server.
+
+    Args:
+        model: what the server calls its model; default: the only one that it has.
+    """
+
+    name, kind, described = "the server", "server", "a server of OpenAI's protocol"
+    health, generate = "/v1/models", "/v1/completions"
+
+    def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
+        super().__init__(url.rstrip("/").removesuffix("/v1"), api_key)
+        self._model = model or ""
+        self._logprobs_of = LogprobsOf.MODEL  # what the server's logprobs are of
+
+    async def meet(self, max_context: int | None, probes: Sequence[int]) -> None:
+        """Learn what the server is: its model, its window, and what its logprobs are of.
+
+        ``probes`` are tokens to ask it about, tried in turn.
+
+        Raises:
+            EngineError: it is not there, lacks the model, answers with text only, or does not say how long its window
+                is or how it reads a prompt.
+        """
+        cards = (await self.ask("/v1/models", _Models)).data
+        names = [card.id for card in cards]
+        if not self._model and len(cards) == 1:
+            self._model = names[0]
+        if self._model not in names:
+            wanted = (
+                f"has no model '{self._model}'" if self._model else "has several models, so name one by `served_as`"
+            )
+            raise EngineError(f"{self.url} {wanted}; it has {', '.join(names) or 'none'}")
+        window = cards[names.index(self._model)].max_model_len
+        if max_context is None and window is None:
+            raise EngineError(f"{self.url} does not say how long its window is; give `max_context`")
+        self.max_context = min(size for size in (max_context, window) if size is not None)
+        for probe in probes:
+            greedy = await self._probe(probe, temperature=0.0)
+            if greedy[1] < CERTAIN:
+                # Only the likeliest token is left by so small a top_p, whatever the temperature.
+                hot = await self._probe(probe, temperature=HOT, top_p=1e-6)
+                if hot[0] != greedy[0]:
+                    continue
+                if abs(hot[1]) < SAME:
+                    self._logprobs_of = LogprobsOf.SAMPLER
+                elif abs(hot[1] - greedy[1]) > SAME:
+                    self._logprobs_of = LogprobsOf.TEMPERATURE
+                return
+
+    async def sleep(self) -> None:
+        """Do nothing: the protocol has no way to have memory given back."""
+
+    async def wake(self) -> None:
+        """Do nothing."""
+
+    async def _probe(self, token: int, **sampling: float) -> tuple[int, float]:
+        """Sample one token after ``token``, and return it with its logprob."""
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        try:
+            async for part in self.stream(as_ids([token]), self._asked([token], 1) | sampling):
+                ids += part.ids
+                logprobs += part.logprobs
+        except ReplicaLost:
+            raise
+        except EngineError as error:
+            raise EngineError(f"{self.url} refuses to sample one token: {error}") from error
+        if len(ids) != 1 or len(logprobs) != 1 or logprobs[0] is None:
+            raise EngineError(f"{self.url} was asked for one token and gave {len(ids)} with logprobs {logprobs}")
+        return ids[0], logprobs[0]
+
+    def _asked(self, ids: Sequence[int], max_tokens: int) -> dict[str, object]:
+        return {
+            "model": self._model, "prompt": ids, "max_tokens": max_tokens, "logprobs": 0, "return_token_ids": True,
+            "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }  # fmt: skip
+
+    def body(self, entry: Entry) -> dict[str, object]:
+        """Write a request in the protocol's words, with the extensions that vLLM and SGLang share."""
+        params = entry.request.sampling
+        if (why := self._inexact(params)) is not None:
+            raise EngineError(why)
+        body = self._asked(entry.ids.tolist(), entry.room)
+        body |= {"temperature": params.temperature, "top_p": params.top_p, "seed": params.seed % 2**63}
+        body |= {"top_k": params.top_k} if params.top_k else {}
+        return body | ({"ignore_eos": True} if params.ignore_eos else {"stop_token_ids": sorted(params.stop_ids)})
+
+    def _inexact(self, params: SamplingParams) -> str | None:
+        """Return why the server cannot say the logprobs of such sampling, or ``None``."""
+        if self._logprobs_of is LogprobsOf.SAMPLER or params.temperature == 0:
+            return None
+        if self._logprobs_of is LogprobsOf.MODEL and params.temperature != 1:
+            return (
+                f"the server's logprobs are of the model before temperature, so at temperature {params.temperature:g} "
+                f"they are not those of what is sampled; use 1, or start vLLM with --logprobs-mode processed_logprobs"
+            )
+        if params.top_p < 1 or params.top_k:
+            return (
+                "the server's logprobs do not know of top_p and top_k; leave these out, or start vLLM with "
+                "--logprobs-mode processed_logprobs (for SGLang there is `kind: sglang_http`)"
+            )
+        return None
+
+    def read_part(self, event: bytes, body: Mapping[str, object]) -> AnswerPart:
+        """Read one event; ReplicaLost for one that has text instead of ids."""
+        try:
+            read = _decode_event(event)
+        except msgspec.MsgspecError as error:
+            raise self.unreadable(event, str(error)) from None
+        if read.error is not None:
+            raise refusal_in(read.error)
+        prompt_tokens = None if read.usage is None else read.usage.prompt_tokens
+        if not read.choices:  # the last event of some servers: what all has cost
+            return AnswerPart(prompt_tokens=prompt_tokens)
+        choice = read.choices[0]
+        if len(read.choices) > 1 or choice.index:
+            raise second_answer(self.url)
+        if choice.token_ids is None:
+            raise ReplicaLost(
+                f"{self.url} answers with text only: there are no `token_ids` in its answer, though "
+                f"`return_token_ids` was asked for. Training needs the sampled ids; text encoded again gives others. "
+                f"vLLM (from 0.10.2) and SGLang give them; its answer was {shown(event)}"
+            )
+        return AnswerPart(
+            choice.token_ids,
+            [] if choice.logprobs is None else choice.logprobs.token_logprobs,
+            finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
+            prompt_tokens=prompt_tokens,
+            prompt_ids=choice.prompt_token_ids,
+        )

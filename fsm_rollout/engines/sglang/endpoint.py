@@ -1,0 +1,242 @@
+"""What is asked of an SGLang server, and what its answers mean.
+
+Invariants:
+
+1. A logprob is that of the distribution which the token was sampled from: SGLang's own is after temperature but before
+   top_k and top_p, so where these cut, the renormalised one of its sampling mask is taken instead.
+2. Once weights were loaded from here, no token of others is taken: every answer says which weights sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from fsm_rollout.engines.http.endpoint import ANSWER_WITHIN, AnswerPart, Endpoint, Entry, refusal_in, second_answer
+from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model.config import config_number
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import LAST_VERSION
+
+IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
+# Seconds that it has to give memory back or take it again, and to load weights.
+MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
+
+
+class Finish(msgspec.Struct):
+    """Why a request has ended."""
+
+    type: str
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    """What SGLang says about a request beside its tokens."""
+
+    completion_tokens: int
+    finish_reason: Finish | None
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    weight_version: str | int | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_token_sampling_logprobs: list[float | None] = []
+    output_token_sampling_mask: list[list[int]] = []
+    routed_experts: str = ""  # at the end of a request, in base64: int32 `[tokens, layers, top_k]`
+
+
+class _Line(msgspec.Struct):
+    """A piece of an answer: the whole answer so far, or with incremental output what is new in it."""
+
+    output_ids: list[int] | None = None
+    meta_info: Meta | None = None
+    index: int = 0  # which of several answers to one request
+    error: dict[str, object] | str | None = None  # stands in place of the others when SGLang refuses the request
+
+
+class Info(msgspec.Struct):
+    """``/server_info``, as far as it matters here."""
+
+    max_req_input_len: int
+    sampling_mask_max_tokens: int = 0
+    enable_weights_cpu_backup: bool = False
+    enable_return_routed_experts: bool = False
+
+
+class _ModelInfo(msgspec.Struct):
+    weight_version: str | int = ""
+
+
+class _Loaded(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+class SGLangEndpoint(Endpoint):
+    """One SGLang server.
+
+    Args:
+        folder: that of its model.
+        send_every: tokens between two parts of an answer.
+        alone: whether nobody else uses it.
+    """
+
+    name, kind, described = "SGLang", "SGLang server", "an SGLang server"
+    health, generate = "/health", "/generate"
+
+    def __init__(self, url: str, api_key: str | None, folder: Path, send_every: int, *, alone: bool = False) -> None:
+        super().__init__(url, api_key)
+        self._send_every = send_every
+        self._alone = alone
+        self._vocabulary = config_number(folder, "vocab_size")
+        self._experts = [config_number(folder, name) or 0 for name in ("num_hidden_layers", "num_experts_per_tok")]
+        # What we told the server to call its weights. Until then others may update them without our knowing.
+        self._label: str | None = None
+        self._mask_tokens = 0  # the longest sampling mask that it gives
+        self._says_experts = False  # whether it says which experts tokens were routed to
+        self._memory = ["kv_cache"]  # what it gives back while it sleeps
+
+    async def meet(self) -> int:
+        """Learn what the server is, and return the version of its weights (0 where that is no number)."""
+        info = await self.ask("/server_info", Info)
+        self.max_context = info.max_req_input_len
+        self._mask_tokens = info.sampling_mask_max_tokens
+        self._says_experts = info.enable_return_routed_experts
+        if self._says_experts and not all(self._experts):
+            raise EngineError(
+                f"{self.name} at {self.url} returns routed experts, and the model folder's config.json "
+                "does not say num_hidden_layers and num_experts_per_tok; start it without enable_return_routed_experts"
+            )
+        # What sleep gives back must be there again later: the weights only when SGLang keeps a copy of them.
+        self._memory = ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]
+        label = str((await self.ask("/model_info", _ModelInfo)).weight_version)
+        if self._alone:
+            self._label = label
+        return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
+
+    async def abort(self, rids: Collection[str], *, everything: bool) -> bool:
+        """Have requests end soon; all in one call where nobody else has any."""
+        asked: list[Mapping[str, object]] = [{"rid": rid} for rid in rids]
+        if everything and self._alone:
+            asked = [{"rid": "", "abort_all": True}]
+        with suppress(EngineError):  # asked again, or the requests fail by themselves
+            await asyncio.gather(*(self.call("/abort_request", body) for body in asked))
+        return True
+
+    # -- weights and memory ------------------------------------------------------------------------------------------
+
+    async def load_weights(self, folder: Path | None, version: int) -> None:
+        """Have it load a folder that it can read, or (without) call its weights by a new version.
+
+        Raises:
+            EngineError: it refuses, and has its old ones. ReplicaLost: it failed half-way, and has no copy of those.
+        """
+        label = str(version)
+        if folder is None:
+            await self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        else:
+            await self._flush_cache()
+            path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": label}
+            loaded = self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
+            if not loaded.success:
+                kind = ReplicaLost if "Rolling back" in loaded.message else EngineError
+                raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
+        self._label = label
+
+    async def _flush_cache(self) -> None:
+        """Wait until it has nothing to do, and have it forget what it has computed."""
+        await self.call(f"/flush_cache?timeout={IDLE_WITHIN:g}", {}, within=IDLE_WITHIN + ANSWER_WITHIN)
+
+    async def sleep(self) -> None:
+        """Have it give memory back."""
+        await self._flush_cache()
+        await self.call("/release_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
+
+    async def wake(self) -> None:
+        """Have it take the memory again."""
+        await self.call("/resume_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
+
+    # -- generating --------------------------------------------------------------------------------------------------
+
+    def body(self, entry: Entry) -> dict[str, object]:
+        """Write a request; EngineError if SGLang cannot say the logprobs of such sampling."""
+        params = entry.request.sampling
+        sampling: dict[str, object] = {
+            "max_new_tokens": entry.room,
+            "temperature": params.temperature,
+            "ignore_eos": params.ignore_eos,
+            "sampling_seed": params.seed % 2**63,
+            "stream_interval": self._send_every,
+        }
+        if not params.ignore_eos:
+            sampling["stop_token_ids"] = list(params.stop_ids)
+        body: dict[str, object] = {"rid": entry.rid, "input_ids": entry.ids.tolist(), "sampling_params": sampling}
+        body |= {"return_logprob": True, "stream": True}
+        if self._says_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
+        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+            if params.top_k > self._mask_tokens:
+                raise EngineError(
+                    f"top_k is {params.top_k}, and SGLang gives exact logprobs for at most {self._mask_tokens} kept "
+                    f"tokens; lower top_k or raise SGLang's sampling_mask_max_tokens"
+                )
+            # A mask that is longer than allowed costs the request; ties at the cut may add a few tokens.
+            most = self._mask_tokens - self._mask_tokens // 16
+            if self._vocabulary is not None and self._vocabulary <= self._mask_tokens:
+                most = self._vocabulary
+            sampling |= {"top_p": params.top_p, "top_k": params.top_k or most}
+            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        return body
+
+    def read_part(self, event: bytes, body: Mapping[str, object]) -> AnswerPart:
+        """Read one of SGLang's outputs; one of other weights than ours is an error, as of a restarted server."""
+        # 1. Its form.
+        try:
+            line = _decode_line(event)
+        except msgspec.MsgspecError as error:
+            raise self.unreadable(event, str(error)) from None
+        if line.error is not None:
+            raise refusal_in(line.error)
+        if line.meta_info is None or line.output_ids is None:
+            raise self.unreadable(event, f"it lacks `{'meta_info' if line.meta_info is None else 'output_ids'}`")
+        if line.index:
+            raise second_answer(self.url)
+        meta = line.meta_info
+        # 2. Whose tokens they are.
+        if self._label is not None and meta.weight_version is not None and str(meta.weight_version) != self._label:
+            raise ReplicaLost(
+                f"{self.url} samples with weights of version '{meta.weight_version}', not '{self._label}' as loaded "
+                f"here; it was restarted, or others update it"
+            )
+        # 3. What it says.
+        part = AnswerPart(
+            line.output_ids,
+            [logprob for logprob, _, _ in meta.output_token_logprobs],
+            meta.completion_tokens,
+            prompt_tokens=meta.prompt_tokens,
+            cached_tokens=meta.cached_tokens,
+        )
+        if meta.finish_reason is not None:
+            part.finish_reason, part.message = FinishReason(meta.finish_reason.type), meta.finish_reason.message
+        if "return_sampling_mask" in body:
+            part.logprobs, part.masks = meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
+        if meta.routed_experts:
+            part.experts = self._read_experts(meta.routed_experts)
+        return part
+
+    def _read_experts(self, encoded: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+        experts, (layers, each) = np.frombuffer(base64.b64decode(encoded), np.int32), self._experts
+        if len(experts) % (layers * each):
+            raise EngineError(
+                f"{self.name} sent {len(experts)} routed experts; the model has {layers} layers with {each} each"
+            )
+        return experts.reshape(-1, layers, each)

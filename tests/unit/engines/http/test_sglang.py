@@ -1,0 +1,287 @@
+"""SGLang's servers, of others and of our own: weights, recalls, and lives that end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsm_rollout.engines import weights as weights_module
+from fsm_rollout.engines.http import link as http_link
+from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
+from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
+from fsm_rollout.engines.sglang import process as sglang_process
+from fsm_rollout.engines.sglang.engine import SGLangEngine
+from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
+from fsm_rollout.engines.weights import StoredTensors, shapes_in
+from fsm_rollout.errors import EngineError
+from fsm_rollout.model import embedded_model
+from tests.integration.sglang_oracle import ask
+from tests.unit.engines.http.stand_ins import EARLY, FIRST, SGLangStandIn
+from tests.unit.engines.http.test_any_server import asked_for, one, request, using
+
+
+class Process:
+    """Stands in for SGLang's process: its server is a thread of this one."""
+
+    def __init__(self, arguments: Mapping[str, Any], threads: int | None) -> None:
+        self.server = SGLangStandIn()
+        self.server.label = arguments["weight_version"]
+        self.url, self.api_key = self.server.url, "key"
+        self.exited: Future[int] = Future()
+
+    def failure(self, reason: str | None = None) -> EngineError:
+        return EngineError(reason or "CUDA out of memory (the process of SGLang has ended)")
+
+    def kill(self) -> None:
+        if not self.exited.done():
+            self.server.stop()
+            self.exited.set_result(-9)
+
+    stop = kill
+
+
+@pytest.fixture
+def server() -> Iterator[SGLangStandIn]:
+    stand_in = SGLangStandIn()
+    yield stand_in
+    stand_in.stop()
+
+
+Made = tuple[SGLangHTTPEngine, SGLangStandIn]
+
+
+@pytest.fixture(params=["of others", "our own"])
+def made(request: pytest.FixtureRequest, server: SGLangStandIn, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """An engine and its server."""
+    return own(monkeypatch) if request.param == "our own" else (SGLangHTTPEngine(server.url), server)
+
+
+def own(monkeypatch: pytest.MonkeyPatch) -> tuple[SGLangEngine, SGLangStandIn]:
+    monkeypatch.setattr(sglang_process, "ServerProcess", Process)
+    engine = SGLangEngine("embedded")
+    process: Any = engine._process
+    return engine, process.server
+
+
+def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None:
+    engine, server = made
+
+    async def body(engine: SGLangHTTPEngine) -> None:
+        server.stays = True
+        asked = asyncio.create_task(ask(engine, *(request(f"{number}", 3) for number in range(8))))
+        await asked_for(server, "/generate", 8)
+        await engine.pause()
+        told = server.bodies("/abort_request")
+        if isinstance(engine, SGLangEngine):
+            assert {str(body) for body in told} == {"{'rid': '', 'abort_all': True}"}
+            assert len(told) < 8
+        else:
+            assert {body["rid"] for body in told} == {body["rid"] for body in server.bodies("/generate")}
+            assert not any("abort_all" in body for body in told)
+        server.stays = False
+        await engine.resume()
+        assert [len(got.ids) for got in await asked] == [3] * 8
+        assert all(body["input_ids"] == [5, 6, 7, FIRST] for body in server.bodies("/generate")[8:])
+
+    using(engine, body)
+
+
+TENSORS = {"model.norm.weight": torch.ones(128)}
+
+
+def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_again(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, server = made
+    looked: list[str] = []
+    look = weights_module._check
+    monkeypatch.setattr(weights_module, "_check", lambda name, *more: looked.append(name) or look(name, *more))
+
+    async def body(engine: SGLangHTTPEngine) -> None:
+        assert await engine.update_weights(TENSORS) == 1
+        assert looked == ["model.norm.weight"]
+        stored = StoredTensors(TENSORS)
+        for version in (2, 3):
+            assert await engine.update_weights(stored, version) == version
+        assert len(looked) == 2
+        assert server.loaded[1:] == [(str(stored.folder), "2"), (str(stored.folder), "3")]
+        assert set(shapes_in(stored.folder)) == set(TENSORS)
+        assert (await one(engine)).ids == [EARLY] * 4
+        assert await engine.update_weights({}, 7) == 7  # the same ones under a new number
+        assert (await one(engine)).versions == [7] * 4
+        assert len(server.loaded) == 3
+
+    using(engine, body)
+
+
+@pytest.mark.parametrize(
+    ("host", "here"), [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("192.0.2.1", False)]
+)
+def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: str, here: bool) -> None:
+    async def body(engine: SGLangHTTPEngine) -> None:
+        engine._endpoint.url = f"http://{host}:{server.port}"
+        assert engine._is_here is here
+        if not here:
+            with pytest.raises(EngineError, match=r"192\.0\.2\.1:.* is on another host; save_pretrained them into"):
+                await engine.update_weights(TENSORS)
+
+    using(SGLangHTTPEngine(server.url), body)
+
+
+def nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+def lacking(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def shorter(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nan, r"new weight 'model\.norm\.weight' in '.*' is not finite: 1 NaN and 0 infinite of 128 values"),
+        (lacking, r"the new weights in '.*' lack 'model\.norm\.weight', which the model has"),
+        (shorter, r"new weight 'model\.norm\.weight' in '.*' has shape \[64\], the model's has \[128\]"),
+    ],
+)
+def test_a_folder_that_cannot_be_right_is_not_even_shown_to_the_server(
+    server: SGLangStandIn, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    (tmp_path / "config.json").write_text((embedded_model() / "config.json").read_text("utf-8"), "utf-8")
+    tensors = load_file(embedded_model() / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    async def body(engine: SGLangHTTPEngine) -> None:
+        with pytest.raises(EngineError, match=message):
+            await engine.update_weights(tmp_path)
+        assert not server.loaded
+        assert (await one(engine)).versions == [0] * 4
+
+    using(SGLangHTTPEngine(server.url), body)
+
+
+def test_weights_that_are_refused_before_any_is_loaded_leave_the_old_ones(made: Made) -> None:
+    engine, server = made
+
+    async def body(engine: SGLangHTTPEngine) -> None:
+        server.refusal = "no memory"
+        with pytest.raises(EngineError, match="refused the weights: no memory"):
+            await engine.update_weights(embedded_model("early"))
+        assert (await one(engine)).ids == [FIRST] * 4
+        server.refusal = None
+        assert await engine.update_weights(embedded_model("early")) == 1
+        assert (await one(engine)).ids == [EARLY] * 4
+        assert engine.failure is None
+
+    using(engine, body)
+
+
+BROKEN = {
+    b'HTTP/1.0 400 Bad\r\n\r\n{"success": false, "message": "no memory. Rolling back."}': "no memory. Rolling back",
+    b"HTTP/1.0 200 OK\r\nContent-Length: 50\r\n\r\n{": "cannot be reached",
+    b"HTTP/1.0 500 Oh\r\n\r\nno": "answered 500",
+    None: r"no answer to /update_weights_from_disk within 0\.3 s",
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_an_update_that_breaks_off_half_way_is_the_end_of_the_engine(
+    made: Made, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows which tensors are new: no token may come of that."""
+    engine, server = made
+    monkeypatch.setattr(sglang_endpoint, "UPDATE_WITHIN", 600.0 if answer else 0.3)
+
+    async def body(engine: SGLangHTTPEngine) -> None:
+        await engine.pause()
+        pending = asyncio.ensure_future(one(engine))
+        await asyncio.sleep(0)
+        if answer is None:
+            server.never = {"/update_weights_from_disk"}
+        else:
+            server.raw["/update_weights_from_disk"] = answer
+        with pytest.raises(ReplicaLost, match=BROKEN[answer]):
+            await engine.update_weights(embedded_model("early"))
+        broke_off = f"broke off, so nobody knows its weights and memory any more: .*{BROKEN[answer]}"
+        for late in (pending, one(engine, "b"), engine.resume()):
+            with pytest.raises(EngineError, match=broke_off):
+                await late
+        assert engine.weight_version == 0
+        if isinstance(engine, SGLangEngine):
+            assert server.over.is_set(), "the process goes, too"
+
+    using(engine, body)
+
+
+def test_a_process_that_ends_ends_what_it_owes_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, server = own(monkeypatch)
+
+    async def body(engine: SGLangEngine) -> None:
+        server.never = {"/generate"}
+        pending = asyncio.ensure_future(one(engine))
+        await asked_for(server, "/generate")
+        engine._process.kill()
+        for late in pending, one(engine, "b"), engine.ping():
+            with pytest.raises(EngineError, match="CUDA out of memory"):
+                await late
+
+    using(engine, body)
+
+
+def test_a_connection_that_breaks_while_the_process_lives_costs_its_requests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_link, "EXIT_WITHIN", 0.1)
+    engine, server = own(monkeypatch)
+
+    async def body(engine: SGLangEngine) -> None:
+        server.raw = {"/generate": b""}
+        with pytest.raises(ReplicaLost, match="cannot be reached"):
+            await one(engine)
+        server.raw = {}
+        assert (await one(engine)).ids == [FIRST] * 4
+        assert engine.failure is None
+
+    using(engine, body)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_it_samples(noticed: bool) -> None:
+    """From the pool; also where nobody looked while it was away: its first answer says which weights it has."""
+    folder, first = embedded_model("early"), SGLangStandIn()
+    port, times = first.port, PoolTimes(backoff=0.05)
+
+    async def main() -> None:
+        pool = PoolEngine(LocalPlacement(lambda name: SGLangHTTPEngine(first.url)), 1, restarts=1000, times=times)
+        assert (await one(pool)).ids == [FIRST] * 4
+        assert await pool.update_weights(folder) == 1
+        assert (await one(pool)).versions == [1] * 4
+        first.stop()
+        second = None if noticed else SGLangStandIn(port)
+        if noticed:
+            assert "cannot be reached" in str((await one(pool)).chunks[-1].error)
+        else:
+            error = (await one(pool)).chunks[-1].error
+            assert "samples with weights of version 'default', not '1' as loaded here; it was restarted" in str(error)
+        second = second or SGLangStandIn(port)
+        got = await one(pool)
+        assert (got.ids, got.versions) == ([EARLY] * 4, [1] * 4)
+        assert second.loaded == [(str(folder.resolve()), "1")]
+        await pool.aclose()
+        second.stop()
+
+    asyncio.run(main())
