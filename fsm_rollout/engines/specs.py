@@ -256,6 +256,11 @@ class ServersSpec(EngineSpec):
         """One for each url."""
         return len(self.urls)
 
+    @property
+    def stands_alone(self) -> bool:
+        """Never: a server that was lost is met anew, with our weights, by its pool."""
+        return False
+
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Give each replica its url."""
         arguments = super().engine_arguments(base)
