@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
-from fsm_rollout.batch.padding import RAGGED_OF, pack, pad, unpack, unpad
-from fsm_rollout.batch.rows import RowId, TrainingRow, rows
-from fsm_rollout.batch.storage import NON_TENSOR_KEYS, column, jagged, load_tensors, save_tensors
+from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN
+from fsm_rollout.batch.padding import RAGGED, pack, pad, unpack, unpad
+from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
+from fsm_rollout.batch.storage import jagged, load_tensors, plain_columns, put_columns, save_tensors
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -58,7 +60,7 @@ class TrajectoryBatch:
     ``routed_experts`` (int16 ``[B, P+R, layers, top_k]``, -1 where not said), if the engine says which experts of a
     Mixture-of-Experts model each token was routed to,
 
-    and, as non-tensors, :data:`~fsm_rollout.batch.storage.NON_TENSOR_KEYS`: one value per row. In a packed batch the
+    and, as non-tensors, :data:`~fsm_rollout.batch.columns.NON_TENSOR_KEYS`: one value per row. In a packed batch the
     two-dimensional keys are jagged ``torch.nested`` tensors without any padding.
 
     The layout, to the index: response token ``j`` of a row is ``responses[:, j]`` and ``input_ids[:, P + j]``, and the
@@ -111,41 +113,31 @@ class TrajectoryBatch:
         # 1. Nothing twice.
         if overflow not in ("error", "omit", "truncate"):
             raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
-        trajectories = list(trajectories)
-        for trajectory_id, times in Counter(trajectory.trajectory_id for trajectory in trajectories).items():
-            if times > 1:
-                raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
-        # 2. The rows, and those that do not fit: cut where that is asked for.
-        by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
-        widths = {"prompt_width": prompt_width, "response_width": response_width}
-        all_rows = rows(trajectories, state_names=state_names)
-        cut_rows: dict[RowId, TrainingRow] = {}
-        too_long = {row.trajectory_id: by_id[row.trajectory_id] for row in all_rows if not _fits(row, *widths.values())}
-        if overflow == "truncate" and too_long:
-            cut = rows(
-                too_long.values(), state_names=all_rows[0].state_names, prompt_width=prompt_width,
-                experts_shape=all_rows[0].routed_experts.shape[1:], response_width=response_width,
-            )  # fmt: skip
-            cut_rows = {row.row_id: row for row in cut}
-        # 3. What becomes of each row.
-        kept_rows: list[TrainingRow] = []
-        omitted: list[RowId] = []
-        truncated: list[RowId] = []
-        for row in all_rows:
-            if overflow == "error" or _fits(row, prompt_width, response_width):
-                kept_rows.append(row)  # from_rows raises for all that do not fit together
-            elif overflow == "omit" or row.row_id not in cut_rows:
-                omitted.append(row.row_id)
-            else:
-                kept_rows.append(cut_rows[row.row_id])
-                truncated.append(row.row_id)
-        # 4. The batch, and what it says of what is not in it.
-        batch = cls.from_rows(kept_rows, pad_id=pad_id, packed=packed, **widths)
-        rowed = {row.trajectory_id for row in all_rows}
-        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items() if id_ not in rowed}
-        batch.omitted, batch.truncated = tuple(omitted), tuple(truncated)
-        batch.sample_scores = _sample_scores(trajectories)
-        batch.state_names = all_rows[0].state_names if all_rows else tuple(dict.fromkeys(state_names))
+        _check_widths(prompt_width, response_width)
+        by_id: dict[str, Trajectory] = {}
+        for trajectory in trajectories:
+            if by_id.setdefault(trajectory.trajectory_id, trajectory) is not trajectory:
+                raise BatchError(
+                    f"trajectory {trajectory.trajectory_id} was given twice; each token has one row at most"
+                )
+        sample_scores = _sample_scores(by_id.values())
+        # 2. The streams that become rows, cut where they do not fit and that is asked for.
+        streams = chosen = trained_streams(by_id.values())
+        cut: list[Cut] = []
+        if prompt_width is not None or response_width is not None:
+            chosen, cut = _fitting(streams, prompt_width, response_width, overflow)
+        # 3. The batch, and what it says of what is not in it.
+        flat = flat_rows(chosen, among=streams, state_names=state_names)
+        batch = cls._made(flat, pad_id, prompt_width, response_width, packed)
+        batch.state_names = flat.state_names
+        for stream in streams:
+            by_id.pop(stream.trajectory.trajectory_id, None)
+        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
+        batch.truncated = tuple(stream.row_id for stream in cut)
+        batch.sample_scores = sample_scores
+        if len(chosen) < len(streams):
+            rowed = {stream.row_id for stream in chosen}
+            batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
         return batch
 
     @classmethod
@@ -165,33 +157,37 @@ class TrajectoryBatch:
             BatchError: a row is longer than a width, or rows number their states differently, or have routed experts
                 in different shapes.
         """
-        for name, width in (("prompt_width", prompt_width), ("response_width", response_width)):
-            if width is not None and width < 0:
-                raise BatchError(f"{name} must be 0 or more, or None for the longest row, got {width}")
-        misfits = [row for row in rows if not _fits(row, prompt_width, response_width)]
-        if misfits:
-            raise BatchError(_misfit_text(misfits, prompt_width, response_width))
+        _check_widths(prompt_width, response_width)
+        lengths = [(row.row_id, len(row.prompt_ids), len(row.response_ids)) for row in rows]
+        _check_fit(lengths, prompt_width, response_width)
         if any(row.state_names != rows[0].state_names for row in rows):
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
         if len(shapes := {row.routed_experts.shape[1:] for row in rows}) > 1:
             raise BatchError(f"rows have routed experts in the shapes {sorted(shapes)}; make them in one call")
+        return cls._made(joined(rows), pad_id, prompt_width, response_width, packed)
+
+    @classmethod
+    def _made(
+        cls, rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: int | None, packed: bool
+    ) -> TrajectoryBatch:
+        """Make a batch of rows that fit."""
         if packed:
-            values, offsets = ({key: torch.from_numpy(a) for key, a in arrays.items()} for arrays in pack(rows))
-            tensors = jagged(values, offsets)
+            arrays, offsets = pack(rows)
+            tensors = jagged(_tensors(arrays), _tensors(offsets))
         else:
-            padded = pad(rows, pad_id, prompt_width, response_width)
-            tensors = {key: torch.from_numpy(array) for key, array in padded.items()}
-        tensors["trajectory_scores"] = torch.tensor(
-            [float("nan") if row.score is None else row.score for row in rows], dtype=torch.float32
-        )
-        numbers = {group_id: i for i, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
-        tensors["group_index"] = torch.tensor([numbers[row.group_id] for row in rows], dtype=torch.int64)
-        tensors["sample"] = torch.tensor([row.sample for row in rows], dtype=torch.int64)
-        tensordict = TensorDict(tensors, batch_size=[len(rows)])
-        for key in NON_TENSOR_KEYS:
-            tensordict.set(key, column([getattr(row, key) for row in rows]))
-        scores = tuple(dict.fromkeys(SampleScore(row.group_id, row.sample, row.score) for row in rows))
-        return cls(tensordict, pad_id, rows[0].state_names if rows else (), sample_scores=scores)
+            tensors = _tensors(pad(rows, pad_id, prompt_width, response_width))
+        numbers: dict[str, int] = {}
+        scores: dict[SampleScore, None] = {}
+        of_rows: dict[str, list[float]] = {"trajectory_scores": [], "group_index": [], "sample": []}
+        for row in rows.facts:
+            scores[SampleScore(row["group_id"], row["sample"], row["score"])] = None
+            of_rows["trajectory_scores"].append(math.nan if row["score"] is None else row["score"])
+            of_rows["group_index"].append(numbers.setdefault(row["group_id"], len(numbers)))
+            of_rows["sample"].append(row["sample"])
+        tensors |= _tensors({key: np.array(values, COLUMNS[key].dtype) for key, values in of_rows.items()})
+        tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
+        put_columns(tensordict, rows.facts)
+        return cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores))
 
     def __len__(self) -> int:
         return int(self.tensordict.batch_size[0])
@@ -203,25 +199,16 @@ class TrajectoryBatch:
 
     def rows(self) -> list[TrainingRow]:
         """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
-        tensors = {key: self.tensordict.get(key).cpu() for key in RAGGED_OF if key in self.tensordict}
-        if self.packed:
-            arrays = unpack(
-                {key: tensor.values().numpy() for key, tensor in tensors.items()},
-                {key: tensors[key].offsets().numpy() for key in set(RAGGED_OF.values())},
-            )
-        else:
-            arrays = unpad({key: tensor.numpy() for key, tensor in tensors.items()})
-        columns: dict[str, list[Any]] = {key: self.tensordict.get(key).tolist() for key in NON_TENSOR_KEYS} | arrays
+        tensors = {key: self.tensordict.get(key).cpu() for key in PER_TOKEN if key in self.tensordict}
         scores, samples = (self.tensordict.get(key).tolist() for key in ("trajectory_scores", "sample"))
-        return [
-            TrainingRow(
-                score=None if math.isnan(score) else score,
-                sample=samples[i],
-                state_names=self.state_names,
-                **{name: column[i] for name, column in columns.items()},
-            )
-            for i, score in enumerate(scores)
-        ]
+        facts = plain_columns(self.tensordict)
+        for row, score, sample in zip(facts, scores, samples, strict=True):
+            row |= {"score": None if math.isnan(score) else score, "sample": sample}
+        if not self.packed:
+            return unpad({key: tensor.numpy() for key, tensor in tensors.items()}, facts, self.state_names).split()
+        values = {key: tensor.values().numpy() for key, tensor in tensors.items()}
+        offsets = {str(key): tensors[key].offsets().numpy() for key in RAGGED}
+        return unpack(values, offsets, facts, self.state_names).split()
 
     @property
     def score_mean(self) -> float:
@@ -278,7 +265,7 @@ class TrajectoryBatch:
             every = self.rows()
             chosen = type(self).from_rows([every[i] for i in numbers.tolist()], pad_id=self.pad_id, packed=True)
             for key, value in self.tensordict.items():
-                if key not in RAGGED_OF and key not in NON_TENSOR_KEYS:
+                if key not in PER_TOKEN and key not in NON_TENSOR_KEYS:
                     chosen.tensordict.set(key, value[numbers])
             tensordict = chosen.tensordict
         else:
@@ -353,14 +340,13 @@ class TrajectoryBatch:
         right = int(responses[numbers].max()) if len(numbers) else 0
         places = {"prompts": slice(left, None), "input_ids": slice(left, width + right), "responses": slice(0, right)}
         tensors = {
-            key: value[numbers][:, places[RAGGED_OF[key]]].clone() if key in RAGGED_OF else value[numbers]
+            key: value[numbers][:, places[PER_TOKEN[key].along]].clone() if key in PER_TOKEN else value[numbers]
             for key, value in self.tensordict.items()
             if key not in NON_TENSOR_KEYS
         }
         tensordict = TensorDict(tensors, batch_size=[len(numbers)])
-        for key in NON_TENSOR_KEYS:
-            values = self.tensordict.get(key).tolist()
-            tensordict.set(key, column([values[i] for i in numbers.tolist()]))
+        facts = plain_columns(self.tensordict)
+        put_columns(tensordict, [facts[i] for i in numbers.tolist()])
         return tensordict
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -396,20 +382,54 @@ class TrajectoryBatch:
         return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
 
 
-def _fits(row: TrainingRow, prompt_width: int | None, response_width: int | None) -> bool:
-    return (prompt_width is None or len(row.prompt_ids) <= prompt_width) and (
-        response_width is None or len(row.response_ids) <= response_width
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    return dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
+
+
+def _check_widths(prompt_width: int | None, response_width: int | None) -> None:
+    for name, width in (("prompt_width", prompt_width), ("response_width", response_width)):
+        if width is not None and width < 0:
+            raise BatchError(f"{name} must be 0 or more, or None for the longest row, got {width}")
+
+
+def _fitting(
+    streams: Sequence[Cut], prompt_width: int | None, response_width: int | None, overflow: Overflow
+) -> tuple[list[Cut], list[Cut]]:
+    """Return the streams that go into a batch, cut to its widths where that is asked for, and those that are cut."""
+    prompts = [stream.stream.tokens.prompt_length for stream in streams]
+    if overflow == "error":
+        lengths = [(s.row_id, prompt, s.end - prompt) for s, prompt in zip(streams, prompts, strict=True)]
+        _check_fit(lengths, prompt_width, response_width)
+        return list(streams), []
+    chosen: list[Cut] = []
+    cut: list[Cut] = []
+    for stream, prompt in zip(streams, prompts, strict=True):
+        start = 0 if prompt_width is None else max(0, prompt - prompt_width)
+        end = stream.end if response_width is None else min(stream.end, prompt + response_width)
+        if (start, end) == (0, stream.end):
+            chosen.append(stream)
+        elif overflow == "truncate" and next(stream.stream.tokens.sampled()).start < end:
+            cut.append(stream._replace(start=start, end=end))
+            chosen.append(cut[-1])
+    return chosen, cut
+
+
+def _check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | None, response_width: int | None) -> None:
+    """Raise BatchError for rows that do not fit, of which prompts and responses have some lengths."""
+    widest = (
+        math.inf if prompt_width is None else prompt_width,
+        math.inf if response_width is None else response_width,
     )
-
-
-def _misfit_text(misfits: Sequence[TrainingRow], prompt_width: int | None, response_width: int | None) -> str:
-    row, further = misfits[0], len(misfits) - 1
+    misfits = [row for row in lengths if row[1] > widest[0] or row[2] > widest[1]]
+    if not misfits:
+        return
+    (row_id, prompt, response), further = misfits[0], len(misfits) - 1
     widths = {"prompt_width": prompt_width, "response_width": response_width}
     requested = " and ".join(f"{name} {width}" for name, width in widths.items() if width is not None)
     more = f" ({further} more row{'s' * (further > 1)} like it)" if further else ""
-    return (
-        f"row {row.row_id} has a prompt of {len(row.prompt_ids)} and a response of {len(row.response_ids)} tokens, "
-        f"which do not fit {requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
+    raise BatchError(
+        f"row {row_id} has a prompt of {prompt} and a response of {response} tokens, which do not fit "
+        f"{requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows: the streams with trained tokens, cut out of their trajectories as arrays.
+"""Rows: the streams with trained tokens, cut out of their trajectories as arrays, all rows end to end or one by one.
 
 Invariant: a row is one stream that has at least one trained token, and all its response arrays have one length. Every
 sampled token of a trained stream is in exactly one row, and nothing here decides anything about a token: ids, mask,
@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fsm_rollout.batch.columns import PER_TOKEN, Along
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import NoteKind, TokenStream, responses
+from fsm_rollout.trajectory.tokens import NoteKind, responses
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+Array = npt.NDArray[Any]
 
 
 class RowId(NamedTuple):
@@ -122,111 +125,208 @@ class TrainingRow:
     __hash__ = None  # type: ignore[assignment]  # arrays are mutable
 
 
-def rows(
-    trajectories: Iterable[Trajectory],
-    *,
-    state_names: Sequence[str] = (),
-    experts_shape: tuple[int, ...] | None = None,
-    prompt_width: int | None = None,
-    response_width: int | None = None,
-) -> list[TrainingRow]:
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Rows end to end: each array of :class:`TrainingRow` as one over all rows, in their order."""
+
+    prompt_lengths: npt.NDArray[np.int64]
+    """``[B]``"""
+    response_lengths: npt.NDArray[np.int64]
+    """``[B]``"""
+    arrays: Mapping[str, Array]
+    """The arrays, by their names in :class:`TrainingRow`."""
+    facts: Sequence[Mapping[str, Any]]
+    """What else each row has, by the names in :class:`TrainingRow`."""
+    state_names: tuple[str, ...]
+
+    def lengths(self, along: Along) -> npt.NDArray[np.int64]:
+        """Return how many tokens each row has along a ragged dimension, int64 ``[B]``."""
+        match along:
+            case Along.PROMPTS:
+                return self.prompt_lengths
+            case Along.RESPONSES:
+                return self.response_lengths
+            case _:
+                return self.prompt_lengths + self.response_lengths
+
+    def split(self) -> list[TrainingRow]:
+        """Return the rows one by one; their arrays are views."""
+        ends: dict[Along, Array] = {along: np.cumsum(self.lengths(along))[:-1] for along in Along}
+        names = {column.field: ends[column.along] for column in PER_TOKEN.values() if column.field}
+        arrays = {name: np.split(self.arrays[name], at) for name, at in names.items()} if self.facts else {}
+        made: list[TrainingRow] = []
+        for i, facts in enumerate(self.facts):
+            values: dict[str, Any] = {name: pieces[i] for name, pieces in arrays.items()}
+            made.append(TrainingRow(state_names=self.state_names, **values, **facts))
+        return made
+
+
+def joined(rows: Sequence[TrainingRow]) -> FlatRows:
+    """Return rows end to end; they number their states alike, and have routed experts of one shape."""
+    empty = {column.field: np.zeros(0, column.row_dtype) for column in PER_TOKEN.values() if column.field}
+    facts = [field.name for field in fields(TrainingRow) if field.name not in (*empty, "state_names")]
+    empty["routed_experts"] = np.zeros((0, *(rows[0].routed_experts.shape[1:] if rows else (0, 0))), np.int16)
+    return FlatRows(
+        np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
+        np.array([len(row.response_ids) for row in rows], dtype=np.int64),
+        {name: np.concatenate([none, *(getattr(row, name) for row in rows)]) for name, none in empty.items()},
+        [{name: getattr(row, name) for name in facts} for row in rows],
+        rows[0].state_names if rows else (),
+    )
+
+
+class Cut(NamedTuple):
+    """A stream with trained tokens, and which part of it its row holds."""
+
+    trajectory: Trajectory
+    number: int
+    """Index of the stream within the trajectory."""
+    stream: Stream
+    start: int
+    """How many tokens of the prompt the row leaves out."""
+    end: int
+    """The position behind the row's last token."""
+
+    @property
+    def row_id(self) -> RowId:
+        """Which row it is."""
+        return RowId(self.trajectory.trajectory_id, self.number)
+
+
+def trained_streams(trajectories: Iterable[Trajectory]) -> list[Cut]:
+    """Return the streams with trained tokens, whole, in the order in which they and their trajectories come."""
+    found: list[Cut] = []
+    for trajectory in trajectories:
+        for number, stream in enumerate(trajectory.streams):
+            if stream.tokens.trained_length:
+                found.append(Cut(trajectory, number, stream, 0, len(stream.tokens)))
+    return found
+
+
+def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ()) -> list[TrainingRow]:
     """Return the rows of ``trajectories``, in the order in which they and their streams come.
 
-    ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
-    leaves out follow in alphabetical order. ``experts_shape`` is that of a token's routed experts, where these
-    trajectories are some of a batch's. A sub-agent's trajectory is given as one of its own.
-
-    With widths, prompts are cut on the left and responses on the right; a stream with no trained token left is no row.
-    A turn that is cut short has its score on the last of its tokens that is left, and the trajectory's goes to the last
-    trained token that is left.
+    ``state_names`` as for :func:`flat_rows`. A sub-agent's trajectory is given as one of its own.
 
     Raises:
         BatchError: a score is not a finite float32.
     """
-    trained = [
-        (trajectory, number, stream)
-        for trajectory in trajectories
-        for number, stream in enumerate(trajectory.streams)
-        if stream.tokens.trained_length
-    ]
-    streams = [stream for _, _, stream in trained]
-    seen = {span.state for stream in streams for span in stream.tokens.spans[1:]}
-    names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
-    # 1. All response tokens of all rows, end to end; each row is a view of its part.
-    columns = responses([stream.tokens for stream in streams], {name: number for number, name in enumerate(names)})
-    temperatures = np.where(columns.sampled, _asked_temperatures(streams), np.float32(1.0))
-    all_scores = np.zeros(len(temperatures), dtype=np.float32)
-    experts_shape = experts_shape or _experts_shape(streams)
-    # 2. The rows.
-    made: list[TrainingRow] = []
-    start = 0
-    for (trajectory, number, stream), end in zip(trained, columns.ends.tolist(), strict=True):
-        part = slice(start, end if response_width is None else min(end, start + response_width))
-        start = end
-        scores = all_scores[part]
-        token_scores = _token_scores(trajectory, stream.tokens, len(scores))
-        if token_scores is None:
-            continue
-        for position, value in token_scores.items():
-            scores[position] = value
-        prompt_ids = stream.tokens.prompt_ids()
-        cut = 0 if prompt_width is None else max(0, len(prompt_ids) - prompt_width)
-        within = len(prompt_ids) + len(scores)
-        counts = np.zeros(within, dtype=np.int32)
-        experts = np.full((within, *experts_shape), -1, dtype=np.int16)
-        sampling_mask: list[int] = []
-        for note in (part for whole in stream.tokens.notes for part in whole.cut(0, within)):
-            if note.kind is NoteKind.SAMPLING_MASK:
-                counts[note.start : note.end] = note.counts
-                sampling_mask += note.values
-            else:
-                experts[note.start : note.end] = np.reshape(note.values, (-1, *experts_shape))
-        made.append(
-            TrainingRow(
-                prompt_ids=prompt_ids[cut:],
-                response_ids=columns.ids[part],
-                mask=columns.mask[part],
-                logprobs=columns.logprobs[part],
-                versions=columns.versions[part],
-                state_ids=columns.states[part],
-                turn_ids=columns.turns[part],
-                temperatures=temperatures[part],
-                scores=scores,
-                score=None if trajectory.score is None else float(np.float32(_finite(trajectory.score, trajectory))),
-                state_names=names,
-                group_id=trajectory.group_id,
-                sample=trajectory.sample,
-                trajectory_id=trajectory.trajectory_id,
-                stream=number,
-                context=stream.context,
-                agent=trajectory.agent,
-                stop_reason=trajectory.stop_reason,
-                failure=trajectory.failure,
-                num_turns=turns_of(stream),
-                sampling=[[turn, *sampling] for turn, _, *sampling in stream.sampled_with],
-                sampling_mask_counts=counts[len(prompt_ids) :],
-                routed_experts=experts[cut:],
-                sampling_mask=sampling_mask,
-                metrics=_metrics(trajectory),
-                turn_scores=[list(pair) for pair in trajectory.turn_scores],
-                tool_rewards=list(trajectory.tool_rewards),
-                reward_parts=dict(trajectory.reward_parts),
-                extra=json.loads(json.dumps(dict(trajectory.extra), default=repr)),
-            )
-        )
-    return made
+    return flat_rows(trained_streams(trajectories), state_names=state_names).split()
 
 
-def _experts_shape(streams: Sequence[Stream]) -> tuple[int, int]:
-    """Return how many layers and routed experts each token has, ``(0, 0)``: none said; BatchError if they differ."""
-    notes = (note for stream in streams for note in stream.tokens.notes if note.kind is NoteKind.ROUTED_EXPERTS)
-    shapes = {(note.layers, note.counts[0] // note.layers) for note in notes if note.counts}
+def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_names: Sequence[str] = ()) -> FlatRows:
+    """Return the rows of some streams end to end; each has a trained token in the part that its row holds.
+
+    ``among``: these streams and others, of which all states are numbered, and all routed experts have one shape.
+    ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
+    leaves out follow in alphabetical order. A turn that is cut short has its score on the last of its tokens that is
+    left, and the trajectory's goes to the last trained token that is left.
+
+    Raises:
+        BatchError: a score is not a finite float32, or routed experts have several shapes.
+    """
+    # 1. All response tokens of all streams, end to end.
+    streams = list(map(attrgetter("stream"), cuts))
+    seen: set[str] = set()
+    shapes: set[tuple[int, int]] = set()
+    for cut in among or cuts:
+        seen.update(map(attrgetter("state"), cut.stream.tokens.spans[1:]))
+        for note in cut.stream.tokens.notes:
+            if note.kind is NoteKind.ROUTED_EXPERTS and note.counts:
+                shapes.add((note.layers, note.counts[0] // note.layers))
     if len(shapes) > 1:
         raise BatchError(
             f"tokens have routed experts in {len(shapes)} shapes (layers, experts): {sorted(shapes)}; a batch holds "
             "what one model sampled"
         )
-    return shapes.pop() if shapes else (0, 0)
+    names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
+    columns = responses(list(map(attrgetter("tokens"), streams)), {name: number for number, name in enumerate(names)})
+    arrays: dict[str, Array] = {
+        "response_ids": columns.ids,
+        "mask": columns.mask,
+        "logprobs": columns.logprobs,
+        "versions": columns.versions,
+        "state_ids": columns.states,
+        "turn_ids": columns.turns,
+        "temperatures": np.where(columns.sampled, _asked_temperatures(streams), np.float32(1.0)),
+    }
+    # 2. Of them, the part that the rows hold.
+    whole = np.diff(columns.ends, prepend=0)
+    prompts = np.array([cut.stream.tokens.prompt_length for cut in cuts], dtype=np.int64)
+    kept = np.array([cut.end for cut in cuts], dtype=np.int64) - prompts
+    if (kept < whole).any():
+        places = np.arange(len(columns.ids)) - np.repeat(columns.ends - whole, whole)
+        held = places < np.repeat(kept, whole)
+        arrays = {name: array[held] for name, array in arrays.items()}
+    # 3. Scores and notes, row by row, and what is no array.
+    total = int(kept.sum())
+    arrays["scores"] = np.zeros(total, dtype=np.float32)
+    facts: list[dict[str, Any]] = []
+    prompt_ids: list[Array] = [np.zeros(0, np.int32)]
+    start = 0
+    for cut, length in zip(cuts, kept.tolist(), strict=True):
+        _put_scores(arrays["scores"][start : start + length], cut)
+        prompt_ids.append(cut.stream.tokens.prompt_ids()[cut.start :])
+        facts.append(_facts(cut))
+        start += length
+    arrays["prompt_ids"] = np.concatenate(prompt_ids)
+    lengths = prompts - np.array([cut.start for cut in cuts], dtype=np.int64)
+    arrays |= _noted(cuts, facts, lengths, kept, *shapes)
+    return FlatRows(lengths, kept, arrays, facts, names)
+
+
+def _facts(cut: Cut) -> dict[str, Any]:
+    """Return what a row has beside arrays, without the sampling mask."""
+    trajectory, stream = cut.trajectory, cut.stream
+    score = trajectory.score
+    return {
+        "score": None if score is None else float(np.float32(_finite(score, trajectory))),
+        "group_id": trajectory.group_id,
+        "sample": trajectory.sample,
+        "trajectory_id": trajectory.trajectory_id,
+        "stream": cut.number,
+        "context": stream.context,
+        "agent": trajectory.agent,
+        "stop_reason": trajectory.stop_reason,
+        "failure": trajectory.failure,
+        "num_turns": turns_of(stream),
+        "sampling": [[sampled.turn, *sampled[2:]] for sampled in stream.sampled_with],
+        "sampling_mask": [],
+        "metrics": _metrics(trajectory),
+        "turn_scores": list(map(list, trajectory.turn_scores)),
+        "tool_rewards": list(trajectory.tool_rewards),
+        "reward_parts": dict(trajectory.reward_parts),
+        "extra": json.loads(json.dumps(dict(trajectory.extra), default=repr)),
+    }
+
+
+def _noted(
+    cuts: Sequence[Cut],
+    facts: Sequence[dict[str, Any]],
+    prompt_lengths: npt.NDArray[np.int64],
+    response_lengths: npt.NDArray[np.int64],
+    shape: tuple[int, int] = (0, 0),
+) -> dict[str, Array]:
+    """Return the arrays of what engines said of tokens; the ids of sampling masks go to ``facts``.
+
+    ``shape``: how many layers and routed experts each token has.
+    """
+    counts = np.zeros(int(response_lengths.sum()), dtype=np.int32)
+    experts = np.full((int((prompt_lengths + response_lengths).sum()), *shape), -1, dtype=np.int16)
+    counts_from = np.cumsum(response_lengths) - response_lengths
+    experts_from = np.cumsum(prompt_lengths + response_lengths) - prompt_lengths - response_lengths
+    for row, cut in enumerate(cuts):
+        in_counts = int(counts_from[row]) - cut.stream.tokens.prompt_length
+        in_experts = int(experts_from[row]) - cut.start
+        for whole in cut.stream.tokens.notes:
+            if whole.kind is NoteKind.SAMPLING_MASK:
+                for note in whole.cut(0, cut.end):
+                    counts[in_counts + note.start : in_counts + note.end] = note.counts
+                    facts[row]["sampling_mask"] += note.values
+            else:
+                for note in whole.cut(cut.start, cut.end):
+                    experts[in_experts + note.start : in_experts + note.end] = np.reshape(note.values, (-1, *shape))
+    return {"sampling_mask_counts": counts, "routed_experts": experts}
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:
@@ -256,18 +356,13 @@ def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:
     return np.repeat(np.array(values, dtype=np.float32), lengths)
 
 
-def _token_scores(trajectory: Trajectory, tokens: TokenStream, length: int) -> dict[int, float] | None:
-    """Return the scores among the first ``length`` response tokens by position, added up in double precision.
-
-    ``None``: no trained token is among them.
-    """
-    last_of_turn = {
-        span.turn: min(span.end - tokens.prompt_length, length) - 1
-        for span in tokens.sampled()
-        if span.start - tokens.prompt_length < length
-    }
-    if not last_of_turn:
-        return None
+def _put_scores(scores: Array, cut: Cut) -> None:
+    """Put the scores of a row on its response tokens, added up in double precision."""
+    trajectory, tokens = cut.trajectory, cut.stream.tokens
+    last_of_turn: dict[int, int] = {}
+    for span in tokens.sampled():
+        if span.start < cut.end:
+            last_of_turn[span.turn] = min(span.end, cut.end) - tokens.prompt_length - 1
     last_trained = max(last_of_turn.values())
     sums: defaultdict[int, float] = defaultdict(float)
     for turn, value in trajectory.turn_scores:
@@ -275,8 +370,10 @@ def _token_scores(trajectory: Trajectory, tokens: TokenStream, length: int) -> d
             sums[last_of_turn[turn]] += _finite(value, trajectory)
     if trajectory.score is not None:
         sums[last_trained] += trajectory.score
-    scores = {position: _finite(value, trajectory) for position, value in sums.items()}
-    return scores | {last_trained: math.nan} if trajectory.score_is_missing else scores
+    for position, value in sums.items():
+        scores[position] = _finite(value, trajectory)
+    if trajectory.score_is_missing:
+        scores[last_trained] = math.nan
 
 
 def _finite(value: float, trajectory: Trajectory) -> float:

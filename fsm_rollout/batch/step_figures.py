@@ -7,7 +7,7 @@ is dropped, under ``discarded_…`` when its attempt was given up, else without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
@@ -25,30 +25,37 @@ def step_figures(groups: Iterable[Group]) -> dict[str, float]:
     ``discarded_sampled_tokens`` of attempts that were given up and began anew, ``repeated_samples`` of those that were
     because they had failed.
     """
-    groups = list(groups)
-    dropped = [group for group in groups if group.dropped]
-    figures = _of_groups([group for group in groups if not group.dropped], "") | _of_groups(dropped, "dropped_")
-    for reason in DropReason:
-        figures[f"dropped_{reason}"] = sum(group.drop_reason is reason for group in dropped)
-    failures = [trajectory.failure for group in groups for trajectory in group.trajectories]
-    figures |= {f"failed_{failure}": failures.count(failure) for failure in FailureClass}
-    discarded = [trajectory for group in groups for trajectory in group.discarded]
-    figures["discarded_samples"] = sum(trajectory.parent_id is None for trajectory in discarded)
-    figures["repeated_samples"] = sum(t.parent_id is None and t.failure is not None for t in discarded)
-    figures["discarded_sampled_tokens"] = sampled_tokens(discarded)
+    figures: dict[str, float] = {}
+    for prefix in ("", "dropped_"):
+        names = ("groups", "samples", "unscored", "score_mean", "sampled_tokens")
+        figures |= dict.fromkeys((f"{prefix}{name}" for name in names), 0)
+    figures |= dict.fromkeys((f"dropped_{reason}" for reason in DropReason), 0)
+    figures |= dict.fromkeys((f"failed_{failure}" for failure in FailureClass), 0)
+    figures |= dict.fromkeys(("discarded_samples", "repeated_samples", "discarded_sampled_tokens"), 0)
+    scores: dict[str, list[float]] = {"": [], "dropped_": []}
+    for group in groups:
+        prefix = ""
+        if group.drop_reason is not None:
+            prefix = "dropped_"
+            figures[f"dropped_{group.drop_reason}"] += 1
+        figures[f"{prefix}groups"] += 1
+        figures[f"{prefix}sampled_tokens"] += sampled_tokens([*group.trajectories, *group.children])
+        for trajectory in group.trajectories:
+            figures[f"{prefix}samples"] += 1
+            if trajectory.score is None:
+                figures[f"{prefix}unscored"] += 1
+            else:
+                scores[prefix].append(trajectory.score)
+            if trajectory.failure is not None:
+                figures[f"failed_{trajectory.failure}"] += 1
+        for attempt in group.discarded:
+            if attempt.parent_id is None:
+                figures["discarded_samples"] += 1
+                figures["repeated_samples"] += attempt.failure is not None
+        figures["discarded_sampled_tokens"] += sampled_tokens(group.discarded)
+    for prefix, values in scores.items():
+        figures[f"{prefix}score_mean"] = math.fsum(values) / len(values) if values else math.nan
     return figures
-
-
-def _of_groups(groups: Sequence[Group], prefix: str) -> dict[str, float]:
-    samples = [trajectory for group in groups for trajectory in group.trajectories]
-    scores = [trajectory.score for trajectory in samples if trajectory.score is not None]
-    return {
-        f"{prefix}groups": len(groups),
-        f"{prefix}samples": len(samples),
-        f"{prefix}unscored": len(samples) - len(scores),
-        f"{prefix}score_mean": math.fsum(scores) / len(scores) if scores else math.nan,
-        f"{prefix}sampled_tokens": sampled_tokens(trajectory for group in groups for trajectory in group.all),
-    }
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:

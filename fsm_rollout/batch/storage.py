@@ -11,35 +11,43 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.padding import RAGGED_OF
-from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
+from fsm_rollout.batch.padding import RAGGED
 from fsm_rollout.errors import BatchError
 
-_FIELDS = tuple(field.name for field in fields(TrainingRow))
-# The columns that are no tensors: all that a row holds after its arrays.
-NON_TENSOR_KEYS = _FIELDS[_FIELDS.index("group_id") :]
 _SCALARS = (str, int, float, bool, type(None))
 _FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
 
 
-def column(values: Sequence[object]) -> NonTensorStack | NonTensorData:
-    """Return a column of a batch that is no tensor: one value per row."""
-    if not values:
-        return NonTensorData([], batch_size=[0])  # an empty stack cannot be loaded
-    # Values that are no scalars are wrapped here: the stack would look at each of them for long.
-    return NonTensorStack(*[value if type(value) in _SCALARS else NonTensorData(data=value) for value in values])
+def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Add the columns that are no tensors: from each row's facts, those of their names."""
+    for key in NON_TENSOR_KEYS:
+        # Values that are no scalars are wrapped here: the stack would look at each of them for long.
+        values = []
+        for row in facts:
+            value = row[key]
+            values.append(value if type(value) in _SCALARS else NonTensorData(data=value))
+        # An empty stack cannot be loaded.
+        tensordict.set(key, NonTensorStack(*values) if values else NonTensorData([], batch_size=[0]))
+
+
+def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
+    """Return what :func:`put_columns` was given."""
+    columns = {key: tensordict.get(key).tolist() for key in NON_TENSOR_KEYS}
+    return [{key: values[row] for key, values in columns.items()} for row in range(tensordict.batch_size[0])]
 
 
 def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
-    return {key: torch.nested.nested_tensor_from_jagged(flat, offsets[RAGGED_OF[key]]) for key, flat in values.items()}
+    return {
+        key: torch.nested.nested_tensor_from_jagged(flat, offsets[PER_TOKEN[key].along]) for key, flat in values.items()
+    }
 
 
 def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, object]) -> None:
@@ -80,8 +88,7 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
     if facts["packed"]:
         tensors |= jagged(*({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets")))
     tensordict = TensorDict(tensors, batch_size=by_row.batch_size)
-    for key in NON_TENSOR_KEYS:  # TensorDict reads a column of equally long lists as more batch dimensions
-        tensordict.set(key, column(by_row.get(key).tolist()))
+    put_columns(tensordict, plain_columns(by_row))  # TensorDict reads equally long lists as more batch dimensions
     del facts["packed"]
     return tensordict, facts
 
@@ -100,8 +107,8 @@ def _unjagged(tensordict: TensorDict) -> TensorDict:
     """Return a packed batch in a form that TensorDict can map to disk: rows, flat values, and offsets."""
     return TensorDict(
         {
-            "rows": tensordict.exclude(*RAGGED_OF),
-            "values": TensorDict({key: tensordict.get(key).values() for key in RAGGED_OF if key in tensordict}),
-            "offsets": TensorDict({key: tensordict.get(key).offsets() for key in set(RAGGED_OF.values())}),
+            "rows": tensordict.exclude(*PER_TOKEN),
+            "values": TensorDict({key: tensordict.get(key).values() for key in PER_TOKEN if key in tensordict}),
+            "offsets": TensorDict({key: tensordict.get(key).offsets() for key in RAGGED}),
         }
     )

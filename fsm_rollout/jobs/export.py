@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fsm_rollout.batch.padding import RESPONSE_COLUMNS
+from fsm_rollout.batch.columns import PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.files import written_whole
@@ -32,11 +32,7 @@ Format = Literal["jsonl", "parquet"]
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 # What the arrays of a row are called in a batch, and here.
-TENSORS: Mapping[str, str] = {
-    "prompt_ids": "prompts",
-    "response_ids": "responses",
-    **{column.of: key for key, column in RESPONSE_COLUMNS.items()},
-}
+TENSORS: Mapping[str, str] = {column.field: key for key, column in PER_TOKEN.items() if column.field}
 AT_ONCE = 256  # rows that are written at a time
 
 
@@ -144,8 +140,7 @@ def _write_table(found: Iterator[TrainingRow], path: Path) -> None:
 
 def _schema(pa: Any) -> pa.Schema:
     """Return the table's columns: tensors as lists of their own type, other numbers and texts as such, data as JSON."""
-    arrays: dict[str, type[np.generic]] = {"prompts": np.int32, "responses": np.int32}
-    arrays |= {key: column.row_type for key, column in RESPONSE_COLUMNS.items()}
+    arrays = {key: column.row_dtype for key, column in PER_TOKEN.items() if column.field and key != "routed_experts"}
     scalars = {"int": pa.int64(), "str": pa.string(), "str | None": pa.string(), "float | None": pa.float64()}
     columns = []
     for field in fields(TrainingRow):

@@ -7,6 +7,7 @@ import json
 import math
 import resource
 from array import array
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from msgspec.structs import replace
 from tensordict import TensorDict
 
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.batch.padding import RAGGED_OF
+from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow, rows
-from fsm_rollout.batch.storage import NON_TENSOR_KEYS
 from fsm_rollout.concurrency import garbage_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import (
@@ -589,7 +589,12 @@ def test_a_batch_much_wider_than_its_rows_takes_memory_for_what_is_not_zero_alon
     before = resident()
     batch = TrajectoryBatch.from_rows(made, pad_id=0, response_width=16_384)
     taken = resident() - before
-    tensors = {key: batch.tensordict.get(key) for key in RAGGED_OF if key != "routed_experts"}
+    tensors = {key: batch.tensordict.get(key) for key in PER_TOKEN if key != "routed_experts"}
     not_zero = {"position_ids", "weight_versions", "state_ids", "turn_ids", "temperatures"}
     filled = sum(tensors[key].nbytes for key in not_zero)
     assert taken < filled + 8 * 2**20, f"{taken:,} bytes for {filled:,}"
+
+
+def test_each_field_of_a_row_is_in_one_column() -> None:
+    held = [column.field for column in COLUMNS.values() if column.field]
+    assert sorted(held) == sorted(field.name for field in fields(TrainingRow) if field.name != "state_names")

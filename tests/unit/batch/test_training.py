@@ -17,9 +17,8 @@ from msgspec.structs import replace
 import fsm_rollout as fr
 from fsm_rollout.batch.advantages import EPSILON
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.batch.padding import RAGGED_OF
+from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
 from fsm_rollout.batch.rows import RowId
-from fsm_rollout.batch.storage import NON_TENSOR_KEYS
 from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import events_of, plans
 from fsm_rollout.trajectory.events import AnyEvent, Scored
@@ -79,7 +78,7 @@ def test_a_selection_holds_its_rows_in_their_own_widths(
     assert torch.equal(chosen.advantages(), advantages[numbers]) or chosen.advantages().isnan().any()
     assert chosen.tensordict["group_index"].tolist() == [batch.tensordict["group_index"][i].item() for i in numbers]
     assert not rows or set(wanted.tensordict.keys()) <= set(chosen.tensordict.keys())
-    for key in RAGGED_OF.keys() & wanted.tensordict.keys():
+    for key in PER_TOKEN.keys() & wanted.tensordict.keys():
         got, other = chosen.tensordict[key], wanted.tensordict[key]
         assert got.dtype == other.dtype
         assert packed or torch.equal(got.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)), key

@@ -1,0 +1,85 @@
+"""The columns of a batch: one table, from which packing, padding, storage, exports and the documentation follow.
+
+Invariant: a key of a batch's TensorDict is in this table, and each field of a row
+(:class:`~fsm_rollout.batch.rows.TrainingRow`, its ``state_names`` apart) is in exactly one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from fsm_rollout.trajectory.tokens import NO_VERSION
+
+
+class Along(StrEnum):
+    """What a column has one value for each of; the first three are keys, whose lengths are those of the others."""
+
+    PROMPTS = "prompts"
+    """The tokens of the prompts, padded left."""
+    RESPONSES = "responses"
+    """The tokens of the responses, padded right."""
+    INPUT_IDS = "input_ids"
+    """All tokens: prompts and responses side by side."""
+    ROWS = "rows"
+    """The rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One key of a batch, and which field of a row it holds."""
+
+    key: str
+    along: Along
+    dtype: type[np.generic] | None
+    """The tensor's type; ``None``: no tensor, but plain data."""
+    field: str = ""
+    """Empty: no field of its own; it follows from others."""
+    row_dtype: type[np.signedinteger[Any] | np.floating[Any]] = np.int32
+    """The type of a row's array."""
+    fill: float | None = 0
+    """What stands where there is no token; ``None``: the batch's ``pad_id``."""
+
+
+COLUMNS: Mapping[str, Column] = {
+    column.key: column
+    for column in (
+        Column("prompts", Along.PROMPTS, np.int64, "prompt_ids", np.int32, fill=None),
+        Column("responses", Along.RESPONSES, np.int64, "response_ids", np.int32, fill=None),
+        Column("input_ids", Along.INPUT_IDS, np.int64, fill=None),
+        Column("attention_mask", Along.INPUT_IDS, np.int64),
+        Column("position_ids", Along.INPUT_IDS, np.int64),
+        Column("response_mask", Along.RESPONSES, np.int64, "mask", np.int8),
+        Column("rollout_log_probs", Along.RESPONSES, np.float32, "logprobs", np.float32),
+        Column("token_level_scores", Along.RESPONSES, np.float32, "scores", np.float32),
+        Column("weight_versions", Along.RESPONSES, np.int32, "versions", np.int32, fill=NO_VERSION),
+        Column("state_ids", Along.RESPONSES, np.int32, "state_ids", np.int32, fill=-1),
+        Column("turn_ids", Along.RESPONSES, np.int32, "turn_ids", np.int32, fill=-1),
+        Column("temperatures", Along.RESPONSES, np.float32, "temperatures", np.float32, fill=1),
+        Column("sampling_mask_counts", Along.RESPONSES, np.int32, "sampling_mask_counts", np.int32),
+        # The only one with further dimensions; it is left out where they are empty.
+        Column("routed_experts", Along.INPUT_IDS, np.int16, "routed_experts", np.int16, fill=-1),
+        Column("trajectory_scores", Along.ROWS, np.float32, "score"),
+        Column("group_index", Along.ROWS, np.int64),
+        Column("sample", Along.ROWS, np.int64, "sample"),
+        *(
+            Column(name, Along.ROWS, None, name)
+            for name in (
+                "group_id", "trajectory_id", "stream", "context", "agent", "stop_reason", "failure", "num_turns",
+                "sampling", "sampling_mask", "metrics", "turn_scores", "tool_rewards", "reward_parts", "extra",
+            )
+        ),
+    )
+}  # fmt: skip
+PER_TOKEN: Mapping[str, Column] = {key: column for key, column in COLUMNS.items() if column.along != Along.ROWS}
+"""The columns with a value for each token: tensors that are padded, or jagged."""
+PER_RESPONSE_TOKEN: Mapping[str, Column] = {
+    key: column for key, column in PER_TOKEN.items() if column.along == Along.RESPONSES and key != column.along
+}
+"""Those with a value for each token of a response, the ids apart."""
+NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None)
+"""The columns that are no tensors: one value per row."""
