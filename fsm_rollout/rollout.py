@@ -28,6 +28,7 @@ from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine, Weights
+from fsm_rollout.engines.specs import ENGINES
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
@@ -572,7 +573,7 @@ def _sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sampl
 
 
 def _describe(engine: Engine, spec: Engine | Mapping[str, Any]) -> dict[str, object]:
-    if not isinstance(spec, Mapping) or ":" in spec["kind"]:
+    if not isinstance(spec, Mapping) or spec["kind"] not in ENGINES.built_in:
         spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
     description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
     return description | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}

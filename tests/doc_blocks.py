@@ -34,11 +34,11 @@ from typing import Any
 import yaml
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import _folders
 from fsm_rollout.agent.loader import read_agent
 from fsm_rollout.agent.new_agent import new_agent
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.jobs.run_config import RunConfig, load_run
+from fsm_rollout.names.objects import _folders
 from tests.kit import ROOT
 from tests.programs import program as in_a_process
 

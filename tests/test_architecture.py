@@ -23,9 +23,8 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in pa
 ORDER = (
     ("errors", "files", "concurrency", "names"),
     ("trajectory",),
-    ("agent.graph", "agent.limits", "agent.handlers"),
-    ("tools",),
     ("agent",),
+    ("tools",),
     ("chat", "environment", "model"),
     ("engines.protocol",),
     (
@@ -58,7 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),
-    "transitions": ("agent.machine",),
+    "transitions": ("agent.graph", "agent.machine"),
     "typer": ("cli",),
     "wandb": ("jobs.tracking",),
     "mlflow": ("jobs.tracking",),

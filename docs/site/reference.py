@@ -109,11 +109,12 @@ def engine_kinds() -> str:
 def handlers() -> str:
     """Return the built-in handlers."""
     from fsm_rollout.agent.graph import BUILT_IN_STATES
-    from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, handler_spec, load_handler
+    from fsm_rollout.agent.handlers import handler_spec, load_handler
+    from fsm_rollout.agent.words import HANDLERS
 
     states = {handler: state for state, handler in BUILT_IN_STATES.items()}
     rows = []
-    for name in BUILT_IN_HANDLERS:
+    for name in HANDLERS.built_in:
         spec = handler_spec(name)
         doc = first_paragraph(load_handler(name)).removeprefix(f"{states.get(name, '')}: ")
         spends = f"`{spec.spends}`" if spec.spends else "–"
@@ -128,13 +129,14 @@ def handlers() -> str:
 
 def triggers() -> str:
     """Return the triggers with who raises them."""
-    from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS, handler_spec
+    from fsm_rollout.agent.handlers import handler_spec
+    from fsm_rollout.agent.words import HANDLERS
     from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 
     said = attribute_docs(Trigger)
     rows = []
     for trigger in Trigger:
-        raisers = [f"`{name}`" for name in BUILT_IN_HANDLERS if trigger in handler_spec(name).triggers]
+        raisers = [f"`{name}`" for name in HANDLERS.built_in if trigger in handler_spec(name).triggers]
         meaning = said[trigger.name].removeprefix("The scheduler: ")
         implicit = "ends the trajectory" if trigger in IMPLICIT_TRIGGERS else "is a mistake that `check` reports"
         rows.append([f"`{trigger}`", meaning, ", ".join(raisers) or "the scheduler", implicit])

@@ -8,13 +8,16 @@ by content, so a graph can be sent anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from transitions import Machine
 
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS, named_by_one_word
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.settings import (
     AtLeastOne,
     FreeForm,
@@ -35,22 +38,10 @@ TERMINATED = "TERMINATED"
 BUILT_IN_STATES = {PENDING: "prompt", GENERATING: "generate", PROCESSING_TOOLS: "call_tools", INTERACTING: "interact"}
 """The state names that know their handler."""
 
-INTERACTIONS = {"openenv": "fsm_rollout.environment.openenv:OpenEnv"}
-"""The interactions that a YAML names by one word, with their arguments beside it."""
-
 MAIN = "main"
 """The context that exists without being named."""
 POLICY = "policy"
 """The engine that is being trained; every other name is an untrained engine of the run."""
-
-
-def named_by_one_word(value: object, names: Mapping[str, str], model: type[StrictModel]) -> object:
-    """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("use"), str) or value["use"] not in names:
-        return value
-    options = {key: value[key] for key in value if key not in model.model_fields}
-    kept = {key: value[key] for key in value if key not in options}
-    return kept | {"use": names[value["use"]], "kwargs": {**value.get("kwargs", {}), **options}}
 
 
 class Context(StrictModel):
@@ -230,7 +221,10 @@ class State(StrictModel):
         """Take nothing for no keys, and a custom handler's keys where a YAML writes them: beside the others."""
         if value is None:
             return {}
-        if not isinstance(value, dict) or ":" not in str(value.get("handler", "")):
+        if not isinstance(value, dict) or not isinstance(handler := value.get("handler"), str):
+            return value
+        value = {**value, "handler": (handler := HANDLERS.expanded(handler))}
+        if ":" not in handler:
             return value
         options = {key: value[key] for key in value if key not in cls.model_fields}
         kept = {key: item for key, item in value.items() if key not in options}
@@ -260,6 +254,20 @@ class Predicate(StrictModel):
 
     name: str = Field(description="a predicate that ships, or `module:function`")
     argument: Any = Field(None, description="what it takes, if anything")
+
+    def __str__(self) -> str:
+        """Return it in words, as pictures show it: ``text_contains "yes"``."""
+        match self.argument:
+            case None:
+                return self.name
+            case str() as name if self.name in ("limit", "tool_called"):  # these name something, others quote a text
+                return f"{self.name} {name}"
+            case str() as text:
+                return f'{self.name} "{text}"'
+            case dict() as counts:
+                return f"{self.name} {', '.join(f'{key}: {item}' for key, item in counts.items())}"
+            case value:
+                return f"{self.name} {json.dumps(value, ensure_ascii=False, default=str)}"
 
 
 def _spelled_out(value: object) -> object:
@@ -376,6 +384,45 @@ class AgentGraph(StrictModel):
         on_error = self.states[state].on_error
         if trigger == Trigger.FAILED and on_error is not None:
             yield None, TransitionSpec(trigger=Trigger.FAILED, source=(state,), dest=on_error)
+
+    def table(self) -> Iterator[tuple[str, str, int | None, TransitionSpec | None]]:
+        """Yield all transitions of the agent's machine as (state, trigger, place in the list, transition).
+
+        Of one state and trigger they come in the order in which they are tried. The last is implicit (its transition
+        is ``None``) where the trigger needs none: it ends the trajectory in ``TERMINATED``.
+        """
+        triggers = dict.fromkeys([*(row.trigger for row in self.transitions), *IMPLICIT_TRIGGERS])
+        for state in self.working_states:
+            for trigger in triggers:
+                if trigger != Trigger.CANCELLED:  # the one trigger that no transition may take
+                    for place, row in self.rows_of(state, trigger):
+                        yield state, trigger, place, row
+                if trigger in IMPLICIT_TRIGGERS:
+                    yield state, trigger, None, None
+
+    def machine(self, machine_class: Callable[..., Machine] = Machine, model: object = None) -> Machine:
+        """Return the agent's machine as one of the library ``transitions``: to draw, to export, to drive by hand.
+
+        It has the states and transitions, implicit ones included, of the machine that decides in a run. Conditions
+        are names, as pictures spell them (``has_tool_calls``, ``text_contains "yes"``); when the library comes to one,
+        the model must have an attribute or method of that name that holds or not (``setattr`` takes any name). That
+        a limit is routed once is not in it.
+
+        Args:
+            machine_class: a machine class of the library (``transitions.extensions`` has more), or a function that
+                makes one, such as ``partial(GraphMachine, graph_engine="graphviz")``. Classes for nested states read
+                a name such as ``PROCESSING_TOOLS`` as two, unless their states have another ``separator`` than ``_``.
+            model: what gets the state and a method for every trigger; ``None``: nothing does.
+        """
+        states = [{"name": name, "final": self.is_final(name)} for name in dict.fromkeys([*self.states, TERMINATED])]
+        machine = machine_class(
+            model=model, states=states, initial=self.initial, auto_transitions=False, name=self.agent
+        )
+        for state, trigger, _, row in self.table():
+            tests, dest = ((), TERMINATED) if row is None else (row.tests, row.dest)
+            conditions, unless = ([str(test) for test, holds in tests if holds is asked] for asked in (True, False))
+            machine.add_transition(trigger, state, dest, conditions=[*conditions], unless=[*unless])
+        return machine
 
 
 def _tool(name: str, given: object) -> Tool:

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS
@@ -30,16 +31,6 @@ class HandlerSpec:
     spends: str | None = None
     keys: tuple[str, ...] = ()
 
-
-# The handlers that a YAML names by one word; any other is `module:Class`.
-BUILT_IN_HANDLERS = {
-    "prompt": "fsm_rollout.states.built_in:OpenPrompt",
-    "generate": "fsm_rollout.states.built_in:Generate",
-    "call_tools": "fsm_rollout.states.built_in:CallTools",
-    "interact": "fsm_rollout.states.built_in:Interact",
-    "write": "fsm_rollout.states.built_in:Write",
-    "external": "fsm_rollout.states.external.handler:External",
-}
 
 # The names that a state's `prompt` template may use, with what they are.
 TEMPLATE_FACTS = {
@@ -61,9 +52,7 @@ TEMPLATE_FACTS = {
 
 def load_handler(handler: str) -> type:
     """Return the class of a built-in handler, or of ``module:Class``; ConfigError if there is no such class."""
-    if ":" not in handler and handler not in BUILT_IN_HANDLERS:
-        raise ConfigError(f"handler '{handler}' is not defined{did_you_mean(handler, BUILT_IN_HANDLERS)}")
-    found = load_object(BUILT_IN_HANDLERS.get(handler, handler))
+    found = HANDLERS.find(handler)
     if not isinstance(found, type):
         raise ConfigError(f"handler '{handler}' is a {type(found).__name__}; name a class, derived from State")
     return found

@@ -8,11 +8,12 @@ Invariant: it is made from the pydantic models, adjusted to what users type (see
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
-from fsm_rollout.agent.graph import INTERACTIONS, STATE_KEYS, AgentGraph
-from fsm_rollout.agent.predicates import PREDICATES
+from fsm_rollout.agent.graph import STATE_KEYS, AgentGraph
+from fsm_rollout.agent.predicates import PREDICATE_NAMES, PREDICATES
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS
+from fsm_rollout.names.registry import Registry
 
 Schema = dict[str, Any]
 
@@ -46,7 +47,9 @@ def agent_schema() -> Schema:
     # 2. Entries may be empty, and a custom handler has keys of its own.
     state = definitions["State"]
     del state["properties"]["options"], state["additionalProperties"]
-    state["if"] = {"properties": {"handler": {"type": "string", "pattern": ":|^external$"}}, "required": ["handler"]}
+    others = HANDLERS.built_in.keys() - {"external"}
+    own = "|".join([":", *(f"^{word}$" for word in HANDLERS.words() if word not in others)])
+    state["if"] = {"properties": {"handler": {"type": "string", "pattern": own}}, "required": ["handler"]}
     state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
     allow_one_word(definitions["Interaction"], INTERACTIONS)
     state["type"] = definitions["Context"]["type"] = ["object", "null"]
@@ -58,14 +61,18 @@ def agent_schema() -> Schema:
     }
 
 
-def allow_one_word(definition: Schema, names: Iterable[str]) -> None:
-    """Let ``use`` be one of ``names``, which have keys of their own beside it."""
-    keys, use = sorted(definition["properties"]), definition["properties"]["use"]
-    words = {"type": "string", "enum": sorted(names)}
-    definition["properties"]["use"] = {
-        "description": use.pop("description"),
-        "anyOf": [words, *use.get("anyOf", [use])],
-    }
+def allow_words(properties: Schema, key: str, registry: Registry) -> Schema:
+    """Let a key of ``properties`` be a word of a registry, those of installed packages included; return the words."""
+    words: Schema = {"type": "string", "enum": registry.words()}
+    schema = properties[key]
+    outer = {name: schema.pop(name) for name in ("description", "title", "default") if name in schema}
+    properties[key] = {**outer, "anyOf": [words, *schema.get("anyOf", [schema])]}
+    return words
+
+
+def allow_one_word(definition: Schema, registry: Registry) -> None:
+    """Let ``use`` be one of a registry's words, which have keys of their own beside it."""
+    keys, words = sorted(definition["properties"]), allow_words(definition["properties"], "use", registry)
     del definition["additionalProperties"]
     definition["if"] = {"properties": {"use": words}}
     definition["else"] = {"propertyNames": {"enum": keys}}
@@ -73,13 +80,15 @@ def allow_one_word(definition: Schema, names: Iterable[str]) -> None:
 
 def _conditions() -> Schema:
     specs = PREDICATES.values()
+    brought = [word for word in PREDICATE_NAMES.words() if word not in PREDICATES]
     forms: list[Schema] = [
+        *({"const": word} for word in brought),
         *({"const": spec.name, "description": spec.doc} for spec in specs if not spec.argument),
         _OWN_FUNCTION,
         {
             "type": "object",
             "properties": {s.name: {"description": f"{s.doc}; takes {s.argument}"} for s in specs if s.argument},
-            "patternProperties": {_OWN_FUNCTION["pattern"]: {}},
+            "patternProperties": {key: {} for key in (_OWN_FUNCTION["pattern"], *(f"^{word}$" for word in brought))},
             "additionalProperties": False,
             "minProperties": 1,
             "maxProperties": 1,

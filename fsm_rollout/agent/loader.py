@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
 from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.verify import findings, verify
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
@@ -254,7 +255,10 @@ class _NormalForm:
     def _options(self, entry: ConfigData, at: ConfigPath) -> None:
         """Move the keys that a custom handler's class declares to ``options``, and check them."""
         handler = entry.get("handler")
-        if not isinstance(handler, str) or (":" not in handler and handler != "external"):
+        if not isinstance(handler, str):
+            return
+        entry["handler"] = handler = HANDLERS.expanded(handler)
+        if ":" not in handler and handler != "external":
             return
         options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
         if options:

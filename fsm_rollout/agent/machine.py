@@ -1,32 +1,33 @@
-"""The state machine: one shared ``transitions.Machine`` per agent, compiled from its graph.
+"""The state machine: one ``transitions.Machine`` per agent, built from its graph and shared by its trajectories.
 
-Invariant: only a transition decides the next state. Each transition of the YAML becomes one of the library's, in order.
-After them, every working state has implicit ones: they end the trajectory when the scheduler raises a trigger that no
-transition of the YAML takes.
+Invariant: only a transition decides the next state, and the library alone decides which: ``Event.trigger`` tries those
+of the present state in order, ``Transition.execute`` asks for their conditions, and the first that holds changes the
+state. Ours are the conditions, and what a change of state is: an event
+(:class:`~fsm_rollout.trajectory.events.Transitioned`) that the trajectory takes in.
 
-A trajectory is never registered with the machine (that would cost O(n) each). It is an argument of
-:meth:`AgentMachine.fire`, which emits one :class:`~fsm_rollout.trajectory.events.Transitioned` event.
+After the transitions of the YAML, every working state has implicit ones: they end the trajectory when the scheduler
+raises a trigger that no transition of the YAML takes. A trajectory is never registered with the machine (that would
+cost O(n) each and give it methods of its own): it is the model of one trigger at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import transitions
 
-from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate, TransitionSpec
+from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
-from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
-Holds = Callable[[Trajectory, Outcome], bool]
 Charge = Callable[[Trajectory], dict[str, int]]  # what entering a state costs the trajectory that enters
 
 
@@ -34,26 +35,25 @@ class PredicateFailed(RolloutError):
     """A user's predicate raised while transitions were being tried."""
 
 
-class _Transition(transitions.Transition):
-    """One transition for one source state. Changing the state means emitting the event that says so."""
+class AgentTransition(transitions.Transition):
+    """One transition for one source state. To change the state is to emit the event that says so.
+
+    ``index`` is its place in the YAML's ``transitions``; ``None`` for ``on_error`` and implicit ones. ``final``: it
+    leads to a final state.
+    """
 
     dest: str
-    charge: Charge
-    tests: Sequence[tuple[Holds, bool]] = ()  # its compiled conditions, each with the result that it must have
-    stop_reason: str | None = None
-    index: int | None = None  # its place in the YAML's `transitions`; `None` for `on_error` and implicit ones
-    final: bool  # whether it leads to a final state
-    by_user: bool = False  # whether the user wrote it, `on_error` included
 
-    def takes(self, trajectory: Trajectory, outcome: Outcome) -> bool:
-        for holds, target in self.tests:  # noqa: SIM110  # a generator costs more than most predicates
-            if holds(trajectory, outcome) is not target:
-                return False
-        return True
+    def __init__(
+        self, *args: Any, charge: Charge, index: int | None, final: bool, stop_reason: str | None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.charge, self.index, self.final, self.stop_reason = charge, index, final, stop_reason
 
-    def event(self, trajectory: Trajectory, outcome: Outcome, at: float) -> Transitioned:
-        """Return the event that says that it fired."""
-        return Transitioned(
+    def _change_state(self, event_data: transitions.EventData) -> None:
+        """Emit the event, which the trajectory folds; the machine's states have no callbacks to look for."""
+        trajectory, outcome, at, emit, _ = event_data.args
+        fired = Transitioned(
             at=at,
             trigger=outcome.trigger,
             source=self.source,
@@ -66,63 +66,48 @@ class _Transition(transitions.Transition):
             # A limit or timeout that the user's own transition takes is no failure.
             failure=outcome.failure if self.index is None or outcome.trigger == Trigger.FAILED else None,
         )
+        emit(fired)
 
 
-class _Machine(transitions.Machine):
-    transition_cls = _Transition
+class AgentMachine(transitions.Machine):
+    """The machine of one agent, shared by all its trajectories."""
 
-
-class AgentMachine:
-    """The compiled transition table of one agent, shared by all its trajectories."""
+    transition_cls = AgentTransition
 
     def __init__(self, graph: AgentGraph) -> None:
-        self.graph = graph
-        self._machine = _Machine(
+        super().__init__(
             model=None,
-            states=list(dict.fromkeys([*graph.states, TERMINATED])),
+            states=[*graph.states, TERMINATED],
             initial=graph.initial,
             auto_transitions=False,
-            send_event=True,
+            ignore_invalid_triggers=True,  # what no transition takes is a failure of the trajectory, not of the program
         )
+        self.graph = graph
         # The limit that each working state's handler is charged for on entry.
         self.spends: Mapping[str, str | None] = {
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
         }
-        # The transitions of the library's machine by state and trigger, in the order in which they are tried.
-        self._table: dict[tuple[str, str], list[_Transition]] = {}
+        # The limits that may be routed: those that the agent sets, or that hold without being set.
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
-        triggers = dict.fromkeys([*(row.trigger for row in graph.transitions), *IMPLICIT_TRIGGERS])
-        for state in graph.working_states:
-            for trigger in triggers:
-                if trigger != Trigger.CANCELLED:  # the one trigger that no transition may take
-                    for index, written in graph.rows_of(state, trigger):
-                        self._add(trigger, state, written.dest, written, index)
-                if trigger in IMPLICIT_TRIGGERS:  # taken when nothing that the user wrote holds
-                    self._add(trigger, state, TERMINATED)
+        for state, trigger, index, row in graph.table():
+            dest = TERMINATED if row is None else row.dest
+            final = graph.is_final(dest)
+            self.add_transition(
+                trigger,
+                state,
+                dest,
+                conditions=[] if row is None else [self._may_try, *map(self._condition, row.conditions)],
+                unless=[] if row is None else [*map(self._condition, row.unless)],
+                charge=_nothing if final else self.charge_of(dest),
+                index=index,
+                final=final,
+                stop_reason=None if row is None else row.stop_reason,
+            )
 
-    def _add(
-        self, trigger: str, state: str, dest: str, written: TransitionSpec | None = None, index: int | None = None
-    ) -> None:
-        """Add a transition: one ``written`` in the YAML, or an implicit one."""
-        self._machine.add_transition(
-            trigger,
-            state,
-            dest,
-            conditions=[*map(self._condition, written.conditions)] if written is not None else [],
-            unless=[*map(self._condition, written.unless)] if written is not None else [],
-        )
-        transition = self._machine.events[trigger].transitions[state][-1]
-        assert isinstance(transition, _Transition)
-        self._table.setdefault((state, trigger), []).append(transition)
-        transition.tests = [(cast(Holds, test.func), test.target) for test in transition.conditions]
-        transition.stop_reason, transition.index = written.stop_reason if written is not None else None, index
-        transition.final, transition.by_user = self.graph.is_final(dest), written is not None
-        transition.charge = _nothing if transition.final else self.charge_of(dest)
-
-    def _condition(self, predicate: Predicate) -> Holds:
+    def _condition(self, predicate: Predicate) -> Callable[..., bool]:
         holds = compile_predicate(predicate, self.graph)
 
-        def condition(trajectory: Trajectory, outcome: Outcome) -> bool:
+        def condition(trajectory: Trajectory, outcome: Outcome, *_: object) -> bool:
             try:
                 return bool(holds(trajectory, outcome))
             except KeyboardInterrupt:
@@ -132,14 +117,15 @@ class AgentMachine:
 
         return condition
 
-    def _routable(self, trajectory: Trajectory, limit: str | None) -> bool:
-        """Return whether the user's transitions may take a reached limit: once, and only if the agent sets it.
+    def _may_try(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, routed: bool) -> bool:
+        """Whether the user's transitions may be tried: a reached limit is routed once, and only if the agent sets it.
 
         The proof counts these steps and no others.
         """
-        return limit is None or (
-            limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed_limits
-        )
+        limit = outcome.limit
+        if limit is None or not routed:
+            return routed
+        return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed_limits
 
     def charge_of(self, state: str) -> Charge:
         """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
@@ -169,12 +155,10 @@ class AgentMachine:
             self._fire(trajectory, failed, at, emit, routed=False)
 
     def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
-        routed = routed and self._routable(trajectory, outcome.limit)
-        for transition in self._table.get((trajectory.state, outcome.trigger), ()):
-            if (routed or not transition.by_user) and transition.takes(trajectory, outcome):
-                emit(transition.event(trajectory, outcome, at))
-                return True
-        return False
+        """Have the library fire a transition; ``False``: none takes the trigger in the present state."""
+        event = self.events.get(outcome.trigger)
+        # The trajectory is there twice: as what has a state, and as the first argument of conditions.
+        return event is not None and event.trigger(trajectory, trajectory, outcome, at, emit, routed)
 
 
 def _nothing(trajectory: Trajectory) -> dict[str, int]:

@@ -17,6 +17,7 @@ from fsm_rollout.agent.graph import AgentGraph, Predicate
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.names.objects import load_object
+from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.events import ToolCall
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -42,6 +43,7 @@ class PredicateSpec:
 
 
 PREDICATES: dict[str, PredicateSpec] = {}  # the built-in predicates, by name
+PREDICATE_NAMES = Registry("predicate", "fsm_rollout.predicates", PREDICATES, "module:function")
 
 
 def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callable[[Build], Build]:
@@ -56,10 +58,8 @@ def _predicate(doc: str, argument: str = "", *, counter: bool = False) -> Callab
 def compile_predicate(predicate: Predicate, graph: AgentGraph) -> Condition:
     """Return the predicate as a function, or raise ConfigError; ``graph`` tells what its argument may name."""
     name, argument = predicate.name, predicate.argument
-    if ":" in name:
-        return _own_function(name, argument)
     if name not in PREDICATES:
-        raise ConfigError(f"predicate '{name}' is not defined{did_you_mean(name, PREDICATES)}")
+        return _own_function(PREDICATE_NAMES.path(name), argument)
     spec = PREDICATES[name]
     condition = spec.build(argument, graph) if spec.argument or argument is None else None
     if condition is None:

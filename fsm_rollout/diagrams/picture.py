@@ -9,13 +9,12 @@ A graph that does not pass verification can be drawn too: a picture helps to see
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, Predicate, TransitionSpec
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, TransitionSpec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
@@ -162,21 +161,7 @@ def _label(graph: AgentGraph, row: TransitionSpec, order: int | None) -> Label:
 
 def conditions_of(row: TransitionSpec) -> tuple[str, ...]:
     """Return what must all hold for a transition to fire, in words."""
-    return tuple(_condition(predicate) if answer else f"not {_condition(predicate)}" for predicate, answer in row.tests)
-
-
-def _condition(predicate: Predicate) -> str:
-    match predicate.argument:
-        case None:
-            return predicate.name
-        case str() as name if predicate.name in ("limit", "tool_called"):  # these name something, others quote a text
-            return f"{predicate.name} {name}"
-        case str() as text:
-            return f'{predicate.name} "{text}"'
-        case dict() as counts:
-            return f"{predicate.name} {', '.join(f'{key}: {item}' for key, item in counts.items())}"
-        case value:
-            return f"{predicate.name} {json.dumps(value, ensure_ascii=False, default=str)}"
+    return tuple(str(predicate) if answer else f"not {predicate}" for predicate, answer in row.tests)
 
 
 def shown(text: str, width: int) -> str:

@@ -28,11 +28,12 @@ from pydantic import (
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
-from fsm_rollout.engines.router import LeastLoadedRouter, Router, StickyRouter
+from fsm_rollout.engines.router import Router
 from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.errors import ConfigError, EngineError, Problem, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.names.objects import load_object
+from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import ImportPath, StrictModel
 
@@ -313,8 +314,20 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "sglang_http": SGLangHTTPSpec,
     "openai": OpenAISpec,
 }
-# What people call kinds that have another name here.
-OTHER_NAMES = {"vllm": "openai", "hf": "transformers", "huggingface": "transformers", "mock": "scripted"}
+ENGINES = Registry(
+    "engine kind",
+    "fsm_rollout.engines",
+    {kind: spec.engine_class for kind, spec in KINDS.items()},
+    elsewhere={"vllm": "openai", "hf": "transformers", "huggingface": "transformers", "mock": "scripted"},
+)
+ROUTERS = Registry(
+    "router",
+    "fsm_rollout.routers",
+    {
+        "sticky": "fsm_rollout.engines.router:StickyRouter",
+        "least_loaded": "fsm_rollout.engines.router:LeastLoadedRouter",
+    },
+)
 
 
 def spec_class(kind: str) -> type[EngineSpec]:
@@ -328,10 +341,7 @@ def spec_class(kind: str) -> type[EngineSpec]:
     """
     if kind in KINDS:
         return KINDS[kind]
-    if ":" not in kind:
-        hint = f"; use '{OTHER_NAMES[kind]}', with its keys" if kind in OTHER_NAMES else did_you_mean(kind, KINDS)
-        raise ConfigError(f"engine kind '{kind}' does not exist{hint}; or give 'module:Class'")
-    engine_class = load_object(kind)
+    engine_class = load_object(path := ENGINES.path(kind))
     if not callable(engine_class):
         raise ConfigError(f"engine kind '{kind}' is a {type(engine_class).__name__}; name a class, or a function")
     options = getattr(engine_class, "Options", None)
@@ -340,7 +350,7 @@ def spec_class(kind: str) -> type[EngineSpec]:
     spec_model: type[EngineSpec] = make(
         "OwnSpec", __base__=(options if declared else _signature_model(engine_class), OwnSpec)
     )
-    spec_model.engine_class = kind
+    spec_model.engine_class = path
     return spec_model
 
 
@@ -399,12 +409,7 @@ def without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
 
 def build_router(router: str) -> Router:
     """Return the router of that name, or an object of ``module:Class``; ConfigError if there is none, or it is none."""
-    built_in: dict[str, Callable[[], Router]] = {"sticky": StickyRouter, "least_loaded": LeastLoadedRouter}
-    if router in built_in:
-        return built_in[router]()
-    if ":" not in router:
-        raise ConfigError(f"router '{router}' does not exist{did_you_mean(router, built_in)}; or give 'module:Class'")
-    router_class = load_object(router)
+    router_class = ROUTERS.find(router)
     try:
         instance = router_class()  # type: ignore[operator]  # whatever is not callable says so itself
     except Exception as error:

@@ -21,7 +21,7 @@ from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, Problem, close_match, describe
-from fsm_rollout.names.objects import load_object
+from fsm_rollout.names.registry import Registry
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Part
@@ -31,11 +31,21 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
+HOME = "fsm_rollout.rewards"
 Function = Callable[..., object]
 OneReward: TypeAlias = str | Function | tuple[str | Function, float] | Mapping[str, object]
 RewardLike: TypeAlias = str | Function | Mapping[str, object] | Sequence[OneReward]
 """A reward: ``module:function`` or a function; or several, each also as ``(function, weight)`` or
 ``{"use": function, "weight": weight}``."""
+REWARDS = Registry(
+    "reward",
+    "fsm_rollout.rewards",
+    {name: f"{HOME}:{name}" for name in ("exact_answer", "first_answer", "fraction_answered", "sum_of_turns")},
+    "module:function",
+)
+GROUP_FILTERS = Registry(
+    "group filter", "fsm_rollout.group_filters", {"scores_differ": f"{HOME}:scores_differ"}, "module:function"
+)
 F = TypeVar("F", bound=Function)
 READS = "reads"
 """The attribute in which :func:`reads` puts its fields."""
@@ -61,9 +71,10 @@ class _Judge:
 
     kind: str
     takes: str
+    names: Registry
 
     def __init__(self, function: Function | str, *, timeout: float | None = 600.0) -> None:
-        loaded = load_object(function) if isinstance(function, str) else function
+        loaded = self.names.find(function) if isinstance(function, str) else function
         if not callable(loaded):
             raise ConfigError(f"{self.kind} {loaded!r} is no function; it is called with {self.takes}")
         self.name: str = getattr(loaded, "__name__", type(loaded).__name__)
@@ -94,6 +105,7 @@ class RewardFunction(_Judge):
 
     kind = "reward"
     takes = "a trajectory or a group"
+    names = REWARDS
 
     @functools.cached_property
     def of_group(self) -> bool:
@@ -286,6 +298,7 @@ class GroupFilter(_Judge):
 
     kind = "group filter"
     takes = "a group"
+    names = GROUP_FILTERS
     last_scores: Sequence[float | None] = ()
     """The scores of the latest group that was turned down."""
     _dropped = 0  # groups dropped in a row

@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fsm_rollout.engines.specs import ENGINES, ROUTERS
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.run_config import RunConfig, load_run, recorded_run
+from fsm_rollout.jobs.tracking import TRACKERS
 from fsm_rollout.trajectory.journal import JOURNAL
 
 logger = logging.getLogger(__name__)
@@ -97,15 +99,15 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"agent.{name}" if name else "agent", str(path)
     for number, reward in enumerate(config.reward):
         yield ("reward" if len(config.reward) == 1 else f"reward.{number}.use"), reward.use
-    if config.track is not None and ":" in config.track.use:
+    if config.track is not None and config.track.use not in TRACKERS.built_in:
         yield "track", config.track.use
     if config.group_filter is not None:
         yield "group_filter", config.group_filter
     specs = {"engine": config.engine} | {f"engines.{name}": spec for name, spec in config.engines.items()}
     for at, spec in specs.items():
-        for key in ("kind", "router"):
-            if ":" in str(spec.get(key, "")):
-                yield f"{at}.{key}", str(spec[key])
+        for key, words in (("kind", ENGINES), ("router", ROUTERS)):
+            if spec.get(key) is not None and (code := str(spec[key])) not in words.built_in:
+                yield f"{at}.{key}", code
 
 
 def _says(name: str | None) -> str:

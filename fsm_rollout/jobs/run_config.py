@@ -26,18 +26,26 @@ from pydantic import (
     model_validator,
 )
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, named_by_one_word
+from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.words import named_by_one_word
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
+from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.names.objects import look_in
+from fsm_rollout.names.registry import Registry
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
 # What gives prompts and is named by one word, with its arguments beside it.
-PROMPT_SOURCES = {"verifiers": "fsm_rollout.environment.verifiers:prompts"}
+PROMPT_SOURCES = Registry(
+    "prompt source",
+    "fsm_rollout.prompts",
+    {"verifiers": "fsm_rollout.environment.verifiers:prompts"},
+    "module:function",
+)
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
 API_KEY = "api_key"  # of an engine's mapping, what nobody else may read
 SERVED = "served"  # the journal's word for conversations, which are no run's
@@ -63,14 +71,14 @@ class PromptSource(StrictModel):
 class WeightedReward(StrictModel):
     """One of the rewards whose weighted sum is the score."""
 
-    use: ImportPath = Field(description="the reward, as `module:function`")
+    use: Annotated[ImportPath, BeforeValidator(REWARDS.as_setting)] = Field(
+        description="the reward: one that ships, or `module:function`"
+    )
     weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="its score counts so many times")
 
 
 def _listed(value: object) -> object:
     """Return one reward, or several, as mappings."""
-    if isinstance(value, str) and ":" not in value:
-        raise ValueError("give 'module:name', or a list of them")
     items = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return tuple({"use": item} if isinstance(item, str) else item for item in items)
 
@@ -130,11 +138,11 @@ class RunConfig(StrictModel):
     validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
     reward: Rewards = Field(
         (),
-        description="`module:function` that scores a trajectory or a group (fsm_rollout.rewards:exact_answer); or a "
-        "list of them, whose weighted sum is the score: `{use: module:function, weight: 0.5}`",
+        description="what scores a trajectory or a group: one that ships (exact_answer), or `module:function`; or a "
+        "list of them, whose weighted sum is the score: `{use: exact_answer, weight: 0.5}`",
     )
-    group_filter: ImportPath | None = Field(
-        None, description="says of a scored group whether it is in the batch: fsm_rollout.rewards:scores_differ"
+    group_filter: Annotated[ImportPath | None, BeforeValidator(GROUP_FILTERS.as_setting)] = Field(
+        None, description="says of a scored group whether it is in the batch: scores_differ, or `module:function`"
     )
     target_groups: AtLeastOne | None = Field(
         None, description="the run ends with so many groups; unfinished trajectories are suspended and can be resumed"

@@ -6,8 +6,9 @@ accepts every run that loads and whose engines have the keys of their kinds.
 
 from __future__ import annotations
 
-from fsm_rollout.agent.json_schema import Schema, allow_interpolations, allow_one_word, plain_words
-from fsm_rollout.engines.specs import KINDS
+from fsm_rollout.agent.json_schema import Schema, allow_interpolations, allow_one_word, allow_words, plain_words
+from fsm_rollout.engines.specs import ENGINES, KINDS
+from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.jobs.run_config import PROMPT_SOURCES, RunConfig
 from fsm_rollout.trajectory.enums import FailureClass
 
@@ -28,8 +29,10 @@ def run_schema() -> Schema:
     turns = definitions["ScriptedSpec"]["properties"]["turns"]
     turns["anyOf"] = [_TURNS, {"type": "object", "additionalProperties": _TURNS}, _NULL]
     definitions["RunConfig"] = run
-    function = definitions["WeightedReward"]["properties"]["use"]
-    forms = [{key: function[key] for key in ("type", "pattern")}, {"$ref": _REF.format(model="WeightedReward")}]
+    allow_words(definitions["WeightedReward"]["properties"], "use", REWARDS)
+    allow_words(run["properties"], "group_filter", GROUP_FILTERS)
+    reward = definitions["WeightedReward"]["properties"]["use"]
+    forms = [*reward["anyOf"], {"$ref": _REF.format(model="WeightedReward")}]
     texts = {key: run["properties"]["reward"][key] for key in ("description", "title")}
     run["properties"]["reward"] = {**texts, "anyOf": [*forms, {"type": "array", "items": {"anyOf": forms}}, _NULL]}
     classes = definitions["Failures"]["properties"]
@@ -65,7 +68,8 @@ def run_schema() -> Schema:
 def _engine() -> Schema:
     words = {kind: spec_model.model_fields["kind"].description for kind, spec_model in KINDS.items()}
     kinds: list[Schema] = [{"const": kind, "description": description} for kind, description in words.items()]
-    own_kind = {"type": "string", "pattern": ":", "description": "`module:Class`: an engine of your own"}
+    own = "|".join([":", *(f"^{kind}$" for kind in ENGINES.words() if kind not in KINDS)])
+    own_kind = {"type": "string", "pattern": own, "description": "`module:Class`: an engine of your own"}
     interpolated = {"type": "string", "pattern": r"\$\{"}
     return {
         "type": "object",

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
 
-from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.summary import Summary, summarize
-from fsm_rollout.names.objects import load_object
+from fsm_rollout.names.registry import Registry
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float]
 
+TRACKERS = Registry(
+    "tracker",
+    "fsm_rollout.trackers",
+    {name.lower(): f"{__name__}:{name}" for name in ("Wandb", "MLflow", "TensorBoard")},
+)
 MOST_STEPS = 1_000  # steps of one run: of more groups, several make one step
 
 
@@ -127,26 +132,18 @@ class TensorBoard:
         self._writer.close()
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {"wandb": Wandb, "mlflow": MLflow, "tensorboard": TensorBoard}
-
-
 def check_tracker(track: Track) -> None:
     """Raise ConfigError unless there is such a tracker, a class, and its package; it is not started."""
-    if ":" in track.use:
-        if not callable(load_object(track.use)):
-            raise ConfigError(f"track: '{track.use}' is no class")
-    elif track.use not in TRACKERS:
-        raise ConfigError(
-            f"track: '{track.use}' is no tracker{did_you_mean(track.use, TRACKERS)} or give 'module:Class'"
-        )
-    elif find_spec(track.use) is None:
+    if not callable(TRACKERS.find(track.use)):
+        raise ConfigError(f"track: '{track.use}' is no class")
+    if track.use in TRACKERS.built_in and find_spec(track.use) is None:
         raise ConfigError(f"track: {track.use} is not installed: pip install 'fsm-rollout[{track.use}]'")
 
 
 def build_tracker(track: Track, name: str, folder: Path, config: Mapping[str, object]) -> Tracker:
     """Start the tracker of a run; ConfigError if :func:`check_tracker` finds none, or it cannot start."""
     check_tracker(track)
-    make: Any = load_object(track.use) if ":" in track.use else TRACKERS[track.use]
+    make: Any = TRACKERS.find(track.use)
     try:
         tracker: Tracker = make(name, folder, config, **(track.model_extra or {}))
     except Exception as error:  # it is other people's code, which may want a login, a server, other keys

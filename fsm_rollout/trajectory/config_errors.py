@@ -70,7 +70,8 @@ def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | No
             return above, f"{where}'{key}' is missing"
         case "value_error":
             what, wrong = str(context["error"]), item["input"]
-            if "got" not in what and isinstance(wrong, str | int | float):  # a check of a user's own class
+            shown = "got" in what or got in what  # a check of a user's own class may not say it
+            if not shown and isinstance(wrong, str | int | float):
                 what += f", got {got}"
             return path, ": ".join(part for part in (words, what) if part)
         case "literal_error":

@@ -101,7 +101,7 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
         ("agent.limits.tool_calls=many", "override 'agent.limits.tool_calls=many': limits.tool_calls"),
         ("engine.kind=vllm", "override 'engine.kind=vllm': engine 'policy': engine kind 'vllm' does not exist; use"),
         ("engine.tokenizer=no/such", "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there"),
-        ("track=wandbb", "override 'track=wandbb': track: 'wandbb' is no tracker; did you mean 'wandb'?"),
+        ("track=wandbb", "override 'track=wandbb': track: tracker 'wandbb' does not exist; did you mean 'wandb'?"),
         ("nonsense", "nonsense"),
         ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
         ("states.GENERATING.timeout=3", "is the agent's; write agent.states.GENERATING.timeout=3"),

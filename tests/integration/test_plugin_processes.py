@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.laws.plugin_agents import GOOD, GRADED, RAISES
+from tests.laws.plugin_agents import GOOD, GRADED, RAISES, grader
 from tests.laws.test_plugin import FEW, agent, assert_told_once
 
 pytestmark = pytest.mark.process
@@ -28,5 +28,7 @@ def test_a_ci_log_tells_the_story_once_across_processes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
-    agent(pytester, GRADED, grader=RAISES)
-    assert_told_once(pytester.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW, "-n", "1"))
+    agent(pytester, GRADED, grader=grader(*RAISES))
+    assert_told_once(
+        pytester.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW, "-n", "1").stdout.str()
+    )

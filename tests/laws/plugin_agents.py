@@ -65,40 +65,7 @@ def grader(*lines: str) -> str:
     return _HANDLER.format(body="\n".join(f"        {line}" for line in lines))
 
 
-RIGHT = grader('return Outcome("right" if "4" in trajectory.text else "wrong")')
-RAISES = grader('said = trajectory.text.split("answer is ")[1]', 'return Outcome("right" if "4" in said else "wrong")')
-UNDECLARED = grader('return Outcome("right" if "4" in trajectory.text else "unsure")')
-BLOCKS = grader("while True:", "    pass")
-NAPS = grader("try:", "    time.sleep(0.001)", "except Exception:", "    pass", 'return Outcome("right")')
-WAITS = grader("lock = threading.Lock()", "with lock:", "    lock.acquire(timeout=1)", 'return Outcome("right")')
-WRITES_NUMBERS = grader('ctx.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")')
-NEVER = grader("await asyncio.Event().wait()")
-SWALLOWS = grader(
-    "while True:", "    try:", "        await asyncio.sleep(1)", "    except asyncio.CancelledError:", "        pass"
-)
-SPINS = grader("while True:", "    await asyncio.sleep(0)")
-HIDDEN_STATE = _HANDLER.format(
-    body='        self.seen = getattr(self, "seen", 0) + 1\n'
-    '        return Outcome("right" if self.seen % 2 else "wrong")'
-)
-SWALLOWS_ONCE = grader(
-    "try:", "    await asyncio.sleep(20)", "except asyncio.CancelledError:", "    pass", 'return Outcome("right")'
-)
-TIMES_OUT = grader('raise TimeoutError("the search server")')
-EXITS = grader("raise SystemExit(3)")
-CANCELS_ITSELF = grader("raise asyncio.CancelledError")
-SPEAKS_AGAIN = grader('await ctx.generate("main")', 'return Outcome("right")')
-REMEMBERS = "SEEN = set()\n" + grader(
-    "told = trajectory.seed in SEEN", "SEEN.add(trajectory.seed)", 'return Outcome("right" if told else "wrong")'
-)
-ASKS = grader(
-    'said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])',
-    'return Outcome("right" if "yes" in said else "wrong")',
-)
-BOTH = grader(
-    "left, right = await asyncio.gather(ctx.generate('left'), ctx.generate('right'))",
-    'return Outcome("right" if "4" in trajectory.text else "wrong")',
-)
+RAISES = ('said = trajectory.text.split("answer is ")[1]', 'return Outcome("right" if "4" in said else "wrong")')
 TOOLS = """\
 def lookup(word: str) -> str:
     \"\"\"Look a word up.

@@ -6,7 +6,8 @@ import asyncio
 import random
 import threading
 import time
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_a_sync_interaction_conforms() -> None:
 
 
 class Base:
-    """What the broken ones below have in common: two replies."""
+    """What the interactions below have in common: two replies."""
 
     async def reply(self, conversation: Conversation) -> Any:
         return Reply("Go on.") if conversation.replies < 2 else Reply(None, done=True)
@@ -80,83 +81,6 @@ class NeedsMore(Base):
         self.goal = goal
 
 
-class SaysText(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        return "Go on."
-
-
-class SaysNumbers(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        return Reply(5)  # type: ignore[arg-type]
-
-
-class Stumbles(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        return Reply(f"You said {conversation.text.split()[0]}", done=True)
-
-
-class NeverDone(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        return Reply("And then?")
-
-
-class NeverComes(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        await asyncio.Event().wait()
-
-
-class Edits(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        conversation.messages[-1]["content"] = "something else"
-        return await super().reply(conversation)
-
-
-class Marks(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        conversation.trajectory.spent["patience"] = 1
-        return await super().reply(conversation)
-
-
-class ReadsTheClock(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        now = asyncio.get_running_loop().time()
-        return Reply(f"It is {now:g} o'clock.", done=conversation.replies > 1)
-
-
-class AsksNonsense(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        await conversation.ask("judge", [{"role": "user", "content": 42}])
-        return await super().reply(conversation)
-
-
-class Moody(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        return Reply(random.choice(["Yes.", "No."]), done=conversation.replies > 1)
-
-
-class Crowded(Base):
-    present = 0
-
-    async def reply(self, conversation: Conversation) -> Any:
-        Crowded.present += 1
-        await asyncio.sleep(1.0)
-        greeting = f"We are {Crowded.present}."
-        await asyncio.sleep(1.0)
-        Crowded.present -= 1
-        return Reply(greeting, done=conversation.replies > 0)
-
-
-class Recognises(Base):
-    """Knows whom it has met, for all time."""
-
-    met: ClassVar[set[str]] = set()
-
-    async def reply(self, conversation: Conversation) -> Any:
-        known = conversation.text in self.met
-        self.met.add(conversation.text)
-        return Reply("You again." if known else "Hello.", done=conversation.replies > 0)
-
-
 class Remembers(Base):
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -164,26 +88,6 @@ class Remembers(Base):
     async def reply(self, conversation: Conversation) -> Any:
         self.told.append(conversation.text)
         return Reply(f"That is {len(self.told)}.", done=len(self.told) > 2)
-
-
-class Swallows(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        try:
-            return Reply(await conversation.ask("user", [], None), done=True)
-        except asyncio.CancelledError:
-            return Reply(None, done=True)
-
-
-class Sleeps(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        time.sleep(1)  # noqa: ASYNC251
-        return await super().reply(conversation)
-
-
-class LeavesATask(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        self.typing = asyncio.create_task(asyncio.sleep(1e6), name="typing")
-        return await super().reply(conversation)
 
 
 class CannotClose(Base):
@@ -200,61 +104,148 @@ class ClosesOnlyWhatBegan(Base):
         del self.opened
 
 
-@pytest.mark.parametrize(
-    ("interaction", "invariant", "message"),
-    [
-        (NeedsMore, 1, "missing a required argument: 'goal'"),
-        ("tests.law_tools:CALLS", 1, "not a class with a method `reply`"),
-        (SaysText, 2, "must return a Reply, got str"),
-        (SaysNumbers, 2, "raised|no text"),
-        (Stumbles, 2, "to '' .*raised IndexError"),
-        (NeverDone, 3, "not done after 64 replies"),
-        (NeverComes, 3, "did not come within 60 s"),
-        (Edits, 4, "changed the conversation's messages"),
-        (Marks, 4, "changed the conversation's trajectory"),
-        (Moody, 5, "take randomness from conversation.rng"),
-        (Crowded, 5, "and beside another"),
-        (Recognises, 5, r"Hello\..* and the second time with .*You again"),
-        (ReadsTheClock, 5, "It is 0 o'clock.* and the second time with .*It is 1024 o'clock"),
-        (AsksNonsense, 2, "raised ChatTemplateError: .*content must be a string, got int"),
-        (Remembers, 6, "built anew before reply 2"),
-        (Swallows, 7, "cancelled at its await number 1, swallowed it"),
-        (Sleeps, 8, r"blocks the event loop with time.sleep\(1\)"),
-        (LeavesATask, 8, "typing"),
-        (CannotClose, 9, "close raised ConnectionError"),
-        (ClosesOnlyWhatBegan, 9, "close raised AttributeError"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_broken_interaction_is_found(interaction: Any, invariant: int, message: str) -> None:
-    Crowded.present = 0
-    Recognises.met.clear()
+BROKEN: list[tuple[Any, int, str]] = [
+    (NeedsMore, 1, "missing a required argument: 'goal'"),
+    ("tests.law_tools:CALLS", 1, "not a class with a method `reply`"),
+    (Remembers, 6, "built anew before reply 2"),
+    (CannotClose, 9, "close raised ConnectionError"),
+    (ClosesOnlyWhatBegan, 9, "close raised AttributeError"),
+]
+
+
+def interaction(promise: int | None = None, message: str = "") -> Callable[[Any], type]:
+    """Make an interaction of how it replies, as the others do unless the function says something else.
+
+    With a promise, it is a case of one that breaks it.
+    """
+
+    def make(says: Any) -> type:
+        async def reply(self: Any, conversation: Conversation) -> Any:
+            said = await says(self, conversation)
+            return await Base.reply(self, conversation) if said is None else said
+
+        made = type(says.__name__, (Base,), {"reply": reply, "__module__": __name__})
+        if promise is not None:
+            BROKEN.append((made, promise, message))
+        return made
+
+    return make
+
+
+PRESENT: list[object] = []
+MET: set[str] = set()
+
+
+@interaction(2, "must return a Reply, got str")
+async def says_text(self, conversation):
+    return "Go on."
+
+
+@interaction(2, "raised|no text")
+async def says_numbers(self, conversation):
+    return Reply(5)
+
+
+@interaction(2, "to '' .*raised IndexError")
+async def stumbles(self, conversation):
+    return Reply(f"You said {conversation.text.split()[0]}", done=True)
+
+
+@interaction(2, "raised ChatTemplateError: .*content must be a string, got int")
+async def asks_nonsense(self, conversation):
+    await conversation.ask("judge", [{"role": "user", "content": 42}])
+
+
+@interaction(3, "not done after 64 replies")
+async def never_done(self, conversation):
+    return Reply("And then?")
+
+
+@interaction(3, "did not come within 60 s")
+async def never_comes(self, conversation):
+    await asyncio.Event().wait()
+
+
+@interaction(4, "changed the conversation's messages")
+async def edits(self, conversation):
+    conversation.messages[-1]["content"] = "something else"
+
+
+@interaction(4, "changed the conversation's trajectory")
+async def marks(self, conversation):
+    conversation.trajectory.spent["patience"] = 1
+
+
+@interaction(5, "take randomness from conversation.rng")
+async def moody(self, conversation):
+    return Reply(random.choice(["Yes.", "No."]), done=conversation.replies > 1)
+
+
+@interaction(5, "It is 0 o'clock.* and the second time with .*It is 1024 o'clock")
+async def reads_the_clock(self, conversation):
+    return Reply(f"It is {asyncio.get_running_loop().time():g} o'clock.", done=conversation.replies > 1)
+
+
+@interaction(5, "and beside another")
+async def crowded(self, conversation):
+    PRESENT.append(self)
+    await asyncio.sleep(1.0)
+    greeting = f"We are {len(PRESENT)}."
+    await asyncio.sleep(1.0)
+    PRESENT.remove(self)
+    return Reply(greeting, done=conversation.replies > 0)
+
+
+@interaction(5, r"Hello\..* and the second time with .*You again")
+async def recognises(self, conversation):
+    """Know whom it has met, for all time."""
+    known = conversation.text in MET
+    MET.add(conversation.text)
+    return Reply("You again." if known else "Hello.", done=conversation.replies > 0)
+
+
+@interaction(7, "cancelled at its await number 1, swallowed it")
+async def swallows(self, conversation):
+    try:
+        return Reply(await conversation.ask("user", [], None), done=True)
+    except asyncio.CancelledError:
+        return Reply(None, done=True)
+
+
+@interaction(8, r"blocks the event loop with time.sleep\(1\)")
+async def sleeps(self, conversation):
+    time.sleep(1)  # noqa: ASYNC251
+
+
+@interaction(8, "typing")
+async def leaves_a_task(self, conversation):
+    self.typing = asyncio.create_task(asyncio.sleep(1e6), name="typing")
+
+
+@interaction(8, r"at .*_interaction\.py:\d+, in waits_for_itself; await")
+async def waits_for_itself(self, conversation):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize(("broken", "promise", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_interaction_is_found(
+    broken: Any, promise: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PRESENT.clear()
+    MET.clear()
+    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
     with pytest.raises(ConformanceError, match=message) as found:
-        check_interaction(interaction, examples=20)
-    assert found.value.invariant == invariant
+        check_interaction(broken, examples=20)
+    assert found.value.invariant == promise
 
 
-class TakesItsTime(Base):
-    """Good: longer than a cancelled reply may take, but nobody cancels it."""
-
-    async def reply(self, conversation: Conversation) -> Any:
-        await asyncio.sleep(20.0)
-        return await super().reply(conversation)
+@interaction()
+async def takes_its_time(self, conversation):
+    """Take longer than a cancelled reply may, but nobody cancels it."""
+    await asyncio.sleep(20.0)
 
 
 def test_a_slow_interaction_conforms() -> None:
-    assert "cancellation" in check_interaction(TakesItsTime, examples=8).promises
-
-
-class WaitsForItself(Base):
-    async def reply(self, conversation: Conversation) -> Any:
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
-
-
-def test_one_that_hangs_the_loop_is_ended_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(ConformanceError, match=r"at .*_interaction\.py:\d+, in (\w+\.)?reply; await") as found:
-        check_interaction(WaitsForItself, examples=5)
-    assert found.value.invariant == 8
+    assert "cancellation" in check_interaction(takes_its_time, examples=8).promises

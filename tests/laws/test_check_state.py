@@ -8,14 +8,15 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.handlers import BUILT_IN_HANDLERS
 from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -29,7 +30,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 # Programs of others keep no promise of a handler's; what `external` itself promises is in test_foreign_agents.
-@pytest.mark.parametrize("handler", sorted(set(BUILT_IN_HANDLERS) - {"external"}))
+@pytest.mark.parametrize("handler", sorted(HANDLERS.built_in.keys() - {"external"}))
 def test_the_built_in_handlers_conform(handler: str) -> None:
     state = {"prompt": "Once more."} if handler == "write" else {}
     checked = check_state(handler, state=state, examples=8)
@@ -54,65 +55,12 @@ def test_a_critic_of_its_own_context_conforms() -> None:
 
 
 class Base(State):
-    """What the broken ones below have in common: one trigger."""
+    """What the handlers below have in common: one trigger."""
 
     triggers = ("done",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("done")
-
-
-class Several(Base):
-    """Generates twice, calls, asks, writes and scores: all that a visit offers, in one good handler."""
-
-    spends = "assistant_turns"
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        generated = await ctx.generate("main")
-        for attempt in generated.attempts:  # those of the trajectory may be later ones, in a visit that is resumed
-            await ctx.call_tool(attempt)
-        ctx.write([{"role": "user", "content": f"Think {ctx.rng.randint(0, 9)}."}], context="main")
-        await ctx.generate("main", Sampling(max_tokens=8))
-        ctx.score_turn(0.5)
-        verdict = await ctx.ask("policy", [{"role": "user", "content": "Is it good?"}])
-        ctx.write([{"role": "user", "content": verdict or "Nothing."}], context="main")
-        return Outcome("done")
-
-
-def test_a_good_handler_that_does_everything_conforms() -> None:
-    check_state(Several, examples=8)
-
-
-class Asks(Base):
-    """Asks a model that no context of the agent has."""
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        verdict = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])
-        ctx.write([{"role": "user", "content": f"They said {len(verdict)} letters."}], context="main")
-        return Outcome("done")
-
-
-def test_a_handler_may_ask_any_engine() -> None:
-    check_state(Asks, examples=8)
-
-
-class RunsACommand(Base):
-    """Good: the process runs beside the loop."""
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
-        try:
-            output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        ctx.write([{"role": "user", "content": output.decode()}], context="main")
-        return Outcome("done")
-
-
-def test_a_handler_that_runs_a_command_conforms() -> None:
-    check_state(RunsACommand, examples=5)
 
 
 class NoTriggers(Base):
@@ -127,240 +75,12 @@ class Presumptuous(Base):
     triggers = ("timed_out",)
 
 
-class Options(BaseModel):
+class Depth(BaseModel):
     depth: int
 
 
 class WantsOptions(Base):
-    Options = Options
-
-
-class Undeclared(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        return Outcome("finished" if trajectory.text == "ACCEPT" else "done")
-
-
-class ReturnsText(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        return "done"  # type: ignore[return-value]
-
-
-class Raises(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        first = trajectory.text[0]  # an empty turn has none
-        ctx.write([{"role": "user", "content": f"You began with {first}."}], context="main")
-        return Outcome("done")
-
-
-class Counts(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        self.count = getattr(self, "count", 0) + 1
-        return Outcome("done")
-
-
-class CountsOnItsClass(Base):
-    seen: ClassVar[Counter[str]] = Counter()
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        self.seen[trajectory.trajectory_id] += 1
-        return Outcome("done")
-
-
-SHARED: list[str] = []
-
-
-class SharesAList(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        SHARED.append(trajectory.trajectory_id)
-        try:
-            await asyncio.sleep(1.0)
-            ctx.write([{"role": "user", "content": f"{len(SHARED)} are here."}], context="main")
-            await asyncio.sleep(1.0)
-        finally:
-            SHARED.remove(trajectory.trajectory_id)
-        return Outcome("done")
-
-
-class NeverReturns(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        await asyncio.Event().wait()
-        return Outcome("done")
-
-
-class Swallows(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        await asyncio.sleep(0)
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(1.0)
-        return Outcome("done")
-
-
-class Deaf(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        for _ in range(20):
-            try:
-                await asyncio.sleep(1.0)
-            except asyncio.CancelledError:
-                continue
-        return Outcome("done")
-
-
-class Turns(Base):
-    """Cancellation becomes an error of its own."""
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        try:
-            await asyncio.sleep(1.0)
-        except BaseException as error:
-            raise RuntimeError("the sandbox is gone") from error
-        return Outcome("done")
-
-
-class FailsToTidyUp(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        await ctx.opened("main")
-        await ctx.ask("policy", [{"role": "user", "content": "Well?"}])
-        return Outcome("done")
-
-    def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
-        raise KeyError("nothing was open")
-
-
-class Sleeps(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        time.sleep(30)  # noqa: ASYNC251
-        return Outcome("done")
-
-
-class Computes(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        began = time.thread_time()
-        while time.thread_time() - began < 0.4:
-            pass
-        return Outcome("done")
-
-
-def test_a_handler_that_computes_for_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "BUSY_SECONDS", 0.3)
-    with pytest.raises(ConformanceError, match=r"Computes.run kept the event loop busy for 0\.\d s") as found:
-        check_state(Computes, examples=5)
-    assert found.value.invariant == 6
-
-
-left_behind: list[Any] = []
-
-
-class LeavesATask(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        left_behind.append(asyncio.create_task(asyncio.sleep(5.0), name="prefetch"))
-        return Outcome("done")
-
-
-class WritesItDirectly(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        trajectory.spent["searches"] = 1
-        return Outcome("done")
-
-
-class WritesIntoThePrompt(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        trajectory.extra["note"] = "x"  # type: ignore[index]
-        return Outcome("done")
-
-
-class RewritesAMessage(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        trajectory.stream("main").messages[-1]["content"] = "something else"
-        return Outcome("done")
-
-
-class GoesWhereItLikes(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        trajectory.state = "GENERATING"
-        return Outcome("done")
-
-
-class EndsIt(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.emit(Ended(at=ctx.clock(), stop_reason="enough"))
-        return Outcome("done")
-
-
-class IgnoresLimits(Base):
-    spends = "assistant_turns"
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        try:
-            await ctx.generate("main")
-        except LimitReached:
-            ctx.write([{"role": "user", "content": "Never mind."}], context="main")
-        return Outcome("done")
-
-
-class Dices(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "user", "content": f"Take {random.random()}."}], context="main")
-        return Outcome("done")
-
-
-class DicesItsWay(Base):
-    triggers = ("left", "right")
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        return Outcome(random.choice(self.triggers))
-
-
-class SameTwiceInAnyOrder(Base):
-    """All visits together come to the same, in another order each time."""
-
-    triggers = ("left", "right")
-    flips = 0
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        number = trajectory.visits["CHECKED"]
-        if number == 1:
-            FLIPS.append(len(FLIPS) % 2)
-        return Outcome(self.triggers[(FLIPS[-1] + number) % 2])
-
-
-FLIPS: list[int] = []
-REMEMBERED: set[str] = set()
-
-
-class Memoises(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        known = trajectory.text in REMEMBERED
-        REMEMBERED.add(trajectory.text)
-        ctx.write([{"role": "user", "content": "Known." if known else "New."}], context="main")
-        return Outcome("done")
-
-
-class WaitsForItself(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
-        return Outcome("done")
-
-
-class ComputesForEver(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        while True:
-            pass
-
-
-@pytest.mark.parametrize(
-    ("handler", "message"),
-    [(WaitsForItself, r"in 'lock\.acquire\(\)', at"), (ComputesForEver, r"for more than 0\.5 s, at")],
-    ids=["waits", "computes"],
-)
-def test_a_handler_that_hangs_the_loop_is_ended_and_its_line_named(
-    handler: type[State], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(ConformanceError, match=rf"{message} .*test_check_state\.py:\d+, in (\w+\.)?run") as found:
-        check_state(handler, examples=5)
-    assert found.value.invariant == 6
+    Options = Depth
 
 
 class Yields(Base):
@@ -370,122 +90,339 @@ class Yields(Base):
 
 class TidiesUpLater(Base):
     async def timed_out(self, trajectory: Trajectory, ctx: HandlerContext) -> None:  # type: ignore[override]
-        ctx.write([{"role": "user", "content": "Too late."}], context="main")
+        says(ctx, "Too late.")
 
 
-class FailsUnheard(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        async def fail() -> None:
-            raise ConnectionError("no route")
+BROKEN: list[tuple[Any, int, str]] = [
+    (NoTriggers, 1, "must declare `triggers`"),
+    (Presumptuous, 1, "the scheduler alone raises timed_out"),
+    (WantsOptions, 1, "depth"),
+    (dict, 1, "no subclass of"),
+    (State, 1, "must declare `triggers`"),
+    (Unwritten, 1, "the class lacks run"),
+    ("no_such_module:Handler", 1, "cannot be loaded"),
+    (TidiesUpLater, 1, "timed_out is 'async def', and nobody awaits it"),
+    (Yields, 2, "is an async generator, which cannot be awaited"),
+]
 
-        left_behind.append(asyncio.create_task(fail()).get_name())
+
+def handler(promise: int | None = None, message: str = "", **attributes: Any) -> Callable[[Any], type[State]]:
+    """Make a handler of what it does in a visit, which is done unless the function says something else.
+
+    With a promise, it is a case of a handler that breaks it.
+    """
+
+    def make(visit: Any) -> type[State]:
+        async def run(self: State, trajectory: Trajectory, ctx: HandlerContext) -> Any:
+            return await visit(self, trajectory, ctx) or Outcome("done")
+
+        facts = {"run": run, "__module__": __name__, **attributes}
+        made = type(visit.__name__, (Base,), facts)
+        if promise is not None:
+            BROKEN.append((made, promise, message))
+        return made
+
+    return make
+
+
+def says(ctx: HandlerContext, content: Any, role: str = "user") -> None:
+    ctx.write([{"role": role, "content": content}], context="main")
+
+
+# -- good ones ----------------------------------------------------------------------------------------------------
+
+
+@handler(spends="assistant_turns")
+async def several(self, trajectory, ctx):
+    """Generate twice, call, ask, write and score: all that a visit offers, in one good handler."""
+    generated = await ctx.generate("main")
+    for attempt in generated.attempts:  # those of the trajectory may be later ones, in a visit that is resumed
+        await ctx.call_tool(attempt)
+    says(ctx, f"Think {ctx.rng.randint(0, 9)}.")
+    await ctx.generate("main", Sampling(max_tokens=8))
+    ctx.score_turn(0.5)
+    says(ctx, await ctx.ask("policy", [{"role": "user", "content": "Is it good?"}]) or "Nothing.")
+
+
+@handler()
+async def asks(self, trajectory, ctx):
+    """Ask a model that no context of the agent has."""
+    verdict = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])
+    says(ctx, f"They said {len(verdict)} letters.")
+
+
+@handler()
+async def runs_a_command(self, trajectory, ctx):
+    """Run a process beside the loop."""
+    process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    says(ctx, output.decode())
+
+
+def test_a_good_handler_that_does_everything_conforms() -> None:
+    check_state(several, examples=8)
+
+
+@pytest.mark.parametrize("good", [asks, runs_a_command])
+def test_what_a_handler_may_do_conforms(good: type[State]) -> None:
+    check_state(good, examples=6)
+
+
+# -- broken ones --------------------------------------------------------------------------------------------------
+
+SHARED: list[str] = []
+FLIPS: list[int] = []
+REMEMBERED: set[str] = set()
+left_behind: list[Any] = []
+
+
+@handler(2, r"returned Outcome\(trigger='finished'.* it declares: done; the engine says .*ACCEPT")
+async def undeclared(self, trajectory, ctx):
+    return Outcome("finished") if trajectory.text == "ACCEPT" else None
+
+
+@handler(2, "returned 'done'")
+async def returns_text(self, trajectory, ctx):
+    return "done"
+
+
+@handler(2, "raised IndexError")
+async def raises(self, trajectory, ctx):
+    says(ctx, f"You began with {trajectory.text[0]}.")  # an empty turn has none
+
+
+@handler(2, "there is no turn 1 to score; the first is 0, the latest 0")
+async def scores_the_next_turn(self, trajectory, ctx):
+    ctx.score_turn(1.0, trajectory.generations)
+
+
+@handler(2, "message 0: content must be a string, got int")
+async def writes_numbers(self, trajectory, ctx):
+    says(ctx, 42)
+
+
+@handler(2, "message 0 holds a part of type 'image'")
+async def writes_parts(self, trajectory, ctx):
+    says(ctx, [{"type": "image", "url": "a.png"}])
+
+
+@handler(2, "message 0: has the unknown role 'usr'; did you mean 'user'")
+async def writes_for_nobody(self, trajectory, ctx):
+    says(ctx, "Hm.", "usr")
+
+
+@handler(2, "message 0: has no content")
+async def writes_nothing(self, trajectory, ctx):
+    ctx.write([{"role": "user", "contents": "Hm."}], context="main")
+
+
+@handler(3, "changed self.count")
+async def counts(self, trajectory, ctx):
+    self.count = getattr(self, "count", 0) + 1
+
+
+@handler(3, "changed counts_on_its_class.seen", seen=Counter())
+async def counts_on_its_class(self, trajectory, ctx):
+    self.seen[trajectory.trajectory_id] += 1
+
+
+@handler(3, "beside others")
+async def shares_a_list(self, trajectory, ctx):
+    SHARED.append(trajectory.trajectory_id)
+    try:
         await asyncio.sleep(1.0)
-        return Outcome("done")
+        says(ctx, f"{len(SHARED)} are here.")
+        await asyncio.sleep(1.0)
+    finally:
+        SHARED.remove(trajectory.trajectory_id)
 
 
-class ScoresTheNextTurn(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.score_turn(1.0, trajectory.generations)
-        return Outcome("done")
+@handler(4, "took 600 s")
+async def never_returns(self, trajectory, ctx):
+    await asyncio.Event().wait()
 
 
-class WritesNumbers(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "user", "content": 42}], context="main")
-        return Outcome("done")
+@handler(5, "cancelled at its await number 2, and went on")
+async def swallows(self, trajectory, ctx):
+    await asyncio.sleep(0)
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(1.0)
 
 
-class WritesParts(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "user", "content": [{"type": "image", "url": "a.png"}]}], context="main")
-        return Outcome("done")
+@handler(5, "cancelled at its await number 1, and went on")
+async def is_deaf(self, trajectory, ctx):
+    for _ in range(20):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1.0)
 
 
-class WritesForNobody(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "usr", "content": "Hm."}], context="main")
-        return Outcome("done")
+@handler(5, "cancelled at its await number 1, and went on")
+async def turns_it_into_an_error(self, trajectory, ctx):
+    try:
+        await asyncio.sleep(1.0)
+    except BaseException as error:
+        raise RuntimeError("the sandbox is gone") from error
 
 
-class WritesNothing(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "user", "contents": "Hm."}], context="main")
-        return Outcome("done")
+def nothing_was_open(self, trajectory, ctx):
+    raise KeyError("nothing was open")
 
 
-class SpeaksForTheModel(Base):
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        ctx.write([{"role": "assistant", "content": "I am done."}], context="main")
-        return Outcome("done")
+@handler(5, "fails_to_tidy_up.timed_out raised KeyError", timed_out=nothing_was_open)
+async def fails_to_tidy_up(self, trajectory, ctx):
+    ctx.open_context("main")
+    await ctx.ask("policy", [{"role": "user", "content": "Well?"}])
 
 
-class ReadsTheClock(Base):
-    spends = "assistant_turns"
+@handler(6, r"blocks the event loop with time.sleep\(30\)")
+async def sleeps(self, trajectory, ctx):
+    time.sleep(30)  # noqa: ASYNC251
 
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+
+@handler(7, "while this task was running: prefetch: sleep .started at .*test_check_state")
+async def leaves_a_task(self, trajectory, ctx):
+    left_behind.append(asyncio.create_task(asyncio.sleep(5.0), name="prefetch"))
+
+
+@handler(7, "started failed, and nobody heard: .*ConnectionError: no route")
+async def fails_unheard(self, trajectory, ctx):
+    async def fail() -> None:
+        raise ConnectionError("no route")
+
+    left_behind.append(asyncio.create_task(fail()).get_name())
+    await asyncio.sleep(1.0)
+
+
+@handler(8, "cannot go on: failed:ChatTemplateError: .assistant-in-new")
+async def speaks_for_the_model(self, trajectory, ctx):
+    says(ctx, "I am done.", "assistant")
+
+
+@handler(8, "changed the trajectory's spent without an event")
+async def writes_it_directly(self, trajectory, ctx):
+    trajectory.spent["searches"] = 1
+
+
+@handler(8, "changed the trajectory's extra without an event")
+async def writes_into_the_prompt(self, trajectory, ctx):
+    trajectory.extra["note"] = "x"
+
+
+@handler(8, "changed the trajectory's .*streams.* without an event")
+async def rewrites_a_message(self, trajectory, ctx):
+    trajectory.stream("main").messages[-1]["content"] = "something else"
+
+
+@handler(8, "left a trajectory that cannot go on: ValueError: State 'GENERATING' is not a registered")
+async def goes_where_it_likes(self, trajectory, ctx):
+    trajectory.state = "GENERATING"
+
+
+@handler(8, "emitted Ended")
+async def ends_it(self, trajectory, ctx):
+    ctx.emit(Ended(at=ctx.clock(), stop_reason="enough"))
+
+
+@handler(9, r"swallowed LimitReached \('response_tokens'\)", spends="assistant_turns")
+async def ignores_limits(self, trajectory, ctx):
+    try:
         await ctx.generate("main")
-        ctx.write([{"role": "user", "content": f"It is {ctx.clock():g} o'clock."}], context="main")
-        return Outcome("done")
+    except LimitReached:
+        says(ctx, "Never mind.")
+
+
+@handler(10, "take randomness from ctx.rng")
+async def dices(self, trajectory, ctx):
+    says(ctx, f"Take {random.random()}.")
+
+
+OTHER_WAY = r"came out with transition {} as '.* (left|right) .*', and the second time as '.* (left|right) "
+
+
+@handler(10, OTHER_WAY.format(r"\d"), triggers=("left", "right"))
+async def dices_its_way(self, trajectory, ctx):
+    return Outcome(random.choice(self.triggers))
+
+
+@handler(10, OTHER_WAY.format(3), triggers=("left", "right"))
+async def same_twice_in_any_order(self, trajectory, ctx):
+    """Come to the same in all visits together, in another order each time."""
+    number = trajectory.visits["CHECKED"]
+    if number == 1:
+        FLIPS.append(len(FLIPS) % 2)
+    return Outcome(self.triggers[(FLIPS[-1] + number) % 2])
+
+
+@handler(10, r"with message 3 as .*New.*, and the second time as .*Known")
+async def memoises(self, trajectory, ctx):
+    known = trajectory.text in REMEMBERED
+    REMEMBERED.add(trajectory.text)
+    says(ctx, "Known." if known else "New.")
+
+
+@handler(11, "set aside at its await number 1 and resumed", spends="assistant_turns")
+async def reads_the_clock(self, trajectory, ctx):
+    await ctx.generate("main")
+    says(ctx, f"It is {ctx.clock():g} o'clock.")
+
+
+@pytest.mark.parametrize(("broken", "promise", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_handler_is_found(broken: Any, promise: int, message: str) -> None:
+    for kept in (SHARED, REMEMBERED, FLIPS):
+        kept.clear()
+    found(promise, message, broken, examples=12)
+
+
+def found(promise: int, message: str, broken: Any, examples: int = 5) -> None:
+    with pytest.raises(ConformanceError, match=message) as caught:
+        check_state(broken, examples=examples)
+    assert caught.value.invariant == promise
+    assert str(caught.value).startswith(f"promise {promise}: ")
+
+
+@handler()
+async def computes(self, trajectory, ctx):
+    began = time.thread_time()
+    while time.thread_time() - began < 0.4:
+        pass
+
+
+@handler()
+async def waits_for_itself(self, trajectory, ctx):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@handler()
+async def computes_for_ever(self, trajectory, ctx):
+    while True:
+        pass
 
 
 @pytest.mark.parametrize(
-    ("handler", "invariant", "message"),
+    ("broken", "message"),
     [
-        (NoTriggers, 1, "must declare `triggers`"),
-        (Presumptuous, 1, "the scheduler alone raises timed_out"),
-        (WantsOptions, 1, "depth"),
-        (dict, 1, "no subclass of"),
-        (State, 1, "must declare `triggers`"),
-        (Unwritten, 1, "the class lacks run"),
-        ("no_such_module:Handler", 1, "cannot be loaded"),
-        (Undeclared, 2, r"returned Outcome\(trigger='finished'.* it declares: done; the engine says .*ACCEPT"),
-        (ReturnsText, 2, "returned 'done'"),
-        (Raises, 2, "raised IndexError"),
-        (TidiesUpLater, 1, "timed_out is 'async def', and nobody awaits it"),
-        (Yields, 2, "is an async generator, which cannot be awaited"),
-        (ScoresTheNextTurn, 2, "there is no turn 1 to score; the first is 0, the latest 0"),
-        (FailsUnheard, 7, "started failed, and nobody heard: .*ConnectionError: no route"),
-        (WritesNumbers, 2, "message 0: content must be a string, got int"),
-        (WritesParts, 2, "message 0 holds a part of type 'image'"),
-        (WritesForNobody, 2, "message 0: has the unknown role 'usr'; did you mean 'user'"),
-        (WritesNothing, 2, "message 0: has no content"),
-        (SpeaksForTheModel, 8, "cannot go on: failed:ChatTemplateError: .assistant-in-new"),
-        (Counts, 3, "changed self.count"),
-        (CountsOnItsClass, 3, "changed CountsOnItsClass.seen"),
-        (SharesAList, 3, "beside others"),
-        (NeverReturns, 4, "took 600 s"),
-        (Swallows, 5, "cancelled at its await number 2, and went on"),
-        (Deaf, 5, "cancelled at its await number 1, and went on"),
-        (Turns, 5, "cancelled at its await number 1, and went on"),
-        (FailsToTidyUp, 5, "FailsToTidyUp.timed_out raised KeyError"),
-        (Sleeps, 6, r"blocks the event loop with time.sleep\(30\)"),
-        (LeavesATask, 7, "while this task was running: prefetch: sleep .started at .*test_check_state"),
-        (WritesItDirectly, 8, "changed the trajectory's spent without an event"),
-        (WritesIntoThePrompt, 8, "changed the trajectory's extra without an event"),
-        (RewritesAMessage, 8, "changed the trajectory's .*streams.* without an event"),
-        (GoesWhereItLikes, 8, "left a trajectory that cannot go on: KeyError"),
-        (EndsIt, 8, "emitted Ended"),
-        (IgnoresLimits, 9, r"swallowed LimitReached \('response_tokens'\)"),
-        (Dices, 10, "take randomness from ctx.rng"),
-        (DicesItsWay, 10, r"came out with trigger \d as '(left|right)', and the second time as '(left|right)'"),
-        (SameTwiceInAnyOrder, 10, r"came out with trigger 3 as '(left|right)', and the second time as '(left|right)'"),
-        (Memoises, 10, r"with message 3 as .*New.*, and the second time as .*Known"),
-        (ReadsTheClock, 11, "set aside at its await number 1 and resumed"),
+        (computes, r"computes.run kept the event loop busy for 0\.\d s"),
+        (waits_for_itself, r"in 'lock\.acquire\(\)', at .*test_check_state\.py:\d+, in waits_for_itself"),
+        (computes_for_ever, r"for more than 0\.5 s, at .*test_check_state\.py:\d+, in computes_for_ever"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_handler_is_found(handler: Any, invariant: int, message: str) -> None:
-    SHARED.clear()
-    REMEMBERED.clear()
-    FLIPS.clear()
-    with pytest.raises(ConformanceError, match=message) as found:
-        check_state(handler, examples=12)
-    assert found.value.invariant == invariant
-    assert str(found.value).startswith(f"promise {invariant}: ")
+def test_a_handler_that_keeps_the_loop_is_ended_and_its_line_named(
+    broken: type[State], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
+    found(6, message, broken)
 
 
 def test_a_handler_that_cannot_be_resumed_may_say_so() -> None:
-    assert "resumed" not in check_state(ReadsTheClock, resumable=False, examples=6).promises
+    assert "resumed" not in check_state(reads_the_clock, resumable=False, examples=6).promises
 
 
 def test_what_is_no_yaml_is_the_callers_mistake() -> None:

@@ -15,55 +15,28 @@ from fsm_rollout.chat.formats import Call, CallProblem, Parsed
 from fsm_rollout.chat.formats.base import BadCallError, Collector, read_json
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing import ConformanceError, check_tool_format
+from fsm_rollout.testing.strategies.calls import WRITERS
 from tests.embedded import tokenizer as embedded_tokenizer
 
 Written = tuple[str, dict[str, Any]]
-
-
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def hermes(name: str, arguments: dict[str, Any]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def llama3_json(name: str, arguments: dict[str, Any]) -> str:
-    return json.dumps({"name": name, "parameters": arguments})
-
-
-def glm(name: str, arguments: dict[str, Any]) -> str:
-    pairs = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n" for key, value in arguments.items()
-    )
-    return f"<tool_call>{name}\n{pairs}</tool_call>"
-
-
-def qwen3_coder(name: str, arguments: dict[str, Any]) -> str:
-    lines = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>"
-
-
-def mistral(name: str, arguments: dict[str, Any]) -> str:
-    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
 
 
 def mistral_list(calls: Sequence[Written]) -> str:
     return "[TOOL_CALLS]" + json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
 
 
-def joined(write: Callable[[str, dict[str, Any]], str], between: str = "\n") -> Callable[[Sequence[Written]], str]:
-    return lambda calls: between.join(write(name, arguments) for name, arguments in calls)
+def joined(tool_format: str, between: str = "\n") -> Callable[[Sequence[Written]], str]:
+    return lambda calls: between.join(WRITERS[tool_format](name, arguments) for name, arguments in calls)
 
 
 @pytest.mark.parametrize(
     ("name", "render"),
     [
-        ("hermes", joined(hermes)),
-        ("llama3_json", joined(llama3_json, "; ")),
-        ("glm", joined(glm)),
-        ("qwen3_coder", joined(qwen3_coder)),
-        ("mistral", joined(mistral, "")),
+        ("hermes", joined("hermes")),
+        ("llama3_json", joined("llama3_json", "; ")),
+        ("glm", joined("glm")),
+        ("qwen3_coder", joined("qwen3_coder")),
+        ("mistral", joined("mistral", "")),
         ("mistral", mistral_list),
     ],
 )
@@ -87,7 +60,7 @@ def kimi(calls: Sequence[Written]) -> str:
 
 
 def nemotron(calls: Sequence[Written]) -> str:
-    return "".join(f"\n{qwen3_coder(name, arguments)}" for name, arguments in calls)
+    return "".join(f"\n{WRITERS['qwen3_coder'](name, arguments)}" for name, arguments in calls)
 
 
 plain_arguments = st.fixed_dictionaries(
@@ -135,164 +108,132 @@ def test_a_good_format_of_ones_own_conforms() -> None:
     check_tool_format(Angle(), angles, examples=30)
 
 
-class Fragile(Angle):
+def completed(parsed: Parsed, text: str) -> Parsed:
+    """Take what there is of an unfinished call for the whole."""
+    half = re.search(r"<<(\w+) ", text)
+    if parsed.calls or half is None:
+        return parsed
+    return Parsed(parsed.content, (Call(half.group(1), {"guess": 1}, (half.start(), len(text))),))
+
+
+def as_strings(call: Call) -> Call:
+    return replace(call, arguments={k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()})
+
+
+# What a good format's reading of a text becomes, the promise that this breaks, and what is said.
+SPOILED: dict[str, tuple[Callable[[Parsed, str], Any], int, str]] = {
+    "a list": (lambda parsed, _: list(parsed.calls), 1, "it must be Parsed"),
+    "no places": (
+        lambda parsed, _: replace(parsed, calls=tuple(replace(call, span=(-1, -1)) for call in parsed.calls)),
+        2, "are not within",
+    ),
+    "one place for all": (
+        lambda parsed, text: replace(parsed, calls=tuple(replace(c, span=(0, len(text))) for c in parsed.calls)),
+        2, "overlap",
+    ),
+    "no message": (
+        lambda parsed, _: replace(parsed, problems=tuple(replace(each, message="") for each in parsed.problems)),
+        2, "without a message",
+    ),
+    "the first only": (lambda parsed, _: replace(parsed, calls=parsed.calls[:1]), 3, "was written"),
+    "strings": (lambda parsed, _: replace(parsed, calls=tuple(map(as_strings, parsed.calls))), 3, "was written"),
+    "a suspicion": (
+        lambda parsed, _: replace(parsed, problems=(CallProblem("malformed", "sure?", (0, 0)),) * bool(parsed.calls)),
+        3, "read with the problem",
+    ),
+    "no text": (
+        lambda parsed, _: replace(parsed, content="") if parsed.calls else parsed, 4, "the text around the calls is"
+    ),
+    "calls in the text": (lambda parsed, text: replace(parsed, content=text), 4, "the text around the calls is"),
+    "calls everywhere": (
+        lambda parsed, text: parsed if parsed.attempts or ":" not in text else
+        replace(parsed, calls=(Call("text", {}, (0, 0)),)),
+        4, "plain text was read as",
+    ),
+    "no problems": (lambda parsed, _: replace(parsed, problems=()), 5, "dropped in silence: '<<"),
+    "what was cut off, completed": (completed, 5, "was cut off, and read as"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "promise", "message"), SPOILED.values(), ids=SPOILED)
+def test_a_reading_that_is_spoiled_is_found(spoil: Any, promise: int, message: str) -> None:
+    class Spoiled(Angle):
+        def parse(self, text: str, *given: Any) -> Any:
+            return spoil(super().parse(text, *given), text)
+
+    found(promise, message, Spoiled())
+
+
+def found(promise: int, message: str, broken: Any, tokenizer: Any = None) -> None:
+    with pytest.raises(ConformanceError, match=message) as caught:
+        check_tool_format(broken, angles, tokenizer=tokenizer, examples=30)
+    assert caught.value.invariant == promise
+
+
+class Broken(Angle):
+    """A format with something of its own on the way; ``seen`` is kept between readings."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+        parsed = super().parse(text, ids, tools)
+        return self.change(text, tools or (), parsed) or parsed
+
+
+class Fragile(Broken):
     """Does not think of calls that end early."""
 
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
         if "<<" in text:
             text[text.index("<<") + 6]
-        return super().parse(text, ids, tools)
 
 
-class ReturnsAList(Angle):
-    def parse(self, *args: Any, **kwargs: Any) -> Any:
-        return list(super().parse(*args, **kwargs).calls)
+class Remembers(Broken):
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        self.seen += [call.name for call in parsed.calls]
+        return replace(parsed, content=f"{parsed.content} {len(self.seen)}".strip()) if len(self.seen) > 9 else None
 
 
-class Spoiled(Angle):
-    """A good format whose results are spoiled."""
-
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return parsed
-
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        return self.spoil(super().parse(text, ids, tools), text)
-
-
-class LosesPlaces(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, calls=tuple(replace(call, span=(-1, -1)) for call in parsed.calls))
-
-
-class OnePlaceForAll(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, calls=tuple(replace(call, span=(0, len(text))) for call in parsed.calls))
-
-
-class SaysNothing(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, problems=tuple(replace(problem, message="") for problem in parsed.problems))
-
-
-class FirstOnly(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, calls=parsed.calls[:1])
-
-
-class Stringly(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        calls = (replace(c, arguments={k: as_text(v) for k, v in c.arguments.items()}) for c in parsed.calls)
-        return replace(parsed, calls=tuple(calls))
-
-
-class Suspicious(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        problem = CallProblem("malformed", "are you sure?", (len(text), len(text)))
-        return replace(parsed, problems=(*parsed.problems, problem)) if parsed.calls else parsed
-
-
-class DropsText(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, content="") if parsed.calls else parsed
-
-
-class KeepsCallsInText(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, content=text)
-
-
-class SeesCallsEverywhere(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return parsed if parsed.attempts or ":" not in text else replace(parsed, calls=(Call("text", {}, (0, 0)),))
-
-
-class DropsUnfinished(Spoiled):
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        return replace(parsed, problems=())
-
-
-class Completes(Spoiled):
-    """Takes what there is of an unfinished call for the whole."""
-
-    def spoil(self, parsed: Parsed, text: str) -> Parsed:
-        half = re.search(r"<<(\w+) ", text)
-        if parsed.calls or half is None:
-            return parsed
-        return Parsed(parsed.content, (Call(half.group(1), {"guess": 1}, (half.start(), len(text))),))
-
-
-class Remembers(Angle):
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        parsed = super().parse(text, ids, tools)
-        self.seen += len(parsed.calls)
-        return replace(parsed, content=f"{parsed.content} {self.seen}".strip() if self.seen > 9 else parsed.content)
-
-
-class Memoises(Angle):
+class Memoises(Broken):
     """Says of a text that it was read before, for all time."""
 
-    def __init__(self) -> None:
-        self.read: set[str] = set()
-
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        parsed = super().parse(text, ids, tools)
-        again = text in self.read
-        self.read.add(text)
-        return replace(parsed, content="again") if again else parsed
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        self.seen.append(text)
+        return replace(parsed, content="again") if self.seen.count(text) > 1 else None
 
 
-class StumblesOnce(Angle):
+class StumblesOnce(Broken):
     """Fails at the first call that it is to read, and never again."""
 
-    stumbled = False
-
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        if "<<" in text and not self.stumbled:
-            self.stumbled = True
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        if "<<" in text and not self.seen:
+            self.seen.append(text)
             raise KeyError("tools")
-        return super().parse(text, ids, tools)
 
 
-class StopsAtTheStop(Angle):
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        if text.endswith("<|im_end|>"):
-            return Parsed(text)
-        return super().parse(text, ids, tools)
+class StopsAtTheStop(Broken):
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        return Parsed(text) if text.endswith("<|im_end|>") else None
 
 
-class RenamesTheTools(Angle):
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        for tool in tools or ():
+class RenamesTheTools(Broken):
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        for tool in tools:
             tool["function"]["name"] = tool["function"]["name"].lower().strip("_ ") + "_tool"
-        return super().parse(text, ids, tools)
 
 
-class PythonsJson(Angle):
-    def parse(self, text: str, ids: Sequence[int] = (), tools: Sequence[Any] | None = None) -> Parsed:
-        if (found := re.fullmatch(r"<<(\w+) (.*)>>", text)) and "NaN" in text:
-            return Parsed("", (Call(found.group(1), json.loads(found.group(2)), (0, len(text))),))
-        return super().parse(text, ids, tools)
+class PythonsJson(Broken):
+    def change(self, text: str, tools: Any, parsed: Parsed) -> Any:
+        if (match := re.fullmatch(r"<<(\w+) (.*)>>", text)) and "NaN" in text:
+            return Parsed("", (Call(match.group(1), json.loads(match.group(2)), (0, len(text))),))
+        return None
 
 
 @pytest.mark.parametrize(
-    ("broken", "invariant", "message"),
+    ("broken", "promise", "message"),
     [
         (Fragile, 1, "parse raised IndexError: .*; the text: "),
-        (ReturnsAList, 1, r"it must be Parsed"),
-        (LosesPlaces, 2, "are not within"),
-        (OnePlaceForAll, 2, "overlap"),
-        (SaysNothing, 2, "without a message"),
-        (FirstOnly, 3, "was written"),
-        (Stringly, 3, "was written"),
-        (Suspicious, 3, "read with the problem"),
-        (DropsText, 4, "the text around the calls is"),
-        (KeepsCallsInText, 4, "the text around the calls is"),
-        (SeesCallsEverywhere, 4, "plain text was read as"),
-        (DropsUnfinished, 5, "dropped in silence: '<<"),
-        (Completes, 5, "was cut off, and read as"),
         (Remembers, 6, "and the second time as"),
         (Memoises, 6, "and the second time as"),
         (RenamesTheTools, 6, "parse changed the tools that it was given"),
@@ -302,11 +243,8 @@ class PythonsJson(Angle):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_format_is_found(broken: Any, invariant: int, message: str) -> None:
-    tokenizer = embedded_tokenizer() if broken is StopsAtTheStop else None
-    with pytest.raises(ConformanceError, match=message) as found:
-        check_tool_format(broken(), angles, tokenizer=tokenizer, examples=30)
-    assert found.value.invariant == invariant
+def test_a_broken_format_is_found(broken: Any, promise: int, message: str) -> None:
+    found(promise, message, broken(), embedded_tokenizer() if broken is StopsAtTheStop else None)
 
 
 def test_without_a_way_to_write_calls_there_is_nothing_to_check() -> None:

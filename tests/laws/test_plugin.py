@@ -15,32 +15,7 @@ from fsm_rollout.testing.plugin.agent_checks import CHECKS, CheckedAgent
 from fsm_rollout.testing.plugin.items import ITEMS
 from fsm_rollout.testing.simulation.laws import LawBroken
 from tests.kit import ROOT
-from tests.laws.plugin_agents import (
-    ASKS,
-    BLOCKS,
-    BOTH,
-    CANCELS_ITSELF,
-    DEAD_ROW,
-    EXITS,
-    GOOD,
-    GRADED,
-    HIDDEN_STATE,
-    LOOKS_UP,
-    NAPS,
-    NEVER,
-    RAISES,
-    REMEMBERS,
-    RIGHT,
-    SPEAKS_AGAIN,
-    SWALLOWS,
-    SWALLOWS_ONCE,
-    TIMES_OUT,
-    TOOLS,
-    UNDECLARED,
-    UNLOADABLE,
-    WAITS,
-    WRITES_NUMBERS,
-)
+from tests.laws.plugin_agents import DEAD_ROW, GOOD, GRADED, LOOKS_UP, RAISES, TOOLS, UNLOADABLE, grader
 
 SHIPPED = sorted((ROOT / "configs/agents").glob("*.yaml"))
 FEW = ("--fsm-examples", "8", "--fsm-seed", "1", "-p", "no:cacheprovider")
@@ -60,15 +35,22 @@ def agent(folder: pytest.Pytester, text: str, **modules: str) -> None:
         (folder.path / f"{name}.py").write_text(source, "utf-8")
 
 
-def assert_told_once(result: pytest.RunResult) -> None:
-    text = result.stdout.str()
-    assert text.count("to see it again:") == 1
-    assert text.count("GENERATING: generated -> GRADING") == 1
-    result.stdout.fnmatch_lines(["FAILED agent.yaml::ends - the handler of 'GRADING' (grader:Grade) raised Index*"])
+def fails(folder: pytest.Pytester, check: str, *lines: str) -> str:
+    """Run one check of the folder's agent, which fails and says these lines; return all that it says."""
+    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", check, *FEW)
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.re_match_lines(lines)
+    return result.stdout.str()
 
 
 def test_the_plugin_names_the_checks_that_there_are() -> None:
     assert tuple(CHECKS) == ITEMS
+
+
+def assert_told_once(text: str) -> None:
+    assert text.count("to see it again:") == 1
+    assert text.count("GENERATING: generated -> GRADING") == 1
+    assert "\nFAILED agent.yaml::ends - the handler of 'GRADING' (grader:Grade) raised Index" in text
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -115,52 +97,44 @@ def test_an_agent_that_does_not_load_is_one_failing_item(folder: pytest.Pytester
     )
 
 
-def test_a_row_that_can_never_fire_is_named(folder: pytest.Pytester) -> None:
-    agent(folder, DEAD_ROW)
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
-    result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(["  GENERATING --generated [[]visits_over *PENDING*]--> TERMINATED"])
+# What a handler does in a visit, and what is said of it.
+AT_FAULT = {
+    "raises": (RAISES, "raised IndexError: list index out of range"),
+    "undeclared": (
+        ['return Outcome("right" if "4" in trajectory.text else "unsure")'], "returned 'unsure', an undeclared outcome"
+    ),
+    "never returns": (["await asyncio.Event().wait()"], "never returns by itself"),
+    "swallows cancellation": (
+        ["while True:", "    try:", "        await asyncio.sleep(1)", "    except asyncio.CancelledError:",
+         "        pass"],
+        "the run did not end: Endless",
+    ),
+    "swallows it once": (
+        ["try:", "    await asyncio.sleep(20)", "except asyncio.CancelledError:", "    pass",
+         'return Outcome("right")'],
+        "was told to stop and went on: it returned 'right'",
+    ),
+    "times out": (['raise TimeoutError("the search server")'], "raised TimeoutError: the search server"),
+    "exits": (["raise SystemExit(3)"], "raised SystemExit, which fails its trajectory alone"),
+    "cancels itself": (["raise asyncio.CancelledError"], "raised CancelledError"),
+    "speaks again": (
+        ['await ctx.generate("main")', 'return Outcome("right")'], "raised ChatTemplateError: [no-new-message]"
+    ),
+    "writes numbers": (
+        ['ctx.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")'],
+        "raised ChatTemplateError: [malformed-message] message 0: content must be a string, got int\n  at ",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (RAISES, "the handler of 'GRADING' (grader:Grade) raised IndexError: list index out of range"),
-        (UNDECLARED, "the handler of 'GRADING' (grader:Grade) returned 'unsure', an undeclared outcome"),
-        (NEVER, "the handler of 'GRADING' (grader:Grade) never returns by itself"),
-        (SWALLOWS, "the run did not end: Endless"),
-        (SWALLOWS_ONCE, "the handler of 'GRADING' (grader:Grade) was told to stop and went on: it returned 'right'"),
-        (TIMES_OUT, "the handler of 'GRADING' (grader:Grade) raised TimeoutError: the search server"),
-        (EXITS, "the handler of 'GRADING' (grader:Grade) raised SystemExit, which fails its trajectory alone"),
-        (CANCELS_ITSELF, "the handler of 'GRADING' (grader:Grade) raised CancelledError"),
-        (SPEAKS_AGAIN, "the handler of 'GRADING' (grader:Grade) raised ChatTemplateError: [no-new-message]"),
-        (
-            WRITES_NUMBERS,
-            "raised ChatTemplateError: [malformed-message] message 0: content must be a string, got int\n  at ",
-        ),
-    ],
-    ids=[
-        "raises",
-        "undeclared",
-        "never returns",
-        "swallows cancellation",
-        "swallows it once",
-        "times out",
-        "exits",
-        "cancels itself",
-        "speaks again",
-        "writes numbers",
-    ],
-)
+@pytest.mark.parametrize(("lines", "told"), AT_FAULT.values(), ids=AT_FAULT)
 def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
-    folder: pytest.Pytester, source: str, told: str
+    folder: pytest.Pytester, lines: list[str], told: str
 ) -> None:
-    agent(folder, GRADED, grader=source)
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW)
-    result.assert_outcomes(failed=1, deselected=7)
-    text = result.stdout.str()
+    told = told if told.startswith("the run") else f"the handler of 'GRADING' (grader:Grade) {told}"
+    agent(folder, GRADED, grader=grader(*lines))
+    text = fails(folder, "ends", r".*0s  GENERATING: the engine says '.*' \(\d+ tokens, stop\)")
     assert told in text
-    assert re.search(r"0s  GENERATING: the engine says '.*' \(\d+ tokens, stop\)", text)
     assert re.search(r"0s  GENERATING: generated -> GRADING", text)
     (line,) = re.findall(r"^  pytest (agent.yaml::ends .*)$", text, re.MULTILINE)
     again = folder.runpytest_inprocess(*shlex.split(line), "-p", "no:cacheprovider")
@@ -170,42 +144,62 @@ def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
 
 def test_a_ci_log_tells_the_story_once(folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
-    agent(folder, GRADED, grader=RAISES)
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW)
-    assert_told_once(result)
+    agent(folder, GRADED, grader=grader(*RAISES))
+    assert_told_once(fails(folder, "ends", "FAILED .*"))
 
 
-def test_a_handler_that_keeps_state_on_itself_depends_on_the_schedule(folder: pytest.Pytester) -> None:
-    agent(folder, GRADED, grader=HIDDEN_STATE)
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
-    result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.re_match_lines(
-        [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"]
-    )
+@pytest.mark.parametrize(
+    ("text", "lines", "check", "told"),
+    [
+        (DEAD_ROW, (), "coverage", [r"  GENERATING --generated \[visits_over .*PENDING.*\]--> TERMINATED"]),
+        (
+            GOOD.replace("limits: {", "limits: {context_tokens: 5, "), (), "coverage",
+            [".*no transition was ever taken in 8 runs: every trajectory ended as .*prompt_too_long.*"],
+        ),
+        (
+            GRADED,
+            (
+                'self.seen = getattr(self, "seen", 0) + 1',
+                'return Outcome("right" if self.seen % 2 else "wrong")',
+            ),
+            "schedule", [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"],
+        ),
+        (
+            GRADED,
+            (
+                'seen = vars(Grade.run).setdefault("seen", set())',
+                "told = trajectory.seed in seen",
+                "seen.add(trajectory.seed)",
+                'return Outcome("right" if told else "wrong")',
+            ),
+            "schedule",
+            ["agent.yaml::schedule: law 6: .*", "  and not when the same case ran again: something is kept .*"],
+        ),
+    ],
+    ids=["a row that can never fire", "rows that never do", "state kept on the handler", "kept between runs"],
+)  # fmt: skip
+def test_what_an_agent_lacks_is_named(
+    folder: pytest.Pytester, text: str, lines: list[str], check: str, told: list[str]
+) -> None:
+    agent(folder, text, grader=grader(*lines))
+    fails(folder, check, *told)
 
 
-def test_what_a_handler_keeps_between_runs_is_told_with_the_run_that_showed_it(folder: pytest.Pytester) -> None:
-    agent(folder, GRADED, grader=REMEMBERS)
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "schedule", *FEW)
-    result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(
-        ["agent.yaml::schedule: law 6: *", "  and not when the same case ran again: something is kept between runs*"]
-    )
+RIGHT = 'return Outcome("right" if "4" in trajectory.text else "wrong")'
 
 
-@pytest.mark.parametrize("source", [ASKS, BOTH], ids=["asks a model", "two generations side by side"])
-def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, source: str) -> None:
-    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=source)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [RIGHT],
+        ['said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])', 'return Outcome("right")'],
+        ['await asyncio.gather(ctx.generate("left"), ctx.generate("right"))', RIGHT],
+    ],
+    ids=["grades", "asks a model", "two generations side by side"],
+)
+def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, lines: list[str]) -> None:
+    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=grader(*lines))
     folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
-
-
-def test_an_agent_whose_rows_never_fire_is_named(folder: pytest.Pytester) -> None:
-    agent(folder, GOOD.replace("limits: {", "limits: {context_tokens: 5, "))
-    result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
-    result.assert_outcomes(failed=1, deselected=7)
-    result.stdout.fnmatch_lines(
-        ["*no transition was ever taken in 8 runs: every trajectory ended as *prompt_too_long*"]
-    )
 
 
 SESAME = """
@@ -246,26 +240,28 @@ def test_a_count_of_examples_is_a_count(folder: pytest.Pytester, count: str) -> 
     result.stderr.fnmatch_lines([f"*--fsm-examples: a number from 1 on, got '{count}'*"])
 
 
-def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester) -> None:
-    agent(folder, GRADED, grader=BLOCKS)
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (("while True:", "    pass"), "grader.py:12, in Grade.run does not return"),
+        (
+            ("try:", "    time.sleep(0.001)", "except Exception:", "    pass", RIGHT),
+            r"grader.py:13, in .*run waits in 'time\.sleep\(0\.001\)'",
+        ),
+        (
+            ("lock = threading.Lock()", "with lock:", "    lock.acquire(timeout=1)", RIGHT),
+            r"grader.py:14, in .*run waits in 'lock\.acquire\(timeout=1\)'",
+        ),
+    ],
+    ids=["computes", "naps", "waits for a lock"],
+)
+def test_a_handler_that_blocks_the_loop_is_named_with_its_line(
+    folder: pytest.Pytester, lines: list[str], told: str
+) -> None:
+    agent(folder, GRADED, grader=grader(*lines))
     folder.syspathinsert()
     subject = CheckedAgent(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
-    with pytest.raises(LawBroken, match=r"the event loop is blocked: .*grader.py:12, in Grade.run does not return"):
-        agent_checks.ends(subject)
-
-
-@pytest.mark.parametrize(
-    ("source", "line", "call"),
-    [(NAPS, 13, r"time\.sleep\(0\.001\)"), (WAITS, 14, r"lock\.acquire\(timeout=1\)")],
-    ids=["naps", "waits for a lock"],
-)
-def test_a_handler_that_waits_without_awaiting_is_named_with_the_call(
-    folder: pytest.Pytester, source: str, line: int, call: str
-) -> None:
-    agent(folder, GRADED, grader=source)
-    folder.syspathinsert()
-    subject = CheckedAgent(folder.path / "agent.yaml", examples=3)
-    with pytest.raises(LawBroken, match=rf"the event loop is blocked: .*grader.py:{line}, in .*run waits in '{call}'"):
+    with pytest.raises(LawBroken, match=f"the event loop is blocked: .*{told}"):
         agent_checks.ends(subject)
 
 
@@ -273,11 +269,6 @@ def test_tools_of_the_users_are_not_called_for_real(folder: pytest.Pytester) -> 
     agent(folder, LOOKS_UP, words=TOOLS)
     result = folder.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends or coverage", *FEW)
     result.assert_outcomes(passed=2, deselected=6)
-
-
-def test_the_same_agent_with_a_handler_in_order_passes(folder: pytest.Pytester) -> None:
-    agent(folder, GRADED, grader=RIGHT)
-    folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
 
 
 def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:

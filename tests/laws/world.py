@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing import strategies
-from fsm_rollout.testing.strategies.conversations import call_text
+from fsm_rollout.testing.strategies.calls import WRITERS
 
 
 def call(name: str, text: str) -> str:
-    return call_text("hermes", name, {"text": text})
+    return WRITERS["hermes"](name, {"text": text})
 
 
 TEXTS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, Interaction, State
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
@@ -13,13 +13,14 @@ from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.tools.bound_tools import check_tool
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import LimitName
 
 if TYPE_CHECKING:
     from jinja2 import nodes
 
+# What builds tools says what is wrong with one. It is built from agents, so it is found by name, as handlers are.
+_CHECK_TOOL = "fsm_rollout.tools.bound_tools:check_tool"
 _DEFAULTS = State()
 _WAITING = ("generate", "call_tools", "interact")  # handlers that wait for something outside; custom ones may
 _HANDLERS_KEYS = ("sampling", "parallel", "interaction", "options")
@@ -56,6 +57,7 @@ def _states(structure: Structure) -> Iterator[Finding]:
 
 def _code(structure: Structure) -> Iterator[Finding]:
     graph = structure.graph
+    check_tool: Any = load_object(_CHECK_TOOL) if graph.tools else None
     for name, tool in graph.tools.items():
         try:
             check_tool(name, tool)

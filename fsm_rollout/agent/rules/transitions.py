@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from fsm_rollout.agent.graph import MAIN, TERMINATED
-from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
+from fsm_rollout.agent.predicates import PREDICATE_NAMES, PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.impossible import never_fires, never_raised
 from fsm_rollout.agent.rules.structure import Finding, Structure
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -37,7 +37,8 @@ def names(structure: Structure) -> Iterator[Finding]:
         yield from _defined((*at, "dest"), "dest", row.dest, states)
         for predicate, answer in row.tests:
             path = (*at, "conditions" if answer else "unless")
-            yield from _defined(path, "predicate", predicate.name, PREDICATES.keys(), ":" in predicate.name)
+            is_named = predicate.name in PREDICATE_NAMES
+            yield from _defined(path, "predicate", predicate.name, PREDICATES.keys(), is_named)
 
 
 def _triggers(structure: Structure) -> set[str]:
@@ -140,7 +141,7 @@ def _single_rows(structure: Structure) -> Iterator[Finding]:
             yield Finding(8, (*at, "trigger"), message)
         for predicate, answer in row.tests:
             path: ConfigPath = (*at, "conditions" if answer else "unless")
-            if predicate.name not in PREDICATES and ":" not in predicate.name:
+            if predicate.name not in PREDICATE_NAMES:
                 continue  # rule 1 says so
             if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:
                 message = (

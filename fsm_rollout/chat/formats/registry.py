@@ -13,12 +13,13 @@ from fsm_rollout.chat.formats.base import TextFormat, ToolFormat
 from fsm_rollout.chat.formats.in_json import Llama3Json, Mistral
 from fsm_rollout.chat.formats.in_tags import Glm, Hermes, Qwen3Coder
 from fsm_rollout.chat.formats.renderers_adapter import RENDERERS, RendererFormat
-from fsm_rollout.errors import ChatTemplateError, did_you_mean
-from fsm_rollout.names.objects import load_object
+from fsm_rollout.errors import ChatTemplateError, ConfigError
+from fsm_rollout.names.registry import Registry
 
 BUILT_IN: dict[str, type[TextFormat]] = {kind.name: kind for kind in (Hermes, Qwen3Coder, Llama3Json, Glm, Mistral)}
 
-FORMAT_NAMES: tuple[str, ...] = (*BUILT_IN, *RENDERERS)  # every name `get_format` knows, apart from `module:Class`
+FORMAT_NAMES: tuple[str, ...] = (*BUILT_IN, *RENDERERS)  # every name that ships
+FORMATS = Registry("tool format", "fsm_rollout.tool_formats", dict.fromkeys(FORMAT_NAMES))
 
 
 def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
@@ -37,12 +38,10 @@ def get_format(name: str, tokenizer: Any = None) -> ToolFormat:
         return BUILT_IN[name]()
     if name in RENDERERS:
         return RendererFormat(name, tokenizer)
-    if ":" not in name:
-        raise ChatTemplateError(
-            "unknown-tool-format", f"no tool format {name!r}{did_you_mean(name, FORMAT_NAMES)}; or give module:Class"
-        )
     try:
-        tool_format = load_object(name)()  # type: ignore[operator]
+        tool_format = FORMATS.find(name)()  # type: ignore[operator]
+    except ConfigError as error:
+        raise ChatTemplateError("unknown-tool-format", str(error)) from None
     except Exception as error:  # the class is the user's code
         raise ChatTemplateError(
             "unknown-tool-format", f"{name!r} cannot be built: {type(error).__name__}: {error}"

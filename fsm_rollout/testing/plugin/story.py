@@ -120,8 +120,8 @@ def _shortened(text: object, width: int = WIDTH) -> str:
 def _tokens_of(run: Simulation, trajectory_id: str, place: Place) -> Iterator[str]:
     """Yield the tokens around a place of a trajectory's stream: position, id, text, mask, who put it there."""
     context, first, last = place
-    streams = reversed(run.live[trajectory_id].streams)
-    tokens = next(s.tokens for s in streams if s.context == context and len(s.tokens) > first)
+    streams = [s.tokens for s in reversed(run.live[trajectory_id].streams) if s.context == context]
+    tokens = next((tokens for tokens in streams if len(tokens) > first), streams[0])  # it may end before the place
     prompt, ids, mask = tokens.prompt_length, tokens.ids, tokens.response_mask()
     logprobs, versions = tokens.response_logprobs(), tokens.response_versions()
     last = min(last, first + MOST_TOKENS)

@@ -17,7 +17,8 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.enums import LimitName, Trigger
-from fsm_rollout.trajectory.events import Called, Ended, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Transitioned, decode, encode
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -239,27 +240,34 @@ def keeps_events(run: Simulation) -> None:
             raise LawBroken(6, "its events fold to something else", trajectory.trajectory_id)
 
 
-def outline(run: Simulation, samples_only: bool = False) -> dict[str, Mapping[str, object]]:
-    """Return all of each trajectory that a schedule must not change: everything but times."""
+Outline = dict[str, Sequence[object]]
+
+
+def outline(trajectory: Trajectory, history: Sequence[AnyEvent]) -> Outline:
+    """Return all of a trajectory that no schedule may change (everything but times), by what one of it is called."""
+    moves = [event for event in history if isinstance(event, Transitioned)]
+    streams = trajectory.streams
     return {
-        t.trajectory_id: {
-            "stop reason": t.stop_reason,
-            "states visited": dict(t.visits),
-            "transitions taken": [
-                (e.source, e.trigger, e.dest) for e in run.events[t.trajectory_id] if isinstance(e, Transitioned)
-            ],
-            "spendings": dict(t.spent),
-            "scores": list(t.turn_scores),
-            "tool rewards": sorted(t.tool_rewards),
-            "streams": [
-                (s.context, s.tokens.ids.tolist(), s.tokens.response_logprobs().tolist(), s.tokens.spans)
-                for s in t.streams
-            ],
-            "messages": [s.messages for s in t.streams],
-        }
-        for t in run.trajectories
-        if not (samples_only and t.parent_id is not None)
-    }
+        "transition": [f"{move.source} {move.trigger} {move.dest}" for move in moves],
+        "message": [(stream.context, message) for stream in streams for message in stream.messages],
+        "stop reason": [trajectory.stop_reason],
+        "count of visits": [dict(trajectory.visits)],
+        "count of charges": [dict(trajectory.spent)],
+        "score": list(trajectory.turn_scores),
+        "reward": sorted(trajectory.tool_rewards),
+        "stream": [(s.context, s.tokens.ids.tolist(), s.tokens.response_logprobs().tolist(), s.tokens.spans)
+                   for s in streams],
+    }  # fmt: skip
+
+
+def difference(outline: Outline, other: Outline) -> tuple[str, int, object, object] | None:
+    """Return the first thing in which two outlines differ: what it is called, its number from 1, and what it is."""
+    for what in outline:
+        pairs = zip_longest(outline[what], other[what], fillvalue="nothing")
+        for number, (value, another) in enumerate(pairs, 1):
+            if value != another:
+                return what, number, value, another
+    return None
 
 
 def same_results(run: Simulation, other: Simulation, what: str, *, resumed: bool = False) -> None:
@@ -267,21 +275,26 @@ def same_results(run: Simulation, other: Simulation, what: str, *, resumed: bool
 
     Of a ``resumed`` run only samples are compared: a call of a sub-agent that was cut off is made again.
     """
-    outlines, others = outline(run, resumed), outline(other, resumed)
+    outlines, others = (
+        {
+            t.trajectory_id: outline(t, each.events[t.trajectory_id])
+            for t in each.trajectories
+            if not (resumed and t.parent_id is not None)
+        }
+        for each in (run, other)
+    )
     if lonely := sorted(outlines.keys() ^ others.keys()):
         raise LawBroken(6, f"{what}: the trajectories {lonely} are in one run only", run=other)
     for name, facts in outlines.items():
-        for fact, value in facts.items():
-            if value == others[name][fact]:
-                continue
-            message = f"{what} changes its {fact}"
-            place = _parting(run.live[name], other.live[name]) if fact == "streams" else None
-            if place is None:
-                difference = _at_difference(value, others[name][fact])
-            else:
-                message += f" at token {place[1]} of '{place[0]}'"
-                difference = f"{_words(run, name, place)}\nbecomes\n  {_words(other, name, place)}"
-            raise LawBroken(6, f"{message}:\n  {difference}", name, tokens=place, run=run)
+        if (parted := difference(facts, others[name])) is None:
+            continue
+        fact, number, value, another = parted
+        place, shown = _parting(run.live[name], other.live[name]), (str(value)[:300], str(another)[:300])
+        at = ""
+        if place is not None:
+            at, shown = f" at token {place[1]} of '{place[0]}'", (_words(run, name, place), _words(other, name, place))
+        message = "{} changes its {} {}{}:\n  {}\nbecomes\n  {}".format(what, fact, number, at, *shown)
+        raise LawBroken(6, message, name, tokens=place, run=run)
 
 
 def _parting(trajectory: Trajectory, other: Trajectory) -> Place | None:
@@ -301,10 +314,3 @@ def _words(run: Simulation, name: str, place: Place) -> str:
         if stream.context == context and len(stream.tokens) > at:
             return repr(run.tokenizer.decode(stream.tokens.ids[at : at + 12]))
     return "(nothing: it ends there)"
-
-
-def _at_difference(value: object, other: object) -> str:
-    """Say in one line where two values differ, going down into lists of equal length."""
-    while isinstance(value, list | tuple) and isinstance(other, type(value)) and len(value) == len(other):
-        value, other = next((a, b) for a, b in zip(value, other, strict=True) if a != b)
-    return f"{str(value)[:300]} becomes {str(other)[:300]}"

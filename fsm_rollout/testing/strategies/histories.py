@@ -1,4 +1,4 @@
-"""Valid event sequences, and thereby trajectories and token streams, without running anything.
+"""Valid event sequences, and thereby trajectories, without running anything.
 
 Invariant: every sequence is one that the scheduler could have journalled: :meth:`Trajectory.fold` takes it. A sequence
 is drawn as events that mean something in any order, so that shrinking may leave out any of them; :func:`events_of` adds
@@ -9,7 +9,7 @@ generation, …).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from fsm_rollout.testing.strategies.schema_values import plain_data
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent
-from fsm_rollout.trajectory.tokens import Note, NoteKind, TokenStream
+from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 G = TypeVar("G", events.ContextOpened, events.PromptExtended)
@@ -265,38 +265,3 @@ several_event_sequences = st.lists(plans, max_size=3).map(
     lambda several: [events_of(plan, f"t{number}") for number, plan in enumerate(several)]
 )
 several_trajectories = several_event_sequences.map(lambda several: [Trajectory.fold(events) for events in several])
-
-
-# -- token streams --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of tokens that went into a stream; ``logprobs`` is ``None`` for what the environment wrote."""
-
-    ids: Sequence[int]
-    logprobs: Sequence[float] | None
-    turn: int
-    version: int
-
-
-_pieces = st.builds(
-    lambda pairs, turn, version: Piece(tuple(t for t, _ in pairs), tuple(p for _, p in pairs), turn, version),
-    st.lists(st.tuples(token, logprob), max_size=4),
-    st.integers(0, 2),
-    st.integers(0, 3),
-) | st.builds(Piece, ids.map(tuple), st.none(), st.integers(0, 2), st.just(-1))
-
-
-@st.composite
-def token_streams(draw: st.DrawFn, *, max_pieces: int = 6) -> tuple[TokenStream, list[Piece]]:
-    """Draw a stream, and the pieces that :class:`TokenStream` itself has put together, the opening prompt first."""
-    prompt = draw(ids)
-    stream = TokenStream(prompt, state="PENDING", trained=draw(st.booleans()))
-    pieces = draw(st.lists(_pieces, max_size=max_pieces))
-    for piece in pieces:
-        if piece.logprobs is None:
-            stream.write(piece.ids, state="PROCESSING_TOOLS", turn=piece.turn)
-        else:
-            stream.sample(piece.ids, piece.logprobs, state="GENERATING", turn=piece.turn, version=piece.version)
-    return stream, [Piece(tuple(prompt), None, 0, -1), *pieces]

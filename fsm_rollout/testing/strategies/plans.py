@@ -12,13 +12,10 @@ from functools import cache
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import vocabularies
-from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import PlainData as Data
-from fsm_rollout.trajectory.outcome import Outcome
 
 Turns = Mapping[str, tuple[Turn, ...]]  # what an engine says, by `agent/context`
 
@@ -162,21 +159,3 @@ def plans(
         return Plan(prompts=prompts, n=n, says=says, faults=interference, **draw(fields))
 
     return plan()
-
-
-def outcomes(graph: AgentGraph, state: str) -> st.SearchStrategy[Outcome]:
-    """Return a strategy for all that a visit of a working state may come to, the scheduler's own triggers included."""
-    spec = handler_spec(graph.handler_of(state))
-    triggers = dict.fromkeys(
-        [*spec.triggers, *([Trigger.TRUNCATED] if spec.spends == LimitName.ASSISTANT_TURNS else [])]
-    )
-    limits = [name for name, bound in graph.limits.model_dump().items() if bound is not None]
-    return st.sampled_from(
-        [
-            *map(Outcome, triggers),
-            *(Outcome(Trigger.LIMIT_REACHED, limit=limit) for limit in dict.fromkeys([*limits, "context_tokens"])),
-            Outcome(Trigger.FAILED, error="RuntimeError", detail="drawn"),
-            Outcome(Trigger.TIMED_OUT),
-            Outcome(Trigger.CANCELLED),
-        ]
-    )

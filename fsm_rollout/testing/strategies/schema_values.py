@@ -1,7 +1,7 @@
 """Hypothesis strategies from the JSON schemas that tools show to models.
 
-Invariant: what :func:`json_values` and :func:`arguments` draw follows the schema; what :func:`spoiled` draws breaks it
-in one way that it names. Only the keywords that this package's own schemas use are understood; a ``pattern`` and
+Invariant: what :func:`arguments` draws follows the schema; what :func:`spoiled` draws breaks it in one way that it
+names. Only the keywords that this package's own schemas use are understood; a ``pattern`` and
 formats are drawn as Hypothesis can.
 """
 
@@ -51,11 +51,6 @@ _FORMATS: Mapping[str, st.SearchStrategy[str]] = {
     "time": st.times().map(str),
     "uuid": st.uuids().map(str),
 }
-
-
-def json_values(schema: Schema) -> st.SearchStrategy[object]:
-    """Return a strategy for values that a JSON schema takes; an empty schema takes anything."""
-    return _value(schema, schema.get("$defs", {}))
 
 
 def arguments(parameters: Schema) -> st.SearchStrategy[dict[str, object]]:

@@ -14,11 +14,12 @@ from types import CodeType
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph, Predicate
+from fsm_rollout.agent.predicates import PREDICATE_NAMES
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.testing.strategies.conversations import WRITERS, broken_calls, calls_of_template, tool_calls
+from fsm_rollout.testing.strategies.calls import WRITERS, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
 
@@ -58,7 +59,7 @@ def _calls(
     """Return a strategy for calls of a context's tools, those that transitions ask for more often than others."""
     names = [tool["function"]["name"] for tool in tools]
     if tool_format in WRITERS:
-        calls = {name: tool_calls(tools, tool_format, only=name) for name in names}
+        calls = {name: tool_calls(tool, tool_format) for name, tool in zip(names, tools, strict=True)}
         broken = broken_calls(tools, tool_format)
     else:
         calls = {name: st.just(_call_of_template(tokenizer, tools, name)) for name in names}
@@ -93,8 +94,8 @@ def _texts(graph: AgentGraph) -> list[str]:
         elif predicate.name in ("context_over", "response_over"):
             limit = graph.limits.context_tokens if predicate.name == "context_over" else graph.limits.response_tokens
             lengths.append((argument if isinstance(argument, int) else (argument or 0) * (limit or 0)) // 3)
-        elif ":" in predicate.name:
-            found += _constants(predicate.name)
+        elif ":" in (path := PREDICATE_NAMES.expanded(predicate.name)):
+            found += _constants(path)
             found += [argument] if isinstance(argument, str) else []
     for state in graph.working_states:
         lengths += [length for length in [graph.states[state].sampling.max_tokens] if length is not None]

@@ -8,8 +8,8 @@ import pytest
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.limits import LIMITS, reached_on_entry, remaining
-from fsm_rollout.trajectory.events import Prompted, Transitioned
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.unit.agent.facts import moved, prompted
 
 
 def standing(limits: dict[str, float], spent: dict[str, int] | None = None, **state: Any) -> tuple[Any, Trajectory]:
@@ -25,12 +25,8 @@ def standing(limits: dict[str, float], spent: dict[str, int] | None = None, **st
             ],
         }
     )
-    prompted = Prompted(
-        at=100.0, trajectory_id="p/0", group_id="p", sample=0, agent="a", initial="PENDING", messages=[], extra={},
-        limits=graph.limits.model_dump(), seed=1, date="2020-01-01T00:00:00",
-    )  # fmt: skip
-    entered = Transitioned(at=103.0, trigger="prompted", source="PENDING", dest="GENERATING", spent=spent or {})
-    return graph, Trajectory.fold([prompted, entered])
+    first = prompted("PENDING", at=100.0, **graph.limits.model_dump())
+    return graph, Trajectory.fold([first, moved("PENDING", "GENERATING", **(spent or {}))])
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.broken_graphs import broken_graphs
 from fsm_rollout.testing.strategies.graphs import CALCULATOR, SCRIPTED_USER, graphs
+from tests.unit.agent.broken_graphs import broken_graphs
 
 Data = dict[str, Any]
 
@@ -112,7 +112,7 @@ def test_1_handlers() -> None:
     assert messages == [
         "state 'GENERATNG' names no handler; did you mean 'GENERATING'? [rule 1]",
         "state 'OTHER' names no handler; give it one, or `final: true` [rule 1]",
-        "state 'WRONG': handler 'generat' is not defined; did you mean 'generate'? [rule 1]",
+        "state 'WRONG': handler 'generat' does not exist; did you mean 'generate'? Or give 'module:Class' [rule 1]",
     ]
 
 

@@ -118,7 +118,7 @@ def test_several_rewards(folder: Path) -> None:
     for wrong, says in (
         ('["a:b", {use: "c:d", wieght: 1}]', ":5: reward.1: unknown key 'wieght'; did you mean 'weight'?"),
         ('["a:b", 3]', ":5: reward.1 must be a mapping, got 3"),
-        ("exact_answer", ":5: reward: give 'module:name', or a list of them, got 'exact_answer'"),
+        ("exact_anser", ":5: reward.0.use: reward 'exact_anser' does not exist; did you mean 'exact_answer'? Or give"),
         ('[{use: "a:b", weight: .inf}]', ":5: reward.0.weight"),
     ):
         (problem,) = problems(folder, SMALLEST + f"reward: {wrong}\n")
@@ -180,7 +180,7 @@ seed: 2
 validate: yes
 sampling: {temprature: 1.0}
 validation_sampling: {top_p: 2}
-reward: exact_answer
+reward: exact_anser
 engine: embedded
 engines: {policy: {kind: scripted}}
 failures: {engine: {attempt: 2}, tool: quit}
@@ -197,7 +197,8 @@ out: runs/x
         ':7: `yes` is a boolean in YAML 1.1; write true or false, or "yes" for text',
         ":8: sampling: unknown key 'temprature'; did you mean 'temperature'?",
         ":9: validation_sampling.top_p should be less than or equal to 1, got 2",
-        ":10: reward: give 'module:name', or a list of them, got 'exact_answer'",
+        ":10: reward.0.use: reward 'exact_anser' does not exist; did you mean 'exact_answer'? "
+        "Or give 'module:function'",
         ":11: engine must be a mapping, got 'embedded'",
         ":12: engines: 'policy' is the engine that is trained; describe it under `engine`",
         ":13: failures.tool: do must be 'tell_model', 'retry', 'end' or 'stop', got 'quit'; known: end, retry, stop, "

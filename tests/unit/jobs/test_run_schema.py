@@ -101,7 +101,7 @@ def test_the_schema_takes_what_loads() -> None:
         ("out: runs/x", "out: runs/x\nn: 0"),
         ("out: runs/x", "out: runs/x\nsampling: {temprature: 1.0}"),
         ("out: runs/x", "out: runs/x\nfailures: {tool: tell_modle}"),
-        ("out: runs/x", "out: runs/x\nreward: exact_answer"),
+        ("out: runs/x", "out: runs/x\nreward: exact_anser"),
         ("kind: scripted", "kind: skripted"),
         ("kind: scripted", "kind: scripted, trns: [a]"),
         ("kind: scripted", "kind: transformers, max_runing: 3"),

@@ -140,5 +140,5 @@ def test_the_seconds_of_a_pause_come_on_top_of_the_bound() -> None:
 def test_two_runs_that_differ_are_told_apart() -> None:
     graph = load_agent(AGENT)
     other = PLAN.model_copy(update={"says": ({"single_turn/main": (Turn(text="The answer is 5."),)},)})
-    with pytest.raises(LawBroken, match="another script changes its streams at token"):
+    with pytest.raises(LawBroken, match="another script changes its message 2 at token"):
         laws.same_results(simulate(graph, PLAN), simulate(graph, other), "another script")
