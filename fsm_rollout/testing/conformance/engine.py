@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.concurrency.loop_thread import LoopThread
-from fsm_rollout.engines.protocol import Engine, Weights
+from fsm_rollout.engines.protocol import Sleeper, TokenSource, Weights, WeightSink
 from fsm_rollout.testing.conformance import engine_orders as orders
 from fsm_rollout.testing.conformance import engine_tokens as tokens
+from fsm_rollout.testing.conformance import engine_weights as weights
 from fsm_rollout.testing.conformance.engine_subject import EngineSubject
-from fsm_rollout.testing.conformance.engine_weights import versions
 from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite
 
 Hold = Callable[[EngineSubject], Awaitable[None]]
@@ -37,11 +37,23 @@ SUITE = Suite[Hold]({
 # The checks, each with the promise that it looks at, in the order in which they are made; the last closes the engine.
 for number, check in (
     (5, tokens.same_seed), (5, tokens.greedy), (5, tokens.continued), (1, tokens.answers), (2, tokens.logprobs),
-    (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals),
-    (6, orders.pause_and_sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
-    (6, orders.one_by_one), (6, orders.pause_under_way), (8, versions), (7, tokens.admission), (9, orders.close),
+    (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
+    (6, orders.pause), (6, orders.sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
+    (6, orders.one_by_one), (6, orders.pause_under_way), (8, weights.updates), (7, tokens.admission), (9, orders.close),
 ):  # fmt: skip
     SUITE.check(number)(check)
+# What an engine must have beside tokens for a check to be made.
+_NEEDS = {
+    orders.pause: WeightSink,
+    orders.pause_under_way: WeightSink,
+    weights.updates: WeightSink,
+    orders.sleep: Sleeper,
+}
+
+
+def checks_of(engine: TokenSource) -> list[Check[Hold]]:
+    """Return the checks of an engine's planes, in the order in which they are made."""
+    return [check for check in SUITE.checks if isinstance(engine, _NEEDS.get(check.hold, TokenSource))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Report:
 
 
 async def check_engine(
-    engine: Engine,
+    engine: TokenSource,
     *,
     prompts: Sequence[Sequence[int]] | None = None,
     weights: Weights | None = None,
@@ -66,10 +78,10 @@ async def check_engine(
     patience: float = 60.0,
     settle: float = 0.2,
 ) -> Report:
-    """Hold ``engine`` to every promise of the protocol, and close it.
+    """Hold ``engine`` to every promise of the protocol that its planes make, and close it.
 
     Args:
-        engine: a fresh, idle engine.
+        engine: a fresh, idle engine; of weights and sleep it promises what it has methods for.
         prompts: token ids to go on from, at least two different ones; default: a few texts in its tokenizer.
         weights: what to update its weights with; default: no tensors at all, which changes nothing but the version.
         deterministic: whether equal requests get equal tokens (promise 5). An engine that computes in half precision
@@ -89,7 +101,7 @@ async def check_engine(
     try:
         with _judging("set up", 1):
             subject = EngineSubject(engine, prompts or (), weights or {}, deterministic, cuts, patience, settle)
-        checks = [check for check in SUITE.checks if deterministic or check.numbers != (5,)]
+        checks = [check for check in checks_of(engine) if deterministic or check.numbers != (5,)]
         await _hold_all(checks, subject)
     except BaseException:
         with suppress(Exception):  # what was found is worth more than a failing close
@@ -99,7 +111,7 @@ async def check_engine(
     return Report(tuple(check.name for check in checks), subject.requests, subject.tokens, subject.seeds_matter)
 
 
-def check_engine_sync(engine: Engine | Callable[[], Engine], **options: Any) -> Report:
+def check_engine_sync(engine: TokenSource | Callable[[], TokenSource], **options: Any) -> Report:
     """Do what :func:`check_engine` does, for code that awaits nothing: scripts, plain tests, notebooks.
 
     Args:
@@ -135,7 +147,7 @@ async def _hold_all(checks: Sequence[Check[Hold]], subject: EngineSubject) -> No
                 break  # it answers no more
             with suppress(Exception):  # what the check left paused
                 async with asyncio.timeout(subject.patience):
-                    await subject.engine.resume()
+                    await subject.sink.resume()
     if broken:
         first, *further = broken.values()
         first.further = tuple(further)

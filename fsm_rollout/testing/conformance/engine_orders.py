@@ -2,18 +2,18 @@
 
 Invariant: no engine fails for being quick or slow. What must be under way when an order comes is long, is tried again
 where it may have ended before, and in the end is held by a pause, which no speed can outrun; where that too leaves it
-open, nothing is said.
+open, or the engine is not ours to pause, nothing is said.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.protocol import Chunk, Request, Sleeper
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
@@ -25,40 +25,53 @@ MANY = (1, 8, 64)  # how many long answers: more of them, where fewer do not tak
 TRIES = 3  # how often something is tried that an engine may be too quick for: what is to be interrupted may end before
 
 
-async def pause_and_sleep(subject: EngineSubject) -> None:
-    """Hold the engine, by pausing and by sleeping: it accepts requests, counts them, and samples nothing."""
-    for order, go_on in ((subject.engine.pause, subject.engine.resume), (subject.engine.sleep, subject.engine.wake)):
-        await subject.call(6, order)
-        dispatch = Dispatch(subject, [subject.request(i, 4, seed=i) for i in range(2)])
-        async with dispatch.reading():
-            await asyncio.sleep(subject.settle)
-            sampled = any(answer.ids for answer in dispatch.answers.values())
-            demand(not sampled, 6, f"tokens were sampled after {order.__name__}()")
-            if dispatch.ended:
-                check_good(dispatch.answers.values())  # refused, instead of kept waiting
-            counted = await subject.until(lambda: subject.load().running + subject.load().waiting > 0)
-            demand(counted, 6, f"requests wait after {order.__name__}(), and load() says {subject.load()}")
-            await subject.call(6, go_on)
-            demand(await dispatch.ends(), 6, f"requests did not end after {go_on.__name__}()")
-        check_good(dispatch.check_whole())
+async def pause(subject: EngineSubject) -> None:
+    """Pause: requests are accepted and counted, and nothing is sampled until they may go on."""
+    await _holds(subject, subject.sink.pause, subject.sink.resume)
+
+
+async def sleep(subject: EngineSubject) -> None:
+    """Put the engine to sleep: requests are accepted and counted, and nothing is sampled until it wakes."""
+    assert isinstance(subject.engine, Sleeper)
+    await _holds(subject, subject.engine.sleep, subject.engine.wake)
+
+
+async def _holds(
+    subject: EngineSubject, order: Callable[[], Awaitable[None]], go_on: Callable[[], Awaitable[None]]
+) -> None:
+    await subject.call(6, order)
+    dispatch = Dispatch(subject, [subject.request(i, 4, seed=i) for i in range(2)])
+    async with dispatch.reading():
+        await asyncio.sleep(subject.settle)
+        sampled = any(answer.ids for answer in dispatch.answers.values())
+        demand(not sampled, 6, f"tokens were sampled after {order.__name__}()")
+        if dispatch.ended:
+            check_good(dispatch.answers.values())  # refused, instead of kept waiting
+        counted = await subject.until(lambda: subject.load().running + subject.load().waiting > 0)
+        demand(counted, 6, f"requests wait after {order.__name__}(), and load() says {subject.load()}")
+        await subject.call(6, go_on)
+        demand(await dispatch.ends(), 6, f"requests did not end after {go_on.__name__}()")
+    check_good(dispatch.check_whole())
 
 
 @asynccontextmanager
 async def _held(subject: EngineSubject, request: Request) -> AsyncIterator[Dispatch]:
     """Send a request to a paused engine, and resume it in the end."""
-    await subject.call(6, subject.engine.pause)
+    await subject.call(6, subject.sink.pause)
     dispatch = Dispatch(subject, [request])
     async with dispatch.reading():
         await asyncio.sleep(subject.settle)
         yield dispatch
-        await subject.call(6, subject.engine.resume)
+        await subject.call(6, subject.sink.resume)
 
 
 async def unique_ids(subject: EngineSubject) -> None:
-    """Use an id twice, in one dispatch and while a pause keeps the first under way: the engine objects."""
+    """Use an id twice, in one dispatch and, if it can, while a pause keeps the first under way: the engine objects."""
     request, long = subject.request(0, 2), subject.long()
     faults = "an id used twice", "two requests under way with one id were accepted"
     await _refuses(subject, [request, request], *faults)
+    if not subject.can_hold:
+        return
     async with _held(subject, long):
         await _refuses(subject, [replace(request, request_id=long.request_id)], *faults)
 
@@ -87,7 +100,7 @@ async def abort(subject: EngineSubject) -> None:
             return
         lasted.append(seconds)
     ran_on = min(lasted) > LATE
-    if not ran_on:  # it may just be quick, so a pause keeps the request under way
+    if not ran_on and subject.can_hold:  # it may just be quick, so a pause keeps the request under way
         async with _held(subject, subject.long()) as dispatch:
             await dispatch.abort()
             ran_on = not await dispatch.ends()
@@ -185,20 +198,20 @@ async def _ran_on(subject: EngineSubject) -> bool:
     """Pause a request under way, and let it go on; return whether it came to its end although it should wait."""
     dispatch = await subject.under_way()
     answer = dispatch.first
-    await subject.call(6, subject.engine.pause)
+    await subject.call(6, subject.sink.pause)
     async with dispatch.reading():
         late = await silence(subject, answer, subject.settle)
         not_ended_by(6, "pause()", dispatch)
         length = len(answer.ids)
         waits = answer.finish_reason is None and not late
         if waits:
-            await subject.call(6, subject.engine.resume)
+            await subject.call(6, subject.sink.resume)
             went_on = await subject.until(lambda: len(answer.ids) > length or dispatch.ended)
             demand(went_on, 6, "a request under way at pause() did not go on after resume()")
             not_ended_by(6, "resume() after pause()", dispatch)
         await dispatch.abort()
         if not waits:
-            await subject.call(6, subject.engine.resume)
+            await subject.call(6, subject.sink.resume)
         demand(await dispatch.ends(), 4, f"an aborted request did not end within {subject.patience:g} s")
     dispatch.check_whole()
     await subject.as_alone(6, answer, "paused")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams, Weights
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams, TokenSource, Weights, WeightSink
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand, demand_all
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
@@ -236,7 +236,7 @@ class Dispatch:
 class EngineSubject:
     """An engine, what it is asked, and what of it has been counted; the options are those of ``check_engine``."""
 
-    engine: Engine
+    engine: TokenSource
     prompts: Sequence[Sequence[int]] = ()
     weights: Weights = field(default_factory=dict)
     deterministic: bool = True
@@ -254,6 +254,17 @@ class EngineSubject:
         self._eos_ids = frozenset(self.engine.eos_ids)
         # Models have more rows than their tokenizers have tokens, for alignment.
         self.every_token = frozenset(range(len(self.engine.tokenizer) + 4096)) | self._eos_ids
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether its weights, and with them its pauses, are ours."""
+        return isinstance(self.engine, WeightSink)
+
+    @property
+    def sink(self) -> WeightSink:
+        """The engine, whose weights are ours."""
+        assert isinstance(self.engine, WeightSink)
+        return self.engine
 
     @property
     def now(self) -> float:

@@ -14,13 +14,17 @@ from fsm_rollout.testing.conformance.runner import ConformanceError, demand
 from fsm_rollout.trajectory.enums import FinishReason
 
 
-async def versions(subject: EngineSubject) -> None:
-    """Update the weights, running and paused: each token carries the version it was sampled with, all goes on."""
+async def version(subject: EngineSubject) -> None:
+    """Ask: tokens carry the version that the engine says it has."""
     before = subject.engine.weight_version
     demand(isinstance(before, int), 8, f"weight_version is {before!r}; it must be an int")
     (answer,) = await subject.collect(subject.request(1, 4))
     carried = f"weight_version is {before}, and tokens carry the version {_in_words(answer)}"
     demand(set(answer.versions) <= {before}, 8, carried)
+
+
+async def updates(subject: EngineSubject) -> None:
+    """Update the weights, running and paused: each token carries the version it was sampled with, all goes on."""
     for wait in (None, 0.0, subject.settle):
         for again in range(TRIES):
             if wait is None:
@@ -44,7 +48,7 @@ async def _update_running(subject: EngineSubject) -> str | None:
     version = subject.engine.weight_version
     dispatch = await subject.under_way()
     answer, renewed = dispatch.first, False
-    updated = await subject.call(8, subject.engine.update_weights, subject.weights)
+    updated = await subject.call(8, subject.sink.update_weights, subject.weights)
     now = subject.engine.weight_version
     returned = f"after version {version}, update_weights returned {updated} and weight_version is {now}"
     demand(now == updated == version + 1, 8, f"{returned}; by default it goes up by one")
@@ -74,8 +78,8 @@ async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> 
     dispatch = await subject.under_way()
     answer = dispatch.first
     await asyncio.sleep(wait)
-    await subject.call(6, subject.engine.pause)
-    updated = await subject.call(8, subject.engine.update_weights, subject.weights, before + 7)
+    await subject.call(6, subject.sink.pause)
+    updated = await subject.call(8, subject.sink.update_weights, subject.weights, before + 7)
     demand(updated == before + 7 == subject.engine.weight_version, 8, "update_weights did not take the version given")
 
     def renewed() -> bool:
@@ -88,7 +92,7 @@ async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> 
         demand(not renewed(), 8, f"{stamped}: they were sampled in the pause, or with another version")
         ended = answer.finish_reason is not None
         # 3. What comes when it goes on is sampled with the new weights.
-        await subject.call(6, subject.engine.resume)
+        await subject.call(6, subject.sink.resume)
         went_on = await subject.until(lambda: renewed() or dispatch.ended)
         demand(went_on, 8, "a request under way did not go on after update_weights in a pause")
         not_ended_by(8, "update_weights in a pause", dispatch)

@@ -183,7 +183,7 @@ class EngineFile(pytest.File):
 
     async def make(self) -> EngineSubject:
         """Make the engine; ConfigError if the factory makes none."""
-        from fsm_rollout.engines.protocol import Engine
+        from fsm_rollout.engines.protocol import TokenSource
         from fsm_rollout.errors import ConfigError
         from fsm_rollout.names.objects import load_object
         from fsm_rollout.testing.conformance.engine_subject import EngineSubject
@@ -194,19 +194,19 @@ class EngineFile(pytest.File):
             raise ConfigError(f"{name} is {factory!r:.80}; name a function or class that makes an engine")
         engine = factory()
         engine = await engine if inspect.isawaitable(engine) else engine
-        if not isinstance(engine, Engine):
-            members = sorted(member for member in vars(Engine) if not member.startswith("_"))
+        if not isinstance(engine, TokenSource):
+            members = sorted(member for member in vars(TokenSource) if not member.startswith("_"))
             lacks = ", ".join(member for member in members if not hasattr(engine, member))
             raise ConfigError(f"{name} made {engine!r:.80}, which is no engine: it lacks {lacks}")
         return EngineSubject(engine)
 
     def hold(self, number: int) -> str:
         """Hold the engine to one promise; return what was checked."""
-        from fsm_rollout.testing.conformance.engine import SUITE, hold
+        from fsm_rollout.testing.conformance.engine import SUITE, checks_of, hold
 
-        checks = [check for check in SUITE.checks if check.numbers[0] == number]
         try:
             self.subject = self.subject or self.runner.run(self.make())
+            checks = [check for check in checks_of(self.subject.engine) if check.numbers[0] == number]
             for check in checks:
                 self.runner.run(hold(check, self.subject))
         except BaseException:
