@@ -132,9 +132,15 @@ def blames_some_calls(city: Literal["Paris", "Rome"]) -> str:
     return "rain"
 
 
-@pytest.mark.parametrize("tool", [computes, asks_a_shell, draws_by_its_schema, blames_some_calls])
+async def takes_its_time(a: int) -> int:
+    """Take longer than a cancelled call may: nobody cancels this one."""
+    await asyncio.sleep(50.0)
+    return a
+
+
+@pytest.mark.parametrize("tool", [computes, asks_a_shell, draws_by_its_schema, blames_some_calls, takes_its_time])
 def test_what_has_raised_false_alarms_conforms(tool: Any) -> None:
-    check_tool(tool, examples=30)
+    assert ("cancellation" in check_tool(tool, examples=30).promises) == asyncio.iscoroutinefunction(tool)
 
 
 def in_a_thread(path: str, *, depth: int = 1, token: Annotated[str, Hidden] = "t") -> dict[str, Any]:
@@ -335,16 +341,6 @@ class LosesItsFile:
         del self.file
 
 
-async def takes_its_time(a: int) -> int:
-    """Take longer than a cancelled call may: nobody cancels this one."""
-    await asyncio.sleep(50.0)
-    return a
-
-
-def test_a_slow_tool_conforms() -> None:
-    assert "cancellation" in check_tool(takes_its_time, examples=10).promises
-
-
 class FailsToLetGo:
     """Is not there any more when it is released."""
 
@@ -354,56 +350,6 @@ class FailsToLetGo:
 
     async def release(self) -> None:
         raise ConnectionError("already gone")
-
-
-@pytest.mark.parametrize(
-    ("tool", "invariant", "message"),
-    [
-        (undocumented, 1, "no docstring"),
-        (untyped, 1, "has no type"),
-        ("no_such_module:tool", 1, "cannot import"),
-        (picky, 2, "refused what its schema allows: error: tool: argument 'number' must be even"),
-        (always_raises, 2, r"raised on all \d+ calls .*ConnectionError: no route"),
-        (takes_anything, 3, "took {'a': 'no number'}, though 'a' is of another type"),
-        (returns_an_object, 4, "cannot be shown to a model"),
-        (hangs, 4, "did not return within 60 s"),
-        (spins, 4, "a call of spins never ends: .*time never passes"),
-        (swallows, 5, "cancelled at its await number 2 .*swallowed it"),
-        (never_stops, 5, "did not stop within 5 s"),
-        (sleeps, 6, r"blocks the event loop with time.sleep\(5\)"),
-        (runs_a_command, 6, r"blocks the event loop with a subprocess \(\['true'\], communicate\)"),
-        (waits_for_a_process, 6, r"blocks the event loop with a subprocess \(\['true'\], wait\)"),
-        (asks_the_terminal, 6, r"blocks the event loop with input\(\)"),
-        (leaves_a_task, 7, r"heartbeat: sleep \(started at .*test_check_tool\.py:\d+, in leaves_a_task\)"),
-        (dices, 8, "take randomness from ToolContext.rng"),
-        (counts, 8, "and later"),
-        (memoises, 8, r"memoises\({'query': 'a'}\) gave 'miss', and later 'hit'"),
-        (tires, 8, r"tires\({}\) gave 'done', and later 'tired'"),
-        (
-            works_once,
-            4,
-            "cannot be shown to a model(?s:.*) not when the same case ran again: something is kept between runs",
-        ),
-        (Notes, 8, "made at once 'busy'"),
-        (reads_the_clock, 8, r"gave '0', and the second time '1024'"),
-        (fails_unheard, 7, "what fails_unheard started failed, and nobody heard: .*ConnectionError: no route"),
-        (LosesItsFile, 10, "release raised AttributeError: .*, after a call that was cancelled at its await number 1"),
-        (marks, 9, r"changed the prompt's fields {'seen': \[\]}"),
-        (FailsToLetGo, 10, "release raised ConnectionError"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_broken_tool_is_found(tool: Any, invariant: int, message: str) -> None:
-    SEEN.clear()
-    CALLED.clear()
-    SPENT.clear()
-    with pytest.raises(ConformanceError, match=message) as found:
-        check_tool(tool, extra={"seen": []}, examples=20)
-    assert found.value.invariant == invariant
-
-
-def test_a_tool_that_does_not_claim_to_be_deterministic_is_not_held_to_it() -> None:
-    assert "same seed" not in check_tool(dices, deterministic=False, examples=10).promises
 
 
 async def locks(a: int) -> int:
@@ -439,6 +385,67 @@ async def hears_nothing(a: int) -> int:
     return a
 
 
+async def computes_for_ever(a: int) -> int:
+    """Count, without end."""
+    while True:
+        a += 1
+
+
+@pytest.mark.parametrize(
+    ("tool", "promise", "message"),
+    [
+        (undocumented, 1, "no docstring"),
+        (untyped, 1, "has no type"),
+        ("no_such_module:tool", 1, "cannot import"),
+        (picky, 2, "refused what its schema allows: error: tool: argument 'number' must be even"),
+        (always_raises, 2, r"raised on all \d+ calls .*ConnectionError: no route"),
+        (takes_anything, 3, "took {'a': 'no number'}, though 'a' is of another type"),
+        (returns_an_object, 4, "cannot be shown to a model"),
+        (hangs, 4, r"did not return within 60 s; .*time is virtual.*external\(\)"),
+        (spins, 4, "a call of spins never ends: .*time never passes"),
+        (swallows, 5, "cancelled at its await number 2 .*swallowed it"),
+        (never_stops, 5, "did not stop within 5 s"),
+        (sleeps, 6, r"blocks the event loop with time.sleep\(5\)"),
+        (runs_a_command, 6, r"blocks the event loop with a subprocess \(\['true'\], communicate\)"),
+        (waits_for_a_process, 6, r"blocks the event loop with a subprocess \(\['true'\], wait\)"),
+        (asks_the_terminal, 6, r"blocks the event loop with input\(\)"),
+        (locks, 6, r"blocks the event loop in 'lock\.acquire\(\)', at .*test_check_tool\.py:\d+, in locks"),
+        (waits_for_a_queue, 6, r"in 'queue\.Queue\[int\]\(\)\.get\(timeout=0\.6\)', at .*, in waits_for_a_queue"),
+        (enters_a_lock, 6, r"blocks the event loop in 'with lock:', at .*test_check_tool\.py:\d+, in enters_a_lock"),
+        (hears_nothing, 6, r"in 'here\.recv\(1\)', at .*test_check_tool\.py:\d+, in hears_nothing"),
+        (computes_for_ever, 6, r"keeps the event loop for more than 0\.5 s, at .*, in computes_for_ever"),
+        (leaves_a_task, 7, r"heartbeat: sleep \(started at .*test_check_tool\.py:\d+, in leaves_a_task\)"),
+        (dices, 8, "take randomness from ToolContext.rng"),
+        (counts, 8, "and later"),
+        (memoises, 8, r"memoises\({'query': 'a'}\) gave 'miss', and later 'hit'"),
+        (tires, 8, r"tires\({}\) gave 'done', and later 'tired'"),
+        (
+            works_once,
+            4,
+            "cannot be shown to a model(?s:.*) not when the same case ran again: something is kept between runs",
+        ),
+        (Notes, 8, "made at once 'busy'"),
+        (reads_the_clock, 8, r"gave '0', and the second time '1024'"),
+        (fails_unheard, 7, "what fails_unheard started failed, and nobody heard: .*ConnectionError: no route"),
+        (LosesItsFile, 10, "release raised AttributeError: .*, after a call that was cancelled at its await number 1"),
+        (marks, 9, r"changed the prompt's fields {'seen': \[\]}"),
+        (FailsToLetGo, 10, "release raised ConnectionError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_broken_tool_is_found(tool: Any, promise: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept_by_tools in (SEEN, CALLED, SPENT):
+        kept_by_tools.clear()
+    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
+    with pytest.raises(ConformanceError, match=message) as found:
+        check_tool(tool, extra={"seen": []}, examples=20)
+    assert found.value.invariant == promise
+
+
+def test_a_tool_that_does_not_claim_to_be_deterministic_is_not_held_to_it() -> None:
+    assert "same seed" not in check_tool(dices, deterministic=False, examples=10).promises
+
+
 async def leaves_it_to_threads(a: int) -> int:
     """Wait in threads, one of them its own, for longer than the loop may."""
     lock = threading.Lock()
@@ -453,45 +460,6 @@ lock_of_all = threading.Lock()
 
 def test_waiting_in_a_thread_is_no_fault() -> None:
     check_tool(leaves_it_to_threads, deterministic=False, examples=1)
-
-
-async def computes_for_ever(a: int) -> int:
-    """Count, without end."""
-    while True:
-        a += 1
-
-
-@pytest.mark.parametrize(
-    ("tool", "what"),
-    [
-        (locks, r"blocks the event loop in 'lock\.acquire\(\)'"),
-        (waits_for_a_queue, r"blocks the event loop in 'queue\.Queue\[int\]\(\)\.get\(timeout=0\.6\)'"),
-        (enters_a_lock, "blocks the event loop in 'with lock:'"),
-        (hears_nothing, r"blocks the event loop in 'here\.recv\(1\)'"),
-        (computes_for_ever, r"keeps the event loop for more than 0\.5 s"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_tool_that_hangs_the_loop_is_ended_and_its_line_named(
-    tool: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
-    with pytest.raises(ConformanceError, match=rf"{what}, at .*{__name__}\.py:\d+, in {tool.__name__}") as found:
-        check_tool(tool, examples=5)
-    assert found.value.invariant == 6
-    assert "test_check_tool.py" in str(found.value)
-
-
-async def asks_a_stranger(a: int) -> str:
-    """Wait for a thread that the loop knows nothing of."""
-    answered = asyncio.Event()
-    await answered.wait()
-    return "never"
-
-
-def test_what_did_not_return_is_told_how_time_passes() -> None:
-    with pytest.raises(ConformanceError, match=r"did not return within 60 s; .*time is virtual.*external\(\)"):
-        check_tool(asks_a_stranger, examples=5)
 
 
 def test_what_is_patched_for_a_check_is_as_before_afterwards() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from fsm_rollout import load_agent, prove
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation import laws
-from fsm_rollout.testing.simulation.laws import Law, LawBroken
+from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.tokens import Owner, TokenStream
@@ -25,84 +26,53 @@ def stream(run: Simulation) -> TokenStream:
     return run.groups[0].trajectories[0].streams[0].tokens
 
 
-def flip_owner(run: Simulation) -> None:
-    tokens = stream(run)
-    tokens._spans[-1] = replace(tokens._spans[-1], owner=Owner.ENVIRONMENT)
-
-
-def shift_logprobs(run: Simulation) -> None:
-    logprobs = stream(run)._logprobs
-    logprobs.insert(0, logprobs.pop())
-
-
-def other_version(run: Simulation) -> None:
-    tokens = stream(run)
-    tokens._spans[-1] = replace(tokens._spans[-1], version=7)
-
-
-def other_token(run: Simulation) -> None:
-    stream(run)._ids[-2] += 1
-
-
-def lose_a_group(run: Simulation) -> None:
-    run.groups.pop()
-
-
-def lose_a_sample(run: Simulation) -> None:
-    run.groups[0].trajectories.pop()
-
-
-def end_twice(run: Simulation) -> None:
-    run.events["p0/0"].append(run.events["p0/0"][-1])
-
-
-def forget_an_event(run: Simulation) -> None:
-    del run.events["p0/0"][-2]
+def respan(run: Simulation, **facts: object) -> None:
+    spans = stream(run)._spans
+    spans[-1] = replace(spans[-1], **facts)
 
 
 def swap_groups(run: Simulation) -> None:
-    one, two = run.groups
-    one.trajectories[0], two.trajectories[0] = two.trajectories[0], one.trajectories[0]
+    one, two = (group.trajectories for group in run.groups)
+    one[0], two[0] = two[0], one[0]
 
 
-def go_on_too_long(run: Simulation) -> None:
-    run.groups[0].trajectories[0].transitions += 9
+def rotate(values: array) -> None:
+    values.insert(0, values.pop())
 
 
-def every_law(run: Simulation) -> list[Law]:
-    return [
-        laws.keeps_running, laws.comes_back, laws.stays_within(prove(run.graph)), laws.keeps_limits,
-        laws.keeps_streams, laws.keeps_events,
-    ]  # fmt: skip
+def hold_all(run: Simulation) -> None:
+    bound = laws.stays_within(prove(run.graph))
+    for law in (
+        laws.keeps_running, laws.comes_back, bound, laws.keeps_limits, laws.keeps_streams, laws.keeps_events
+    ):  # fmt: skip
+        law(run)
 
 
 @pytest.mark.parametrize(
     ("spoil", "law"),
     [
-        (flip_owner, 4),
-        (shift_logprobs, 4),
-        (other_version, 4),
-        (other_token, 5),
-        (lose_a_group, 8),
-        (lose_a_sample, 8),
-        (end_twice, 8),
+        (lambda run: respan(run, owner=Owner.ENVIRONMENT), 4),
+        (lambda run: rotate(stream(run)._logprobs), 4),
+        (lambda run: respan(run, version=7), 4),
+        (lambda run: stream(run)._ids.append(stream(run)._ids.pop() + 1), 5),
+        (lambda run: run.groups.pop(), 8),
+        (lambda run: run.groups[0].trajectories.pop(), 8),
+        (lambda run: run.events["p0/0"].append(run.events["p0/0"][-1]), 8),
         (swap_groups, 8),
-        (go_on_too_long, 2),
-        (forget_an_event, 6),
+        (lambda run: setattr(run.groups[0].trajectories[0], "transitions", 99), 2),
+        (lambda run: run.events["p0/0"].pop(-2), 6),
     ],
-)
-def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], None], law: int) -> None:
+    ids=[
+        "owner", "logprobs", "version", "token", "a group is lost", "a sample is lost", "it ends twice",
+        "groups are swapped", "too many transitions", "an event is forgotten",
+    ],
+)  # fmt: skip
+def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], object], law: int) -> None:
     run = simulate(load_agent(AGENT), PLAN)
-    for each in every_law(run):
-        each(run)
+    hold_all(run)
     spoil(run)
-
-    def hold() -> None:
-        for each in every_law(run):
-            each(run)
-
     with pytest.raises(LawBroken) as broken:
-        hold()
+        hold_all(run)
     assert broken.value.law == law
 
 

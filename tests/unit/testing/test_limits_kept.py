@@ -37,7 +37,7 @@ def run(
     """Run one prompt on a model that always says the same; return the trajectory and how often the model was asked."""
     graph = AgentGraph(
         agent="limited",
-        limits=limits,
+        limits={"assistant_turns": 9, "tool_calls": 9} | limits,
         tools={"echo": {"use": "tests.law_tools:echo", "timeout": 5.0}},
         states={
             "PENDING": {},
@@ -59,58 +59,56 @@ def run(
     return trajectory, sum(isinstance(line.what, Request) for line in engine.log)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
-def test_a_bound_of_n_allows_n_bad_calls(bound: int) -> None:
-    trajectory, asked = run({"bad_calls": bound, "assistant_turns": 9, "tool_calls": 9}, BROKEN)
-    assert (trajectory.stop_reason, asked) == ("limit:bad_calls", bound + 1)
+SUMMARY = {
+    "states": {"SUMMARISING": {"handler": "generate", "prompt": "Sum up.", "max_visits": 1, "timeout": 60.0}},
+    "rows": [
+        {"trigger": "limit_reached", "source": ("GENERATING", "PROCESSING_TOOLS"), "dest": "SUMMARISING"},
+        {"trigger": "generated", "source": "SUMMARISING", "dest": "TERMINATED", "stop_reason": "summed_up"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "says", "more", "reason", "generations"),
+    [
+        # A bound of n allows n bad calls.
+        *(({"bad_calls": n}, BROKEN, {}, "limit:bad_calls", n + 1) for n in (0, 1, 3)),
+        # A state is visited as often as it may be.
+        *(({}, GOOD, {"generating": {"max_visits": n}}, "limit:max_visits", n) for n in (1, 2, 4)),
+        # A limit that is routed leaves the last state to its `max_visits`.
+        ({"assistant_turns": 2}, GOOD, SUMMARY, "summed_up", 3),
+        ({"tool_calls": 2}, GOOD, SUMMARY, "summed_up", 4),
+    ],
+)
+def test_a_limit_ends_a_trajectory_or_routes_it_where_it_says(
+    limits: dict[str, int], says: str, more: dict[str, Any], reason: str, generations: int
+) -> None:
+    trajectory, asked = run(limits, says, **more)
+    assert (trajectory.stop_reason, asked) == (reason, generations)
 
 
 def test_a_broken_call_is_answered_and_never_an_answer() -> None:
-    trajectory, asked = run({"assistant_turns": 2, "tool_calls": 9}, BROKEN)
+    trajectory, asked = run({"assistant_turns": 2}, BROKEN)
     assert (trajectory.stop_reason, asked) == ("limit:assistant_turns", 2)
     tool_texts = [message["content"] for message in trajectory.streams[0].messages if message["role"] == "tool"]
     assert len(tool_texts) == 2
     assert all(text.startswith("error: ") for text in tool_texts)
 
 
-@pytest.mark.parametrize("bound", [1, 2, 4])
-def test_a_state_is_visited_as_often_as_it_may_be(bound: int) -> None:
-    trajectory, asked = run({"assistant_turns": 9, "tool_calls": 9}, GOOD, generating={"max_visits": bound})
-    assert (trajectory.stop_reason, asked) == ("limit:max_visits", bound)
-
-
-@pytest.mark.parametrize("limit", ["assistant_turns", "tool_calls"])
-def test_a_routed_limit_leaves_the_last_state_to_its_max_visits(limit: str) -> None:
-    summary = {"handler": "generate", "prompt": "Sum up.", "max_visits": 1, "timeout": 60.0}
-    rows = [
-        {"trigger": "limit_reached", "source": ("GENERATING", "PROCESSING_TOOLS"), "dest": "SUMMARISING"},
-        {"trigger": "generated", "source": "SUMMARISING", "dest": "TERMINATED", "stop_reason": "summed_up"},
-    ]
-    limits = {"assistant_turns": 9, "tool_calls": 9, limit: 2}
-    trajectory, asked = run(limits, GOOD, rows=rows, states={"SUMMARISING": summary})
-    assert trajectory.stop_reason == "summed_up"
-    assert asked == (3 if limit == "assistant_turns" else 4)
-
-
 @pytest.mark.parametrize("room", [1, 3])
 def test_glue_that_leaves_no_room_for_a_token_is_not_written(room: int) -> None:
-    free, _ = run({"assistant_turns": 2, "tool_calls": 9}, GOOD)
+    free, _ = run({"assistant_turns": 2}, GOOD)
     first = next(span for span in free.streams[0].tokens.sampled())
     bound = len(first) + room  # less than what stands between two turns
-    trajectory, asked = run({"assistant_turns": 2, "tool_calls": 9, "response_tokens": bound}, GOOD)
+    trajectory, asked = run({"assistant_turns": 2, "response_tokens": bound}, GOOD)
     assert (trajectory.stop_reason, asked) == ("limit:response_tokens", 1)
     assert trajectory.response_tokens == len(first)
 
 
-@pytest.mark.parametrize("bound", [1, 3, 8])
-def test_no_more_response_tokens_are_sampled_than_allowed(bound: int) -> None:
-    trajectory, _ = run({"assistant_turns": 2, "tool_calls": 9, "response_tokens": bound}, GOOD)
-    assert trajectory.response_tokens == bound
-
-
 @pytest.mark.parametrize("room", [1, 3, 8])
 def test_no_stream_is_longer_than_allowed(room: int) -> None:
-    free, _ = run({"assistant_turns": 1, "tool_calls": 9}, GOOD)
-    bound = free.streams[0].tokens.prompt_length + room
-    trajectory, _ = run({"assistant_turns": 2, "tool_calls": 9, "context_tokens": bound}, GOOD)
+    trajectory, _ = run({"assistant_turns": 2, "response_tokens": room}, GOOD)
+    assert trajectory.response_tokens == room
+    bound = trajectory.streams[0].tokens.prompt_length + room
+    trajectory, _ = run({"assistant_turns": 2, "context_tokens": bound}, GOOD)
     assert len(trajectory.streams[0].tokens) == bound
