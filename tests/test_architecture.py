@@ -78,14 +78,12 @@ LONGER = {  # modules that are still to be cut
     "scheduler.scheduler",
     "testing.conformance.engine",
     "testing.conformance.state",
-    "tools.sandbox.jail",
     "trajectory.trajectory",
 }
 TWICE = {  # names of two classes, of which one is still to be renamed
     "Answer",
     "Connection",
     "Interaction",
-    "Limits",
     "Plan",
     "Request",
     "Server",

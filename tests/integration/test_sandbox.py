@@ -18,7 +18,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.errors import ToolError
-from fsm_rollout.tools.sandbox import Limits, LocalSession, Output, bash, protection, python
+from fsm_rollout.tools.sandbox import CodeLimits, LocalSession, Output, bash, protection, python
 from fsm_rollout.tools.sandbox import session as sessions
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import histories
@@ -51,7 +51,7 @@ def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def isolated() -> None:
-    """Limits alone do not hide anything, as the docstring says."""
+    """CodeLimits alone do not hide anything, as the docstring says."""
     if not protection().namespaces:
         pytest.skip(f"no namespaces here: {protection().why_not}")
 
@@ -345,7 +345,7 @@ MADE: list[tuple[object, ...]] = []
 class Echo:
     """A backend of a user's own: another place in which code runs."""
 
-    def __init__(self, language: str, limits: Limits) -> None:
+    def __init__(self, language: str, limits: CodeLimits) -> None:
         MADE.append((language, limits.seconds))
 
     async def execute(self, code: str) -> Output:
@@ -367,7 +367,7 @@ def test_a_backend_of_ones_own() -> None:
 def test_what_is_required_and_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "protection", lambda: sessions.Protection(False, True, "a test"))
     with pytest.raises(ToolError, match="needs namespaces, which are not available here: a test"):
-        asyncio.run(LocalSession("python", Limits(), namespaces=True).execute("1"))
+        asyncio.run(LocalSession("python", CodeLimits(), namespaces=True).execute("1"))
     assert "are NOT hidden, because namespaces are not available: a test" in str(sessions.protection())
 
 

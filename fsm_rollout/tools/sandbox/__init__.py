@@ -11,10 +11,14 @@ killed.
 Where the kernel gives user namespaces (most Linux machines, many containers) the code has, besides, no network, sees no
 process and no file but its own empty folder and (read-only) the system's and Python's programs and packages, and is
 nobody. Elsewhere it has the limits, a scrubbed environment and an empty folder, and runs as the run's user: it could
-read that user's files, end that user's processes and, in many small files, fill the disk. On x86-64 the kernel also
-refuses, in both cases, what no computation needs (ptrace, new namespaces, and without namespaces sockets to other
-machines). :func:`protection` says which it is; a run says so when it begins; ``kwargs: {namespaces: true}`` refuses to
-run without.
+read that user's files, end that user's processes and, in many small files, fill the disk. The kernel also refuses, in
+both cases, what no computation needs (ptrace, new namespaces, and without namespaces sockets to other machines).
+:func:`protection` says which it is; a run says so when it begins; ``kwargs: {namespaces: true}`` refuses to run
+without.
+
+This holds for x86-64 and for aarch64, of which only x86-64 has been run: what is asked of the kernel goes through the C
+library, and the numbers of the refused calls are compared with the kernel's headers. On other machines no call is
+refused.
 
 It is meant for code of a model in training, which is careless and sometimes finds what it should not. It is no virtual
 machine: who expects attacks on the kernel gives a backend of his own (``kwargs: {backend: "module:Class"}``), a class
@@ -28,9 +32,17 @@ from typing import cast
 from fsm_rollout.errors import ToolError
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import Tool
-from fsm_rollout.tools.sandbox.session import Backend, Language, Limits, LocalSession, Output, Protection, protection
+from fsm_rollout.tools.sandbox.session import (
+    Backend,
+    CodeLimits,
+    Language,
+    LocalSession,
+    Output,
+    Protection,
+    protection,
+)
 
-__all__ = ["Backend", "Limits", "LocalSession", "Output", "Protection", "bash", "protection", "python"]
+__all__ = ["Backend", "CodeLimits", "LocalSession", "Output", "Protection", "bash", "protection", "python"]
 
 _ENDED = {
     "time": "the code ran longer than {0.seconds:g} s",
@@ -49,17 +61,17 @@ class _CodeTool(Tool):
 
     def __init__(
         self,
-        seconds: float = Limits.seconds,
-        cpu_seconds: float = Limits.cpu_seconds,
-        memory_mb: int = Limits.memory_mb,
-        disk_mb: int = Limits.disk_mb,
-        processes: int = Limits.processes,
-        output: int = Limits.output,
+        seconds: float = CodeLimits.seconds,
+        cpu_seconds: float = CodeLimits.cpu_seconds,
+        memory_mb: int = CodeLimits.memory_mb,
+        disk_mb: int = CodeLimits.disk_mb,
+        processes: int = CodeLimits.processes,
+        output: int = CodeLimits.output,
         packages: bool = True,
         namespaces: bool = False,
         backend: str | None = None,
     ) -> None:
-        self._limits = Limits(seconds, cpu_seconds, memory_mb, disk_mb, processes, output)
+        self._limits = CodeLimits(seconds, cpu_seconds, memory_mb, disk_mb, processes, output)
         if backend is None:
             self._session: Backend = LocalSession(self.language, self._limits, packages=packages, namespaces=namespaces)
             return

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from fsm_rollout.errors import ToolError
+from fsm_rollout.tools.sandbox.system_calls import filters
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ LINE = 16 << 20  # bytes of an answer
 
 
 @dataclass(frozen=True)
-class Limits:
+class CodeLimits:
     """What the code of one session may use."""
 
     seconds: float = 10.0  # of wall time, per call
@@ -148,8 +149,8 @@ def _nursery() -> _Nursery:
 @cache
 def protection() -> Protection:
     """Return what keeps sandboxed code in its session here; tried once. ToolError if no process can be started."""
-    filtered = os.uname().machine == "x86_64"
-    with _nursery().begin(_settings("python", Limits(), namespaces=True, packages=False)) as pipe:
+    filtered = filters(os.uname().machine)
+    with _nursery().begin(_settings("python", CodeLimits(), namespaces=True, packages=False)) as pipe:
         pipe.settimeout(START_SECONDS)
         try:
             line = pipe.makefile("rb").readline()
@@ -162,7 +163,7 @@ def protection() -> Protection:
     return Protection("ready" in answer, filtered, answer.get("failed"))
 
 
-def _settings(language: Language, limits: Limits, *, namespaces: bool, packages: bool) -> dict[str, object]:
+def _settings(language: Language, limits: CodeLimits, *, namespaces: bool, packages: bool) -> dict[str, object]:
     site_packages = sysconfig.get_path("purelib") if packages else None
     prefixes = {
         os.path.realpath(sys.base_prefix),
@@ -199,7 +200,9 @@ class LocalSession:
         ToolError: (from ``execute``) there are no namespaces and they are required, or no process can be started.
     """
 
-    def __init__(self, language: Language, limits: Limits, *, packages: bool = True, namespaces: bool = False) -> None:
+    def __init__(
+        self, language: Language, limits: CodeLimits, *, packages: bool = True, namespaces: bool = False
+    ) -> None:
         self._language: Language = language
         self._limits = limits
         self._packages = packages

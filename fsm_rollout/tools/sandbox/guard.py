@@ -1,0 +1,181 @@
+"""The guard of one session: it passes calls on to the code's process, watches what it uses, and ends it.
+
+Invariant: the guard runs no code of a session. Between two calls nothing of a session runs but what waits for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+from fsm_rollout.tools.sandbox.interpreters import serve
+from fsm_rollout.tools.sandbox.kernel import adopt_orphans
+from fsm_rollout.tools.sandbox.walls import OUTPUT, build_root, confine
+from fsm_rollout.tools.sandbox.wire import JSONLines, Settings
+
+_PAGE = resource.getpagesize()
+_HERTZ = os.sysconf("SC_CLK_TCK")
+
+
+def guard(settings: Settings, run: socket.socket, folder: str) -> None:
+    """Serve one session: pass calls on, watch them, and begin the code's process anew when it has ended."""
+    # 1. Where it is: a file system of its own, or a folder of its own.
+    if settings["namespaces"]:
+        build_root(settings)
+        folder = "/tmp"
+    else:
+        adopt_orphans()  # what leaves its parent comes here, where it is found
+        os.setsid()
+    process: _Process | None = None
+    lines = JSONLines(run)
+    run.sendall(b'{"ready": true}\n')
+    # 2. Calls, one after the other.
+    while (request := lines.next()) is not None:
+        if process is None:
+            process = _Process(settings, folder)
+        text, ended = process.call(request["code"], settings, run)
+        if ended is not None:
+            process.kill()
+            process = None
+        _kill_others(process.pid if process is not None else None, process.shell if process is not None else None)
+        answer = {"text": text[: settings["output"]], "cut": len(text) > settings["output"], "ended": ended}
+        run.sendall(json.dumps(answer).encode() + b"\n")
+    if process is not None:
+        process.kill()
+    _kill_others(None, None)
+
+
+class _Exceeded(Exception):
+    """Running code uses more than it may."""
+
+
+class _Process:
+    """The process of a session's code."""
+
+    def __init__(self, settings: Settings, folder: str) -> None:
+        request, self._requests = os.pipe()
+        answers, answer = os.pipe()
+        self.shell: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._requests)
+                os.close(answers)
+                confine(settings, folder, keep=(request, answer))
+                serve(settings["language"], request, answer, OUTPUT if settings["namespaces"] else folder)
+            finally:
+                os._exit(1)
+        os.close(request)
+        os.close(answer)
+        self._answers = answers
+        self._lines = JSONLines(answers)
+
+    def call(self, code: str, settings: Settings, run: socket.socket) -> tuple[str, str | None]:
+        """Have code run; return its output, and why the session ended with it, if it did.
+
+        When ``run`` is closed, the connection to who asked, nobody waits for the output, and the code is ended.
+        """
+        used = _use(self.pid)[1]
+        until = time.monotonic() + settings["seconds"]
+
+        def watch() -> None:
+            if select.select([run], [], [], 0)[0] and not run.recv(1, socket.MSG_PEEK):
+                raise _Exceeded("exit")
+            memory, cpu, processes = _use(self.pid)
+            if memory > settings["memory"]:
+                raise _Exceeded("memory")
+            if cpu - used > settings["cpu_seconds"]:
+                raise _Exceeded("cpu time")
+            if processes > settings["processes"]:
+                raise _Exceeded("processes")
+
+        try:
+            data = json.dumps({"code": code, "output": settings["output"] + 1}).encode() + b"\n"
+            while data:  # a pipe that is not read is full after 64 kB
+                _, writable, _ = select.select([], [self._requests], [], max(0.0, until - time.monotonic()))
+                if not writable:
+                    raise TimeoutError
+                data = data[os.write(self._requests, data[:4096]) :]
+            answer = self._lines.next(until, watch)
+        except TimeoutError:
+            return "", "time"
+        except _Exceeded as error:
+            return "", str(error)
+        except (ValueError, OSError):
+            return "", "broken"
+        if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
+            return "", "exit"
+        shell = answer.get("shell") if settings["language"] == "bash" else None
+        self.shell = shell if isinstance(shell, int) else None
+        return answer["text"], "exit" if answer.get("exit") else None
+
+    def kill(self) -> None:
+        """End it, and all that it has started."""
+        _kill_others(None, None)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        for descriptor in (self._requests, self._answers):
+            os.close(descriptor)
+
+
+def _others() -> list[int]:
+    """Return the processes of this guard's session."""
+    if os.getpid() == 1:
+        with contextlib.suppress(OSError):
+            return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != 1]
+        return []
+    return list(descendants(os.getpid()))
+
+
+def descendants(root: int) -> Iterator[int]:
+    """Yield the processes below a process, as far as they have not left it."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                parents.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
+    waiting = list(parents.get(root, ()))
+    while waiting:
+        pid = waiting.pop()
+        yield pid
+        waiting += parents.get(pid, ())
+
+
+def _kill_others(code: int | None, shell: int | None) -> None:
+    """Kill all processes of the session but the code's own: between calls, nothing computes."""
+    for _ in range(100):  # what forks while it is killed is killed in the next round
+        if code is None and os.getpid() == 1:
+            with contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)
+        strays = [pid for pid in _others() if pid not in (code, shell)]
+        for pid in strays:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                pass
+        if not strays:
+            return
+        time.sleep(0.001)
+
+
+def _use(code: int) -> tuple[int, float, int]:
+    """Return the memory in bytes, the CPU time in seconds and the number of a session's processes."""
+    memory, ticks, count = 0, 0, 0
+    for pid in {*_others(), code}:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            memory += int(fields[21]) * _PAGE
+            ticks += sum(map(int, fields[11:15] if pid == code else fields[11:13]))
+            count += 1
+    return memory, ticks / _HERTZ, count

@@ -1,0 +1,147 @@
+"""What confines a session's code: users, a file system and limits of its own.
+
+Invariant: everything is taken away before the first line of the code runs, and nothing can be had again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+import tempfile
+
+from fsm_rollout.tools.sandbox.kernel import (
+    BIND,
+    DETACH,
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    PRIVATE,
+    RDONLY,
+    REC,
+    REMOUNT,
+    be_visible,
+    checked,
+    die_with_parent,
+    gain_no_rights,
+    libc,
+    mount,
+    write,
+)
+from fsm_rollout.tools.sandbox.system_calls import filter_calls
+from fsm_rollout.tools.sandbox.wire import Settings
+
+NOBODY = 65534
+OUTPUT = "/dev/shm"  # where a session in namespaces keeps the output of a call
+
+
+def map_users(pid: int) -> None:
+    """Say who the users of a guard's namespace are: root may have nobody there too, others only themselves."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        users, groups = f"0 0 1\n{NOBODY} {NOBODY} 1\n", f"0 0 1\n{NOBODY} {NOBODY} 1\n"
+    else:
+        users, groups = f"0 {user} 1\n", f"0 {group} 1\n"
+        write(f"/proc/{pid}/setgroups", "deny")
+    write(f"/proc/{pid}/uid_map", users)
+    write(f"/proc/{pid}/gid_map", groups)
+
+
+def build_root(settings: Settings) -> None:
+    """Build a file system of what a program needs to run, to read only, and an empty folder; see nothing else."""
+    mount("none", "/", None, REC | PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    root = "/tmp/root"
+    os.mkdir(root)
+    mount(root, root, None, BIND)
+    # 1. Programs and libraries. Links such as /bin -> usr/bin stay links.
+    for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *settings["shown"]):
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), f"{root}{path}")
+        elif os.path.isdir(path) and not os.path.lexists(f"{root}{path}"):
+            os.makedirs(f"{root}{path}")
+            mount(path, f"{root}{path}", None, BIND | REC)
+            _make_readonly(f"{root}{path}")
+    # 2. A few devices, the processes of this session, an empty folder.
+    os.mkdir(f"{root}/dev")
+    for name in ("null", "zero", "random", "urandom"):
+        os.close(os.open(f"{root}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
+        mount(f"/dev/{name}", f"{root}/dev/{name}", None, BIND)
+    os.mkdir(f"{root}/proc")
+    mount("proc", f"{root}/proc", "proc", NOSUID | NODEV | NOEXEC)
+    with contextlib.suppress(OSError):  # no namespaces within this one
+        write(f"{root}/proc/sys/user/max_user_namespaces", "0")
+    os.mkdir(f"{root}/tmp")
+    disk = f"size={settings['disk']},nr_inodes=10000,mode=777"
+    mount("tmpfs", f"{root}/tmp", "tmpfs", NOSUID | NODEV, disk)
+    os.mkdir(f"{root}{OUTPUT}")  # apart, so that a full folder can still be told of
+    mount("tmpfs", f"{root}{OUTPUT}", "tmpfs", NOSUID | NODEV, "size=16m,nr_inodes=1000,mode=777")
+    # 3. In there; what was before is let go of.
+    os.mkdir(f"{root}/old")
+    checked(libc.pivot_root, root.encode(), f"{root}/old".encode())
+    os.chdir("/")
+    checked(libc.umount2, b"/old", DETACH)
+    os.rmdir("/old")
+    mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+    os.chdir("/tmp")
+
+
+def _make_readonly(path: str) -> None:
+    attributes = struct.pack("QQQQ", RDONLY | NOSUID | NODEV, 0, 0, 0)
+    try:  # with all that is mounted below; Linux 5.12 and glibc 2.36
+        checked(libc.mount_setattr, -100, path.encode(), 0x8000, attributes, ctypes.c_size_t(len(attributes)))
+    except (OSError, AttributeError):
+        kept = os.statvfs(path).f_flag & (NOSUID | NODEV | NOEXEC | 1024 | 2048)
+        mount("none", path, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | kept)
+
+
+def confine(settings: Settings, folder: str, keep: tuple[int, ...]) -> None:
+    """Give up, for good, all that this process could reach beyond its folder."""
+    # 1. Nothing of the nursery's or the guard's is open.
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    # 2. Limits that the kernel holds for each process.
+    limits = {
+        resource.RLIMIT_AS: settings["memory"] + (256 << 20),  # addresses that are not memory
+        resource.RLIMIT_FSIZE: settings["disk"],
+        resource.RLIMIT_NOFILE: 128,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    if settings["namespaces"] and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        limits[resource.RLIMIT_NPROC] = settings["processes"]  # counted in this namespace; before, over all of a user's
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    # 3. Nobody, without rights, for good.
+    os.setsid()
+    os.chdir(folder)
+    os.umask(0o077)
+    if settings["namespaces"]:
+        if settings["root"]:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
+        with contextlib.suppress(OSError):
+            checked(libc.capset, header, nothing)
+    gain_no_rights()
+    die_with_parent(signal.SIGKILL)
+    filter_calls(os.uname().machine, network=not settings["namespaces"])
+    os.environ.clear()
+    os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
+    tempfile.tempdir = None
+    sys.path[:] = [path for path in sys.path if path] + settings["packages"]
+    be_visible()
