@@ -1,0 +1,22 @@
+"""Tables of cases: what is given, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def table(name: str) -> dict[str, Any]:
+    """Return the table in the file ``name.yaml`` here."""
+    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
+    return data
+
+
+def says(expected: Sequence[str], lines: Sequence[str]) -> bool:
+    """Whether the lines are those expected; ``…`` stands for any text, and on its own for any lines."""
+    pattern = "".join(r"(.*\n)*" if text == "…" else re.escape(text).replace("…", ".*") + r"\n" for text in expected)
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
