@@ -275,7 +275,7 @@ def nothing_was_open(self, trajectory, ctx):
 
 @handler(5, "fails_to_tidy_up.timed_out raised KeyError", timed_out=nothing_was_open)
 async def fails_to_tidy_up(self, trajectory, ctx):
-    ctx.open_context("main")
+    await ctx.opened("main")
     await ctx.ask("policy", [{"role": "user", "content": "Well?"}])
 
 
