@@ -190,17 +190,18 @@ def journal(folder: Path, random: Random) -> None:
         case 2:  # what the run says of itself
             path.write_bytes(data)
             with closing(sqlite3.connect(path)) as connection, connection:
-                for key, value in connection.execute("SELECT * FROM run").fetchall():
+                for key, value in connection.execute("SELECT key, value FROM run").fetchall():
                     changed = json.dumps(data_mutated({"value": json.loads(value)}, random))
                     changed = json.dumps(json.loads(changed).get("value") if changed.startswith("{") else None)
                     if random.random() < 0.5:
                         changed = text_mutated(value, random)
-                    connection.execute("UPDATE run SET value = ? WHERE key = ?", (_storable(changed), key))
+                    row = (_storable(changed), checksum(key, _storable(changed)), key)
+                    connection.execute("UPDATE run SET value = ?, crc = ? WHERE key = ?", row)
         case _:  # events, whose sums are right
             path.write_bytes(data)
             with closing(sqlite3.connect(path)) as connection, connection:
-                rows = connection.execute("SELECT id, seq, payload FROM events").fetchall()
-                for id_, seq, payload in random.sample(rows, 2):
+                rows = connection.execute("SELECT id, trajectory_id, seq, ended, payload FROM events").fetchall()
+                for id_, *columns, payload in random.sample(rows, 2):
                     events = msgspec.msgpack.decode(payload)
                     with contextlib.suppress(TypeError, ValueError, OverflowError):
                         event = random.choice(events)
@@ -208,7 +209,7 @@ def journal(folder: Path, random: Random) -> None:
                         event[key] = random.choice((*NASTY, *event.values()))
                         payload = msgspec.msgpack.encode(events)
                         update = "UPDATE events SET payload = ?, crc = ? WHERE id = ?"
-                        connection.execute(update, (payload, checksum(payload, seq), id_))
+                        connection.execute(update, (payload, checksum(*columns, payload), id_))
     console = Console(file=io.StringIO(), width=random.choice((40, 100, 200)))
     for look in random.sample(LOOKS, 2):
         with contextlib.suppress(RolloutError):

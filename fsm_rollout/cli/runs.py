@@ -95,6 +95,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     from fsm_rollout.jobs.progress import RunProgress, said_while_slow
     from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
     from fsm_rollout.report.texts import visible
+    from fsm_rollout.trajectory.journal import JournalFolder
 
     console = Console(stderr=True)
     try:
@@ -108,7 +109,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     except KeyboardInterrupt as interruption:
         number = getattr(interruption, "signal", signal.SIGINT)
         by = "" if number == signal.SIGINT else f" by {number.name}"
-        hint = f"; to continue: fsm-rollout resume {short(out)}" if (out / "journal.sqlite").exists() else ""
+        hint = f"; to continue: fsm-rollout resume {short(out)}" if JournalFolder(out).first.exists() else ""
         typer.echo(f"interrupted{by}{hint}", err=True)
         raise typer.Exit(128 + number) from None
     except TargetNotReached as error:

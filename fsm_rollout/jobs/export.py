@@ -22,7 +22,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
-from fsm_rollout.trajectory.journal import Report, journal_of, trajectory_ids
+from fsm_rollout.trajectory.journal import JournalFolder, Report, trajectory_ids
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,13 +72,12 @@ def export(
         JournalError: there is no journal that can be read.
     """
     # 1. What is there.
-    journal = journal_of(folder)
-    result = Exported(None if stream is not None else out or journal.parent / f"rows.{kind}")
-    total = len(trajectory_ids(journal, report))
+    result = Exported(None if stream is not None else out or JournalFolder(folder).folder / f"rows.{kind}")
+    total = len(trajectory_ids(folder, report))
 
     # 2. Its rows, made one after the other as they are written.
     def rows_of_run() -> Iterator[TrainingRow]:
-        for trajectory, _ in watch(latest_attempts(journal, report), total):
+        for trajectory, _ in watch(latest_attempts(folder, report), total):
             if not trajectory.ended:
                 result.unfinished += 1
                 continue

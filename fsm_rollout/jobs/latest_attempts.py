@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsm_rollout.states.active_trajectory import UNREAD
-from fsm_rollout.trajectory.journal import Report, recordings, trajectory_ids
-from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.journal import Recorded, Report, recordings, trajectory_ids
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 _SAMPLE = re.compile(r"(.*/\d+)(?:~(\d+))?")
 
 
-def latest_attempts(journal: Path, report: Report) -> Iterator[Recorded]:
+def latest_attempts(run: Path, report: Report) -> Iterator[Recorded]:
     """Yield them with their events, in the order in which they began, whether they have ended or not."""
     latest: dict[str, int] = {}
-    for trajectory_id in trajectory_ids(journal, report):
+    for trajectory_id in trajectory_ids(run, report):
         if found := _SAMPLE.fullmatch(trajectory_id):
             latest[found[1]] = max(latest.get(found[1], 0), int(found[2] or 0))
     unread: dict[str, tuple[str, ...]] = {}
-    for trajectory, history in recordings(journal, report=report):
+    for trajectory, history in recordings(run, report=report):
         trajectory_id = trajectory.trajectory_id
         if trajectory.detail == UNREAD:
             unread[trajectory.group_id] = (*unread.get(trajectory.group_id, ()), f"{trajectory_id}/")

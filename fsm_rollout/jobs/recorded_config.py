@@ -16,7 +16,7 @@ from fsm_rollout.engines.specs import ENGINES, ROUTERS
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.run_config import RunConfig, load_run, recorded_run
 from fsm_rollout.jobs.tracking import TRACKERS
-from fsm_rollout.trajectory.journal import JOURNAL
+from fsm_rollout.trajectory.journal import JournalFolder
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,10 @@ def recorded_config(
     # 1. What the journal says.
     text, base = recorded.get("run"), recorded.get("base")
     if not isinstance(text, str) or not isinstance(base, str):
-        missing = "is the journal of a program; `fsm-rollout run` did not write it"
-        damaged = "does not say any more how its run was configured; start the run again, with --replace"
-        raise ConfigError(f"{folder / JOURNAL} {missing if 'run' not in recorded else damaged}")
+        raise ConfigError(
+            f"{JournalFolder(folder).first} does not say how its run was configured: a program wrote it, and not "
+            "`fsm-rollout run`, or that is damaged; start the run again, with --replace"
+        )
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
     yaml_file = _own_file(folder, recorded, file)

@@ -26,7 +26,7 @@ from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent
-from fsm_rollout.trajectory.journal import Report, journal_of, metadata
+from fsm_rollout.trajectory.journal import JournalFolder, Report, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 # What of each event is the same in two runs that are; other events say when, or what it was worth.
@@ -92,11 +92,10 @@ def replay(
         EngineError: an engine of the run is not described, or its tokenizer not on this machine.
     """
     # 1. What was recorded, and what runs.
-    journal = journal_of(folder)
-    recorded = metadata(journal, report)
-    config = None if agents else recorded_config(journal.parent, recorded, (), file, report)
+    recorded = metadata(folder, report)
+    config = None if agents else recorded_config(JournalFolder(folder).folder, recorded, (), file, report)
     recordings = {
-        trajectory.trajectory_id: (trajectory, history) for trajectory, history in latest_attempts(journal, report)
+        trajectory.trajectory_id: (trajectory, history) for trajectory, history in latest_attempts(folder, report)
     }
     samples = [t for t, _ in recordings.values() if t.parent_id is None and only in (None, t.trajectory_id)]
     if only is not None and not samples:
@@ -107,7 +106,7 @@ def replay(
         graphs[name or graph.agent] = graph
     # 2. Again, from the first event of each.
     engines = {
-        name: {"kind": "replay", "run": str(journal), "engine": name}
+        name: {"kind": "replay", "run": str(folder), "engine": name}
         for name in (recorded.get("engines") or {POLICY: None})
     }
     again: dict[str, list[AnyEvent]] = {}
@@ -115,7 +114,7 @@ def replay(
     def listen(trajectory: Trajectory, event: AnyEvent) -> None:
         again.setdefault(trajectory.trajectory_id, []).append(event)
 
-    policy = engines.pop(POLICY, {"kind": "replay", "run": str(journal)})
+    policy = engines.pop(POLICY, {"kind": "replay", "run": str(folder)})
     sampling = None if config is None else config.sampling
     rollout = Rollout(
         graphs,

@@ -18,7 +18,7 @@ from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
-from fsm_rollout.trajectory.journal import Report, journal_of, metadata
+from fsm_rollout.trajectory.journal import JournalFolder, Report, metadata
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SCORES = "scores"  # the folder in a run's folder with the files of rescoring
@@ -52,13 +52,12 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         JournalError: there is no journal that can be read.
     """
     judge = Reward(reward)
-    journal = journal_of(folder)
-    out = out or journal.parent / SCORES / f"{reward.replace(':', '.')}.jsonl"
+    out = out or JournalFolder(folder).folder / SCORES / f"{reward.replace(':', '.')}.jsonl"
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory, _ in latest_attempts(journal, report):
+    for trajectory, _ in latest_attempts(folder, report):
         if trajectory.parent_id is None:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
-    size = _group_size(metadata(journal, report)) if judge.of_group else 0
+    size = _group_size(metadata(folder, report)) if judge.of_group else 0
     judged = []
     for group in groups.values():
         ended = sorted((t for t in group if t.ended), key=lambda trajectory: trajectory.sample)

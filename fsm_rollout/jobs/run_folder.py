@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.journal import JOURNAL, is_empty, is_journal, trajectory_ids
+from fsm_rollout.trajectory.journal import JOURNAL, JournalFolder, is_journal, trajectory_ids
 
 SUMMARY = "summary.json"
 LOCK = "run.lock"  # there while a process writes into the folder; it names that process
@@ -98,15 +98,12 @@ def check_free(folder: Path, *, replace: bool) -> None:
         ConfigError: it holds files of a run's names that no run wrote, or (unless ``replace``) an earlier run.
     """
     existing = _own_files(folder)
-    journal = folder / JOURNAL
-    if is_empty(journal):
-        return  # cut off before its first moment: there is nothing to lose
-    if existing and not is_journal(journal):
+    if existing and not is_journal(JournalFolder(folder).first):
         raise ConfigError(
             f"out: '{folder}' holds '{existing[0].name}', and no journal of a run that wrote it; choose another, or "
             f"remove it"
         )
-    if not existing or replace or not (number := len(trajectory_ids(journal))):
+    if not existing or replace or not (number := len(trajectory_ids(folder))):
         return
     if (folder / SUMMARY).exists():
         raise ConfigError(

@@ -86,16 +86,15 @@ def resume(
         EngineError: an engine cannot start.
         Interrupted: a signal has ended it; what ran is suspended.
     """
-    journal = folder / JOURNAL
     # 1. The config, as the journal recorded it.
-    recorded = metadata(journal)
+    recorded = metadata(folder)
     if SERVED in recorded:
         file = file or Path(recorded.get("file", "RUN.yaml"))
         raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {file}")
     config = recorded_config(folder, recorded, overrides, file, say)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
-        agents, prompts, earlier = load_agents(config), _prompts(config), list(read(journal))
+        agents, prompts, earlier = load_agents(config), _prompts(config), list(read(folder))
         changed = [
             f"agent '{name}' is not what it was"
             for name in agents

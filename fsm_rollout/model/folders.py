@@ -18,7 +18,7 @@ import msgspec
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
-from fsm_rollout.trajectory.journal import journal_of, metadata
+from fsm_rollout.trajectory.journal import metadata
 
 EMBEDDED = "embedded"
 REPLAYS = 100  # a journal whose engine was a replay leads to another journal, so many times at most
@@ -136,7 +136,7 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
         if facts.kind != "replay" or facts.run is None:
             return facts
         replayed = Path(facts.base) / facts.run
-        run, engine = metadata(journal_of(replayed)), facts.engine
+        run, engine = metadata(replayed), facts.engine
     raise EngineError(f"its journal says that engine '{engine}' is the replay of a replay, more than {REPLAYS} times")
 
 

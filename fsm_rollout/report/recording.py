@@ -24,7 +24,7 @@ from fsm_rollout.report.texts import TokenTexts
 from fsm_rollout.report.times import Times, times_of
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
-from fsm_rollout.trajectory.journal import events, histories, journal_of, metadata, trajectory_ids
+from fsm_rollout.trajectory.journal import JournalFolder, events, histories, metadata, trajectory_ids
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -109,7 +109,7 @@ class RunFolder:
     """A run's folder, opened by :func:`open_run`."""
 
     folder: Path
-    journal: Path
+    run: Path  # the same, or a journal that was named itself
     agents: Mapping[str, AgentGraph]
     config: Mapping[str, Any]
     metadata: Mapping[str, Any]  # what the journal holds about the run
@@ -120,12 +120,12 @@ class RunFolder:
 
     def recordings(self) -> Iterator[Recording]:
         """Yield every trajectory with its events, in the order in which they began, one at a time."""
-        return map(Recording.of, histories(self.journal, report=self.note))
+        return map(Recording.of, histories(self.run, report=self.note))
 
     def trajectory_ids(self) -> list[str]:
         """Return the ids of all trajectories, in the order in which they began."""
         if self._ids is None or self.summary is None:  # a run that goes on gets more
-            self._ids = list(trajectory_ids(self.journal, self.note))
+            self._ids = list(trajectory_ids(self.run, self.note))
         return self._ids
 
     def recording(self, trajectory_id: str) -> Recording:
@@ -136,7 +136,7 @@ class RunFolder:
                 f"; the first is '{journal_ids[0]}'" if journal_ids else "; it has none"
             )
             raise ConfigError(f"{self.folder} has no trajectory '{trajectory_id}'{hint}")
-        return Recording.of(events(self.journal, trajectory_id, self.note))
+        return Recording.of(events(self.run, trajectory_id, self.note))
 
     def note(self, sentence: str) -> None:
         """Add what could not be read to the notes: once, and not without end."""
@@ -160,12 +160,12 @@ class RunFolder:
 def open_run(path: str | Path) -> RunFolder:
     """Open a run's folder, or the ``journal.sqlite`` in it; ConfigError says what is there instead."""
     path = Path(path)
-    journal = journal_of(path)
-    if not journal.is_file():
+    place = JournalFolder(path)
+    if not place.first.is_file():
         raise ConfigError(f"{path} is not a run's folder: {_what_is_there(path)}; give the `out` of a run")
     try:
         notes: list[str] = []
-        facts = metadata(journal, notes.append)
+        facts = metadata(path, notes.append)
     except JournalError as error:
         raise ConfigError(str(error)) from error
     agents: dict[str, AgentGraph] = {}
@@ -182,13 +182,13 @@ def open_run(path: str | Path) -> RunFolder:
         notes.append(f"what the journal says of the run's configuration cannot be read: {error}")
     summary: Mapping[str, Any] | None = None
     try:
-        summary = _mapping((journal.parent / "summary.json").read_text("utf-8"))
+        summary = _mapping((place.folder / "summary.json").read_text("utf-8"))
     except FileNotFoundError:
         if "run" in facts:  # a journal that a program of the user's keeps never has a summary
             notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
     except (OSError, ValueError) as error:
         notes.append(f"summary.json cannot be read: {error}")
-    return RunFolder(journal.parent, journal, agents, config, facts, summary, notes)
+    return RunFolder(place.folder, path, agents, config, facts, summary, notes)
 
 
 def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:

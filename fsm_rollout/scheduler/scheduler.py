@@ -281,7 +281,7 @@ class Scheduler:
                     self.recorder.record(trajectory, event)
         for group in groups:
             if journal is not None:
-                journal.handed_over(group.group_id, False)
+                journal.delivered(group.group_id, False)
             run.resumed[group.group_id] = group
             self.groups.put(group, GroupState.WAITING)
 
@@ -318,7 +318,7 @@ class Scheduler:
         """Mark the delivered groups in the journal: the caller has asked for more."""
         if self.recorder.journal is not None:
             for group_id in self._delivered:
-                self.recorder.journal.handed_over(group_id)
+                self.recorder.journal.delivered(group_id)
         self._delivered.clear()
 
     def _renew(self, group: Group) -> bool:

@@ -8,6 +8,7 @@ answer it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -79,6 +80,7 @@ class TrajectoryStarter:
             limits=limits.model_dump(),
             seed=seed,
             date=datetime.now().isoformat(timespec="seconds"),
+            epoch=time.time(),
             validate=self.validate,
             parent_id=None if caller is None else caller.trajectory.trajectory_id,
             sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
@@ -120,7 +122,7 @@ class TrajectoryStarter:
         live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
         live.stop, live.caller = None, caller
         now, version = asyncio.get_running_loop().time(), self.version()
-        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
+        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version, epoch=time.time()))
         return live
 
     async def _run_agent(self, group: Group, parent_id: str, graph: AgentGraph, call: AgentCall) -> AgentAnswer:
@@ -166,7 +168,7 @@ class TrajectoryStarter:
         for child in group.sub_agents_of(trajectory):
             if not child.ended:
                 for event in (
-                    Resumed(at=now, away=now - child.latest_at),
+                    Resumed(at=now, away=now - child.latest_at, epoch=time.time()),
                     Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
                 ):
                     child.apply(event)

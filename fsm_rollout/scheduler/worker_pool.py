@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -200,7 +201,7 @@ class WorkerPool:
         if trajectory.ended or trajectory.suspended is not None:
             return
         version = self.scheduler.staleness.version()
-        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version))
+        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version, epoch=time.time()))
 
     # -- workers' lives ---------------------------------------------------------------------------------------------
 

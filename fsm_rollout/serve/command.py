@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from fsm_rollout.agent.loader import dump
@@ -22,8 +21,7 @@ from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.serve.server import is_loopback, listening
 from fsm_rollout.serve.service import Service
-from fsm_rollout.trajectory.journal import JOURNAL, Journal, is_empty, is_journal, metadata, recordings
-from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.journal import JOURNAL, Journal, JournalFolder, Recorded, is_journal, metadata, recordings
 
 Ready = Callable[[str, list[str]], object]
 
@@ -78,14 +76,10 @@ def _keys(path: Path | None) -> frozenset[str]:
 
 def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
     """Return what an earlier server left open here (``None``: there was none); ConfigError if its agents differ."""
-    journal = folder / JOURNAL
-    if is_empty(journal):
-        with suppress(FileNotFoundError):
-            journal.unlink()
-        return None
+    journal = JournalFolder(folder).first
     if not journal.exists():
         return None
-    facts = metadata(journal) if is_journal(journal) else {}
+    facts = metadata(folder) if is_journal(journal) else {}
     if SERVED not in facts:
         raise ConfigError(f"serve.out: '{folder}' holds something other than conversations; choose another folder")
     if facts.get("agents") != agents:
@@ -93,7 +87,7 @@ def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
             f"serve.out: '{folder}' holds conversations with other agents (or other versions of them); choose another "
             f"folder for the present ones: serve.out={folder.name}-2"
         )
-    return list(recordings(journal, unfinished=True))
+    return list(recordings(folder, unfinished=True))
 
 
 async def _serve(

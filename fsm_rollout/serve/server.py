@@ -28,7 +28,7 @@ from fsm_rollout.serve.service import Service
 from fsm_rollout.states.external import anthropic_dialect, openai_dialect
 from fsm_rollout.states.external.chat_request import ProtocolError
 from fsm_rollout.states.external.responding import chat_of, failed, key_of_caller, respond
-from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.journal import Recorded
 
 logger = logging.getLogger(__name__)
 

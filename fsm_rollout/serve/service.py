@@ -30,7 +30,7 @@ from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned
-from fsm_rollout.trajectory.journal.reader import Recorded
+from fsm_rollout.trajectory.journal import Recorded
 from fsm_rollout.trajectory.prompt import as_prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 

@@ -8,6 +8,7 @@ A visit that was interrupted begins again, and nothing is done twice (:mod:`fsm_
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -257,7 +258,7 @@ class HandlerContext(Visit):
                 return await user.reply(conversation)
         finally:
             now, version = self.clock(), self.context(MAIN).client.weight_version
-            self.active.emit(events.Resumed(at=now, away=now - since, weight_version=version))
+            self.active.emit(events.Resumed(at=now, away=now - since, weight_version=version, epoch=time.time()))
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Ask a model on a named engine, in its own tokenizer and template, and return its text.

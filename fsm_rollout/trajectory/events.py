@@ -22,8 +22,14 @@ PlainData = dict[str, Any]
 Message = PlainData  # a chat message in OpenAI's form: role, content, and for tools tool_calls / tool_call_id / name
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True):
-    """Base of all events. They hold plain data without cycles, so the garbage collector need not track them."""
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True,
+    forbid_unknown_fields=True,
+):  # fmt: skip
+    """Base of all events. They hold plain data without cycles, so the garbage collector need not track them.
+
+    A field that is not known is an error: what another version has written is refused, not read in part.
+    """
 
     at: float
 
@@ -41,6 +47,7 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     limits: dict[str, float | None]
     seed: int
     date: str
+    epoch: float = 0.0  # seconds since 1970: what `at` means in the world
     validate: bool = False
     parent_id: str | None = None
     sampling: PlainData = {}  # what the prompt itself says about sampling
@@ -134,7 +141,6 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     top_k: int = 0
     # What else the engine said of `ids`, and of the tokens before them that it had said nothing of.
     notes: list[Note] = []
-    kept: list[Ids] = []  # sampling masks, in journals from before there were notes: their reader makes a note of them
     # The limit that cut it, when `finish_reason` is "length" and it was not the turn's own `max_tokens`.
     cut_by: str | None = None
     queue_seconds: float = 0.0
@@ -272,6 +278,14 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
 
     away: float
     weight_version: int = 0  # the weights that it goes on with
+    epoch: float = 0.0  # seconds since 1970: what `at` means in the world, also where another process goes on
+
+
+class Snapshotted(Event, frozen=True, kw_only=True, tag="snapshotted"):
+    """A tool's state was kept, from which it can go on: ``blob`` is the name of the bytes in the journal."""
+
+    tool: str
+    blob: str
 
 
 class Ended(Event, frozen=True, kw_only=True, tag="ended"):
@@ -284,7 +298,8 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
 AnyEvent = (
     Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
-    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed | Ended
+    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed | Snapshotted
+    | Ended
 )  # fmt: skip
 
 

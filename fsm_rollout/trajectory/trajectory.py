@@ -125,6 +125,8 @@ class Trajectory(msgspec.Struct):
     """How many tool calls were attempted, broken ones included."""
     calls_failed: int = 0
     """How many of them failed, whoever is to blame; ``bad_calls`` says how many the model is to blame for."""
+    snapshots: dict[str, str] = {}
+    """The latest kept state of each tool that has one: the name of its bytes in the journal."""
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
     earlier_seconds: dict[str, float] = {}
@@ -492,6 +494,9 @@ class Trajectory(msgspec.Struct):
         self.interrupted = True
         self.suspended_seconds += event.away
         self.resumptions += 1
+
+    def _snapshotted(self, event: events.Snapshotted) -> None:
+        self.snapshots[event.tool] = event.blob
 
     def _ended(self, event: events.Ended) -> None:
         self.stop_reason = event.stop_reason

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,8 +21,8 @@ from fsm_rollout.jobs import runner
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute, resume
 from fsm_rollout.scheduler.recorder import Listener
-from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Suspended
-from fsm_rollout.trajectory.journal import Journal, histories, read
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Resumed, Suspended
+from fsm_rollout.trajectory.journal import Journal, histories, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import ROOT
 from tests.programs import fsm_rollout, program
@@ -102,9 +104,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("kind", "at"), [(Prompted, 1), (Prompted, 5), (Generated, 1), (Generated, 10), (Called, 3), (Ended, 1), (Ended, 8)]
 )
 def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEvent], at: int) -> None:
+    begun = time.time()
     with interrupted(), pytest.raises(KeyboardInterrupt):
         execute(load_run(run), Ear(kind, at))
     out = run.parent / "out"
+    run_id = metadata(out)["run_id"]
     left = list(histories(out / "journal.sqlite"))
     stands = [Trajectory.fold(events) for events in left]
     assert {t.stop_reason or t.suspended for t in stands} <= {"answered", "interrupted"}
@@ -118,6 +122,9 @@ def test_ctrl_c_and_on_again(run: Path, whole: dict[str, Any], kind: type[AnyEve
     again = [event for event in ear.heard if isinstance(event, Generated | Called)]
     had = sum(isinstance(e, Generated | Called) for events in left for e in events)
     assert had + len(again) == 8 * 5, "nothing is sampled or called twice"
+    epochs = [e.epoch for events in histories(out) for e in events if isinstance(e, Prompted | Resumed)]
+    assert begun <= min(epochs) <= max(epochs) <= time.time(), "what its clocks mean in the world"
+    assert metadata(out)["run_id"] == run_id
     assert len(list(read(out / "journal.sqlite"))) == 8
 
 
@@ -319,15 +326,54 @@ def test_a_damaged_event_costs_a_resumed_run_nothing_that_cannot_be_made_again(
     assert (out / "journal.damaged.sqlite").exists()
 
 
-@pytest.mark.parametrize("command", [["run"], ["run", "--replace"]])
-def test_an_empty_journal_keeps_no_run_from_beginning(run: Path, whole: dict[str, Any], command: list[str]) -> None:
+def test_a_flipped_byte_in_a_limit_is_not_believed(run: Path) -> None:
+    execute(load_run(run), Ear())
     out = run.parent / "out"
-    out.mkdir()
-    (out / "journal.sqlite").touch()
-    assert "start it again with `fsm-rollout run`" in refused(out)
-    done = CliRunner().invoke(app, [*command, str(run)])
-    assert done.exit_code == 0, done.output
-    assert rows(out) == whole
+    path = out / "journal.sqlite"
+    data = path.read_bytes()
+    before, after = rb"\"concurrency\": 3", rb"\"concurrency\": 2"
+    assert data.count(before) == 1
+    path.write_bytes(data.replace(before, after))
+    done = CliRunner().invoke(app, ["resume", str(out)])
+    assert done.exit_code == 2
+    assert "does not say how its run was configured" in done.stderr
+    shown = CliRunner().invoke(app, ["show", str(out)])
+    assert "of its run's 'run' is left out: it is not what was written" in shown.output.replace("\n", " ")
+
+
+def test_a_flipped_byte_in_the_log_of_a_killed_run_is_said_and_costs_nothing_that_cannot_be_made_again(
+    run: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    out, left = run.parent / "out", run.parent / "left"
+    left.mkdir()
+
+    class Killed(Ear):
+        def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:
+            super().hear(trajectory, event)
+            if sum(isinstance(e, Ended) for e in self.heard) == 6:
+                for file in out.glob("journal.sqlite*"):
+                    (left / file.name).write_bytes(file.read_bytes())
+
+    execute(load_run(run), Killed())
+    log = left / "journal.sqlite-wal"
+    intact = log.read_bytes()
+    log.write_bytes(intact[:200] + bytes([intact[200] ^ 1]) + intact[201:])  # in the first page that it holds
+    summary = resume(left, [], Ear(), file=run)
+    assert summary["stop_reasons"] == {"answered": 8}
+    assert rows(left) == whole
+    assert "pages in its log are not what was written" in caplog.text
+    assert (left / "journal.damaged.sqlite-wal").exists()
+
+
+def test_a_run_of_an_earlier_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    before = gzip.decompress((ROOT / "tests/unit/trajectory/journal_format_3.sqlite.gz").read_bytes())
+    journal.write_bytes(before)
+    for command in (["resume"], ["show"], ["export"], ["rescore", "--reward", "fsm_rollout.rewards:first_answer"]):
+        done = CliRunner().invoke(app, [command[0], str(tmp_path), *command[1:]])
+        assert done.exit_code == 2, command
+        assert "has journal format 3 and this version reads 4; use the version of fsm-rollout" in done.stderr
+    assert journal.read_bytes() == before
 
 
 @pytest.mark.parametrize("kilobytes", [1, 20, 64])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fsm_rollout.errors import JournalError
 from fsm_rollout.trajectory.events import AnyEvent, LimitCharged, encode, pack
-from fsm_rollout.trajectory.journal import Journal, histories, metadata, writer
-from fsm_rollout.trajectory.journal.schema import EARLIER_PAGE, PAGE
+from fsm_rollout.trajectory.journal import Journal, histories, metadata
+from fsm_rollout.trajectory.journal.schema import PAGE
 from tests.unit.trajectory.test_journal import prompted
 
 TRAJECTORIES, EVENTS = 30, 12
@@ -26,17 +26,16 @@ ROW = 2
 
 
 @cache
-def written(page: int = PAGE) -> tuple[dict[str, list[AnyEvent]], bytes]:
+def written() -> tuple[dict[str, list[AnyEvent]], bytes]:
     """Return what a journal holds, and its file."""
     whole: dict[str, list[AnyEvent]] = {}
     for number in range(TRAJECTORIES):
         name = f"{number}/0"
         # Some fill a page, and some need another.
-        size = 3 * page // 4 if number % 7 == 3 else 3 * page // 2 if number % 7 == 5 else 40
+        size = 3 * PAGE // 4 if number % 7 == 3 else 3 * PAGE // 2 if number % 7 == 5 else 40
         whole[name] = [prompted(name)]
         whole[name] += [LimitCharged(at=0.5 + at, limit=f"{name} {at} {'x' * size}") for at in range(1, EVENTS)]
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "PAGE", page)
+    with TemporaryDirectory() as folder:
         path = Path(folder) / "j.sqlite"
         with Journal(path, {"run": "{}"}, interval=3600.0) as journal:
             for number, events in enumerate(zip(*whole.values(), strict=True), 1):
@@ -47,16 +46,16 @@ def written(page: int = PAGE) -> tuple[dict[str, list[AnyEvent]], bytes]:
         return whole, path.read_bytes()
 
 
-def pages_of(payload: bytes, file: bytes, page: int) -> set[int]:
+def pages_of(payload: bytes, file: bytes) -> set[int]:
     """Return the pages on which the first and the last bytes of a row stand."""
     places = [file.find(payload[:60]), file.find(payload[-30:])]
     assert min(places) >= 0
-    return {place // page for place in places} | {place // page - 1 for place in places if len(payload) > page}
+    return {place // PAGE for place in places} | {place // PAGE - 1 for place in places if len(payload) > PAGE}
 
 
-def read_damaged(file: bytes, damaged: set[int], page: int = PAGE) -> None:
+def read_damaged(file: bytes, damaged: set[int]) -> None:
     """Check what is read of a damaged file; ``damaged`` are the pages that are not what they were."""
-    whole, intact = written(page)
+    whole, intact = written()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "j.sqlite"
         path.write_bytes(file)
@@ -74,9 +73,9 @@ def read_damaged(file: bytes, damaged: set[int], page: int = PAGE) -> None:
         if len(read) < len(history):
             short.append(name)
             rows = [pack([encode(event) for event in history[at : at + ROW]]) for at in range(0, EVENTS, ROW)]
-            hit = [bool(pages_of(row, intact, page) & damaged) for row in rows]
+            hit = [bool(pages_of(row, intact) & damaged) for row in rows]
             # A long row stands on pages that need not follow one another: then any damage may be its.
-            long = any(len(row) > page for row in rows)
+            long = any(len(row) > PAGE for row in rows)
             assert any(hit[: len(read) // ROW + 1]) or (long and damaged), f"{name} lost event {len(read)} for nothing"
     assert not found
     assert bool(said) >= bool(short), "what is lost is said"
@@ -110,11 +109,8 @@ def test_a_file_that_was_cut_off_costs_what_stood_there(cut: int) -> None:
     read_damaged(intact[:left], set(range(left // PAGE, len(intact) // PAGE + 1)))
 
 
-@pytest.mark.parametrize("size", [PAGE, EARLIER_PAGE])
 @pytest.mark.parametrize("number", range(12))
-def test_each_page_can_be_lost(number: int, size: int) -> None:
+def test_each_page_can_be_lost(number: int) -> None:
     """Also those of the tables' roots and of the index, which SQLite needs, and the first one, which says the size."""
-    _, intact = written(size)
-    assert int.from_bytes(intact[16:18], "big") == size
-    file = intact[: number * size] + b"\xff" * size + intact[(number + 1) * size :]
-    read_damaged(file, {number}, size)
+    _, intact = written()
+    read_damaged(intact[: number * PAGE] + b"\xff" * PAGE + intact[(number + 1) * PAGE :], {number})

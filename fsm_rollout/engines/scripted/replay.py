@@ -21,7 +21,7 @@ from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
-from fsm_rollout.trajectory.journal import histories, journal_of, metadata
+from fsm_rollout.trajectory.journal import histories, metadata
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -74,14 +74,13 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
     Raises:
         EngineError: nothing can be read there, or the engine's model is not on this machine.
     """
-    journal = journal_of(run)
     try:
-        facts = recorded_engine(metadata(journal), engine)
+        facts = recorded_engine(metadata(run), engine)
         window = max_context or facts.max_context
         if window is None:
-            raise EngineError(f"{journal} does not record the window of engine '{engine}'; give max_context")
+            raise EngineError(f"{run} does not record the window of engine '{engine}'; give max_context")
         tokenizer = load_tokenizer(tokenizer_folder(facts))
-        return ReplayEngine(journal, tokenizer=tokenizer, max_context=window, eos_ids=facts.eos_ids)
+        return ReplayEngine(run, tokenizer=tokenizer, max_context=window, eos_ids=facts.eos_ids)
     except JournalError as error:
         raise EngineError(f"nothing to replay: {error}") from error
 

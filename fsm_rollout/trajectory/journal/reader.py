@@ -1,7 +1,9 @@
-"""Reading a journal, also one that is being written, was cut off, is damaged, or comes from elsewhere.
+"""Reading journals, also one that is being written, was cut off, is damaged, or comes from elsewhere.
 
-Invariant: what is read of a trajectory is a prefix of what was written of it, and folds. What is damaged is left out
-and reported in a sentence; it never keeps the rest from being read. Nothing that is read is run.
+Invariant: what is read of a trajectory is a prefix of what was written of it, and folds. What is damaged or missing is
+left out and reported in a sentence; it never keeps the rest from being read. Nothing that is read is run.
+
+``run`` is always a run's folder, or a journal; ``report`` hears of what is damaged.
 """
 
 from __future__ import annotations
@@ -10,276 +12,310 @@ import json
 import logging
 import os
 import sqlite3
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from itertools import chain
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Generated, unpack
+from fsm_rollout.trajectory.events import AnyEvent, Generated, Prompted, unpack
+from fsm_rollout.trajectory.journal.folder import JournalFolder
+from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.salvage import salvaged
-from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, checksum, show_as_present
-from fsm_rollout.trajectory.tokens import Note, NoteKind
+from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, is_sound
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]  # hears in a sentence of what is damaged, and left out
-JOURNAL = "journal.sqlite"  # a journal's name in the folder of its run
+Run = str | os.PathLike[str]
+Recorded = tuple[Trajectory, list[AnyEvent]]  # a trajectory, and its events
+
 _FORMATS = 1000  # a file of a larger format is a damaged one
-
-
 _DURATIONS = ("seconds", "queue_seconds", "away")
 _LATEST = 2.0**53  # seconds; no clock says so much, and reports calculate with them
 # What SQLite raises over a damaged file; its own message may be no text.
 DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
 
-
-class _NotAJournal(sqlite3.DatabaseError):
-    """SQLite can read the file, and it is not marked as a journal."""
-
-    sqlite_errorcode = sqlite3.SQLITE_NOTADB
+_TRAJECTORIES = "SELECT trajectory_id FROM events GROUP BY trajectory_id ORDER BY MIN(id)"
+_ENDED = "SELECT trajectory_id, seq, ended, payload, crc FROM events WHERE trajectory_id = ? AND ended"
 
 
-Recorded = tuple[Trajectory, list[AnyEvent]]  # a trajectory, and its events
+class _Damage(sqlite3.DatabaseError):
+    """What SQLite itself does not find."""
 
-_UNFINISHED = """
-WHERE group_id NOT IN (SELECT group_id FROM handed_over WHERE yes) OR group_id IN (
-    SELECT group_id FROM trajectories AS begun WHERE parent_id IS NULL AND NOT EXISTS (
-        SELECT 1 FROM events WHERE events.trajectory_id = begun.trajectory_id AND ended
-    )
-)
-"""
+    def __init__(self, what: str, code: int = sqlite3.SQLITE_CORRUPT) -> None:
+        super().__init__(what)
+        self.sqlite_errorcode = code
 
 
-def metadata(path: str | os.PathLike[str], report: Report = logger.warning) -> dict[str, Any]:
-    """Return the data that the journal keeps about its run, and ``code_version``; what is damaged is reported."""
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def metadata(run: Run, report: Report = logger.warning) -> dict[str, Any]:
+    """Return the data that the first journal keeps about its run, ``code_version`` and ``run_id`` among them."""
+    journal = JournalFolder(run).first
     found: dict[str, Any] = {}
-    for key, value in _query(path, "SELECT key, value FROM run", report):
+    for key, value in _query(journal, "SELECT key, value, crc FROM run", f"what {journal} says of its run's", report):
         try:
             fact = json.loads(value)
             json.dumps(fact, ensure_ascii=False).encode()  # half of a surrogate pair is no text
             found[key] = msgspec.convert(fact, FACTS.get(key, Any))
         except (ValueError, TypeError, RecursionError) as error:
-            report(f"{os.fspath(path)}: what it says of its run's '{key}' cannot be read: {error}")
+            report(f"what {journal} says of its run's '{key}' cannot be read: {error}")
     return found
 
 
-def journal_of(run: Path) -> Path:
-    """Return the journal of a run, of which the folder is given, or the journal itself."""
-    return run if run.is_file() else run / JOURNAL
+def delivered(run: Run, report: Report = logger.warning) -> dict[str, bool]:
+    """Return of each group that was delivered whether it still is: it may have been taken up again."""
+    query, what = "SELECT group_id, yes, crc FROM delivered", "the delivery of group"
+    journals = JournalFolder(run).journals()
+    return {group_id: bool(yes) for journal in journals for group_id, yes in _query(journal, query, what, report)}
 
 
-def is_journal(path: str | os.PathLike[str]) -> bool:
-    """Say whether there is a journal at ``path``, readable or damaged."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(72)
-    except OSError:
-        return False
-    return head.startswith(b"SQLite format 3\x00") and head[68:] == APPLICATION_ID.to_bytes(4, "big")
-
-
-def is_empty(path: str | os.PathLike[str]) -> bool:
-    """Say whether at ``path`` is the beginning of a journal that holds nothing: its run ended before its first event.
-
-    (Since format 2 a journal is put in place whole, so only older ones can be so.)
-    """
-    path = Path(path)
-    if not path.is_file():
-        return False
-    if not path.stat().st_size:
-        return True
-    try:
-        with closing(_open(path)) as connection:
-            (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            return int(tables) == 0
-    except (sqlite3.Error, UnicodeDecodeError):
-        return False
-
-
-def events(path: str | os.PathLike[str], trajectory_id: str, report: Report = logger.warning) -> list[AnyEvent]:
-    """Return the events of one trajectory, in order."""
-    for _, history in recordings(path, only=trajectory_id, report=report):
-        return history
-    raise JournalError(f"{os.fspath(path)} has no trajectory '{trajectory_id}' that can be read")
-
-
-def trajectory_ids(path: str | os.PathLike[str], report: Report = logger.warning) -> list[str]:
+def trajectory_ids(run: Run, report: Report = logger.warning) -> list[str]:
     """Return the ids of all trajectories, in the order in which they began."""
-    rows = _query(path, "SELECT trajectory_id FROM trajectories ORDER BY rowid", report)
+    rows = (row for journal in JournalFolder(run).journals() for row in _query(journal, _TRAJECTORIES, "", report))
     return [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
 
 
-def histories(
-    path: str | os.PathLike[str], *, unfinished: bool = False, report: Report = logger.warning
-) -> Iterator[list[AnyEvent]]:
+def events(run: Run, trajectory_id: str, report: Report = logger.warning) -> list[AnyEvent]:
+    """Return the events of one trajectory, in order."""
+    for _, history in recordings(run, only=trajectory_id, report=report):
+        return history
+    raise JournalError(f"{os.fspath(run)} has no trajectory '{trajectory_id}' that can be read")
+
+
+def histories(run: Run, *, unfinished: bool = False, report: Report = logger.warning) -> Iterator[list[AnyEvent]]:
     """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
 
     ``unfinished``: only of groups that were not delivered, or were while a sample was set aside. A group is marked as
     delivered when the caller comes back for the next (:meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`), so each
     group comes at least once.
     """
-    for _, history in recordings(path, unfinished=unfinished, report=report):
-        yield history
+    return (history for _, history in recordings(run, unfinished=unfinished, report=report))
 
 
-def read(path: str | os.PathLike[str], report: Report = logger.warning) -> Iterator[Trajectory]:
+def read(run: Run, report: Report = logger.warning) -> Iterator[Trajectory]:
     """Yield every trajectory, in the order in which they began, as it stood when reading began.
 
     The file may still be written to: what is read is one moment of the run.
     """
-    for trajectory, _ in recordings(path, report=report):
-        yield trajectory
+    return (trajectory for trajectory, _ in recordings(run, report=report))
+
+
+def blobs(run: Run, report: Report = logger.warning, only: str | None = None) -> Iterator[tuple[str, bytes]]:
+    """Yield what :meth:`~fsm_rollout.trajectory.journal.writer.Journal.keep` has kept, by name; ``only``: that one."""
+    query = "SELECT sha256, data FROM blobs" + (" WHERE sha256 = ?" if only is not None else "")
+    for journal in JournalFolder(run).journals():
+        for name, data in _query(journal, query, "", report, *([only] if only is not None else [])):
+            if isinstance(data, bytes) and sha256(data).hexdigest() == name:
+                yield name, data
+            else:
+                report(f"{journal}: the bytes '{name}' are left out: they are not what was written")
+
+
+def blob(run: Run, name: str, report: Report = logger.warning) -> bytes:
+    """Return the bytes that were kept under a name; JournalError if they are not there, or not what was written."""
+    for _, data in blobs(run, report, name):
+        return data
+    raise JournalError(f"{os.fspath(run)} has no bytes '{name}' that can be read")
 
 
 def recordings(
-    path: str | os.PathLike[str], *, unfinished: bool = False, only: str | None = None, report: Report = logger.warning
+    run: Run, *, unfinished: bool = False, only: str | None = None, report: Report = logger.warning
 ) -> Iterator[Recorded]:
     """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
-    seen: set[str] = set()
-    try:
-        with _reading(path) as connection:
-            yield from _recordings(connection, os.fspath(path), unfinished, only, report, seen)
-    except DAMAGED as error:
-        with _salvaging(path, error, report) as connection:
-            yield from _recordings(connection, os.fspath(path), unfinished, only, report, seen)
+    for journal in JournalFolder(run).journals():
+        seen: set[str] = set()
+        try:
+            with opened(journal) as connection:
+                yield from _recordings(connection, journal, unfinished, only, report, seen)
+        except DAMAGED as error:
+            with _salvaging(journal, error, report) as connection:
+                yield from _recordings(connection, journal, unfinished, only, report, seen)
+
+
+# -- a journal --------------------------------------------------------------------------------------------------------
 
 
 def _recordings(
-    connection: sqlite3.Connection, name: str, unfinished: bool, only: str | None, report: Report, seen: set[str]
+    connection: sqlite3.Connection, journal: Path, unfinished: bool, only: str | None, report: Report, seen: set[str]
 ) -> Iterator[Recorded]:
-    connection.execute("BEGIN")  # one snapshot for all that follows
-    query = f"SELECT trajectory_id FROM trajectories {_UNFINISHED if unfinished else ''} ORDER BY rowid"
-    chosen: Iterator[str] = (row[0] for row in connection.execute(query)) if only is None else iter([only])
-    for trajectory_id in chosen:
+    # 1. One snapshot for all that follows.
+    connection.execute("BEGIN")
+    ids: Iterable[str] = [only] if only is not None else [row[0] for row in connection.execute(_TRAJECTORIES)]
+    if unfinished:
+        ids = _unfinished(connection, ids)
+    # 2. Each trajectory as far as it goes.
+    read = 0
+    for trajectory_id in ids:
         if trajectory_id not in seen:
-            recorded = _recording(connection, name, trajectory_id, report)
+            recorded = _recording(connection, journal, trajectory_id, report)
             seen.add(trajectory_id)
             if recorded is not None:
+                read += len(recorded[1])
                 yield recorded
+    # 3. What is gone without a trace is still counted.
+    if only is None and not unfinished and (missing := events_written(connection) - read) > 0:
+        report(
+            f"{journal}: {missing:,} of the {read + missing:,} events that were written are missing; trajectories "
+            "without their last events read as unfinished, and those without their first are not there"
+        )
 
 
-def _recording(connection: sqlite3.Connection, name: str, trajectory_id: str, report: Report) -> Recorded | None:
+def _unfinished(connection: sqlite3.Connection, ids: Iterable[str]) -> list[str]:
+    """Return the trajectories of groups that were not delivered, or of which a sample has not ended."""
+    over = {row[0] for row in connection.execute("SELECT * FROM delivered WHERE yes") if is_sound(row)}
+    group_of: dict[str, str | None] = {}
+    for trajectory_id in ids:
+        first = _first(connection, trajectory_id)
+        group_of[trajectory_id] = group = None if first is None else first.group_id
+        is_sample = first is not None and first.parent_id is None
+        if is_sample and group in over and not any(map(is_sound, connection.execute(_ENDED, (trajectory_id,)))):
+            over.discard(group)
+    return [trajectory_id for trajectory_id, group in group_of.items() if group not in over]
+
+
+def _first(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | None:
+    query = "SELECT payload FROM events WHERE trajectory_id = ? AND seq = 0"
+    for (payload,) in connection.execute(query, (trajectory_id,)):
+        with suppress(msgspec.MsgspecError, TypeError, ValueError, IndexError):
+            first = unpack(payload)[0]
+            return first if isinstance(first, Prompted) else None
+    return None
+
+
+def events_written(connection: sqlite3.Connection) -> int:
+    """Return how many events a journal has at least, as it was told when it was last closed, or its log moved."""
+    for row in connection.execute("SELECT * FROM run WHERE key = 'events'"):
+        if is_sound(row):
+            return int(row[1])
+    return 0
+
+
+def _recording(connection: sqlite3.Connection, journal: Path, trajectory_id: str, report: Report) -> Recorded | None:
     """Return a trajectory as far as it can be read, or ``None`` when nothing of it can."""
     trajectory: Trajectory | None = None
     history: list[AnyEvent] = []
-    query = "SELECT seq, payload, crc, seq IS NULL OR seq < 0 FROM events WHERE trajectory_id = ? ORDER BY seq"
-    for seq, payload, crc, displaced in connection.execute(query, (trajectory_id,)):
-        if displaced:
-            report(f"{name}: an event of trajectory {trajectory_id} is left out, as its place is damaged ({seq})")
+    query = "SELECT trajectory_id, seq, ended, payload, crc FROM events WHERE trajectory_id = ? ORDER BY seq"
+    for row in connection.execute(query, (trajectory_id,)):
+        _, seq, _, payload, _ = row
+        if not isinstance(seq, int) or seq < 0:
+            report(f"{journal}: an event of trajectory {trajectory_id} is left out, as its place is damaged ({seq})")
             continue
         why = "those before it are gone" if seq != len(history) else None
+        if why is None and not is_sound(row):
+            why = "it is not what was written"
         try:
-            if why is None and checksum(payload, seq) != crc:
-                why = "it is not what was written"
             for event in unpack(payload) if why is None else ():
                 _check(event)
                 if trajectory is not None:
-                    event = _with_notes(event, trajectory)
                     trajectory.apply(event)
                 elif (trajectory := Trajectory.fold([event])).trajectory_id != trajectory_id:
                     raise ValueError(f"it belongs to trajectory {trajectory.trajectory_id}")
                 history.append(event)
+        except msgspec.ValidationError as error:
+            raise JournalError(
+                f"{journal}: event {len(history)} of trajectory {trajectory_id} is what was written, and none that "
+                f"this version knows ({error}); {_with_its_version(connection)}, or a later one"
+            ) from error
         except Exception as error:  # data from outside may be wrong in every way; what it is does not matter
             why = f"{type(error).__name__}: {error}"
         if why is not None:
             place, kept = max(seq, len(history)), len(history)
             what = f"it and what follows it there are left out, {kept} events are kept"
-            report(f"{name}: event {place} of trajectory {trajectory_id} is damaged ({why}); {what}")
+            report(f"{journal}: event {place} of trajectory {trajectory_id} is damaged ({why}); {what}")
             # Nothing of the event that does not fit may stay behind.
             trajectory = Trajectory.fold(history) if history else None
             break
     return None if trajectory is None else (trajectory, history)
 
 
-def _with_notes(event: AnyEvent, trajectory: Trajectory) -> AnyEvent:
-    """Return an event as it is now: journals had sampling masks by token, without saying where its tokens begin."""
-    if not isinstance(event, Generated) or not event.kept:
-        return event
-    stream = trajectory.stream(event.context)
-    counts, values = array("i", map(len, event.kept)), array("i", chain.from_iterable(event.kept))
-    mask = Note(NoteKind.SAMPLING_MASK, len(stream.tokens) if stream is not None else 0, counts, values)
-    return msgspec.structs.replace(event, notes=[mask], kept=[])
-
-
 def _check(event: AnyEvent) -> None:
     """Raise ValueError for what no run writes, and what looks at a run would stumble over."""
-    if not all(abs(getattr(event, name, 0.0)) < _LATEST for name in ("at", *_DURATIONS)):
+    if not all(abs(getattr(event, name, 0.0)) < _LATEST for name in ("at", "epoch", *_DURATIONS)):
         raise ValueError("its time is no finite number")
     messages = [event.message] if isinstance(event, Generated) else getattr(event, "messages", ())
     if not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError("a message in it has no role")
 
 
-def handed_over(path: str | os.PathLike[str], report: Report) -> list[tuple[str, int]]:
-    """Return of each group whether it was delivered, and the caller came back for more."""
-    return _query(path, "SELECT group_id, yes FROM handed_over", report)
+# -- its file ---------------------------------------------------------------------------------------------------------
 
 
-def _query(path: str | os.PathLike[str], query: str, report: Report) -> list[tuple[Any, ...]]:
+def _query(journal: Path, query: str, what: str, report: Report, *values: str) -> list[tuple[Any, ...]]:
+    """Return rows; with ``what`` they end in their checksum, are checked, and come without it."""
     try:
-        with _reading(path) as connection:
-            return connection.execute(query).fetchall()
+        with opened(journal) as connection:
+            rows = connection.execute(query, values).fetchall()
     except DAMAGED as error:
-        with _salvaging(path, error, report) as connection:
-            return connection.execute(query).fetchall()
+        with _salvaging(journal, error, report) as connection:
+            rows = connection.execute(query, values).fetchall()
+    if not what:
+        return rows
+    for row in rows:
+        if not is_sound(row):
+            report(f"{what} '{row[0]}' is left out: it is not what was written")
+    return [row[:-1] for row in rows if is_sound(row)]
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[sqlite3.Connection]:
-    """Open a journal of whatever format, to be read as one of today's; JournalError: there is none, or a later one."""
-    path = Path(path)
-    if not path.is_file():
-        raise JournalError(f"there is no journal at {path}")
-    if is_empty(path):
-        raise JournalError(
-            f"{path} is an empty journal: its run was cut off before anything was written; start it again with "
-            "`fsm-rollout run`"
-        )
-    with closing(_open(path)) as connection:
+def opened(journal: Path) -> Iterator[sqlite3.Connection]:
+    """Open a journal for reading.
+
+    Raises:
+        JournalError: there is none, or one of another format.
+        sqlite3.DatabaseError, UnicodeDecodeError: it is damaged, so far as that is known without reading it.
+    """
+    if not journal.is_file():
+        raise JournalError(f"there is no journal at {journal}")
+    if damage := damage_of(journal):
+        raise _Damage(damage)
+    if journal.with_name(f"{journal.name}-journal").exists():
+        # Its writer was killed while it changed between a log and none; only who may write can take that back.
+        with suppress(sqlite3.Error), closing(sqlite3.connect(journal, timeout=0)) as writer:
+            writer.execute("PRAGMA schema_version").fetchone()
+    with closing(
+        sqlite3.connect(f"{journal.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    ) as connection:
+        connection.text_factory = _text  # what is damaged may be no text
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (form,) = connection.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION_ID or form not in range(1, _FORMATS):
-            raise _NotAJournal("it is an SQLite file of something else")
-        if form > FORMAT:
+            raise _Damage("it is an SQLite file of something else", sqlite3.SQLITE_NOTADB)
+        if form != FORMAT:
+            later = ", or a later one" if form > FORMAT else "; its `fsm-rollout export` writes the rows of a run"
             raise JournalError(
-                f"{path} has journal format {form} and this version reads up to {FORMAT}; "
-                "use the version of fsm-rollout that wrote it, or a later one"
+                f"{journal} has journal format {form} and this version reads {FORMAT}; "
+                f"{_with_its_version(connection)}{later}"
             )
-        show_as_present(connection, form)
         yield connection
 
 
+def _with_its_version(connection: sqlite3.Connection) -> str:
+    for (version,) in connection.execute("SELECT value FROM run WHERE key = 'code_version'"):
+        return f"use the version of fsm-rollout that wrote it, {version}"
+    return "use the version of fsm-rollout that wrote it"
+
+
 @contextmanager
-def _salvaging(path: str | os.PathLike[str], error: Exception, report: Report) -> Iterator[sqlite3.Connection]:
+def _salvaging(journal: Path, error: Exception, report: Report) -> Iterator[sqlite3.Connection]:
     """Open what is left of a journal that SQLite cannot read; JournalError: nothing, or another program is at it."""
-    path = Path(path)
     if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in (
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
     ):
-        raise JournalError(f"{path} cannot be read: {error}") from error
-    with salvaged(path) as connection:
+        raise JournalError(f"{journal} cannot be read: {error}") from error
+    with salvaged(journal) as connection:
         (count,) = connection.execute("SELECT COUNT(*) FROM events").fetchone()
         if not count:
-            raise JournalError(f"{path} is not a journal that can be read: {error}") from error
-        report(f"{path} is damaged ({error}); {count:,} events could be found in it, what is gone is left out")
+            raise JournalError(f"{journal} is not a journal that can be read: {error}") from error
+        report(f"{journal} is damaged ({error}); {count:,} rows of events could be found, what is gone is left out")
         yield connection
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    if path.with_name(f"{path.name}-journal").exists():
-        # Its writer was killed while it changed between a log and none; only who may write can take that back.
-        with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=0)) as writer:
-            writer.execute("PRAGMA schema_version").fetchone()
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-    connection.text_factory = _text  # what is damaged may be no text
-    return connection
 
 
 def _text(data: bytes) -> str:

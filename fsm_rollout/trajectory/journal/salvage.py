@@ -1,10 +1,10 @@
 """Rows of a journal's file that SQLite cannot read any more: cut off, overwritten, or with a hole.
 
 Invariant: every row that stands whole in a page that is left is found, whatever has become of the other pages, of the
-file's header and of its indexes; for a row says by itself what it is (its columns, an event's checksum). Only pages are
-looked at, so what is read may be wrong in a way that only the caller can see: it checks the sums.
+file's header, of its log and of its indexes; for a row says by itself what it is (by its columns) and that it is what
+was written (by its checksum). Rows that are not are left out.
 
-The form of SQLite's files: https://www.sqlite.org/fileformat2.html (1.6 B-tree pages, 2.1 records, 4 the log).
+The form of SQLite's files: https://www.sqlite.org/fileformat2.html (1.6 B-tree pages, 2.1 records).
 """
 
 from __future__ import annotations
@@ -13,25 +13,15 @@ import sqlite3
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
-import msgspec
-
-from fsm_rollout.trajectory.events import Prompted, unpack
-from fsm_rollout.trajectory.journal.schema import (
-    EARLIER_PAGE,
-    INSERT_TRAJECTORY,
-    PAGE,
-    SCHEMA,
-    present_checksum,
-    present_payload,
-)
+from fsm_rollout.trajectory.journal.log import frames, log_of
+from fsm_rollout.trajectory.journal.schema import PAGE, SCHEMA, is_sound
 
 _TABLE_LEAF = 0x0D
-_LOG_HEADER, _FRAME_HEADER = 32, 24
 _SIZES = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8, 7: 8, 8: 0, 9: 0}  # bytes of a value by its type in a record
 _LONGEST = 1 << 31
-_INSERT = "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?)"
 
 Value = None | int | float | str | bytes
 
@@ -41,89 +31,65 @@ def salvaged(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a temporary database of all rows that can be found in a journal's file and its log."""
     with closing(sqlite3.connect("", isolation_level=None)) as connection:
         connection.executescript(f"PRAGMA synchronous = OFF; {SCHEMA} BEGIN")
-        for size in _page_sizes(path):
-            for rowid, row in _rows(_Pages(path, size)):
-                _insert(connection, rowid, row)
-        # Trajectories follow from their first events, where those are left.
-        for (payload,) in connection.execute("SELECT payload FROM events WHERE seq = 0 ORDER BY id").fetchall():
-            with suppress(msgspec.DecodeError, ValueError, TypeError, IndexError, sqlite3.Error):
-                event = unpack(payload)[0]
-                if isinstance(event, Prompted):
-                    connection.execute(
-                        INSERT_TRAJECTORY.replace("INSERT", "INSERT OR IGNORE"),
-                        (event.trajectory_id, event.group_id, event.sample, event.agent, event.parent_id),
-                    )
+        for rowid, row in _rows(_Pages(path)):
+            _insert(connection, rowid, row)
         connection.execute("COMMIT")
         yield connection
 
 
 def _insert(connection: sqlite3.Connection, rowid: int, row: Sequence[Value]) -> None:
-    """Put a row where rows of its form belong; what has no such form is none of a journal's."""
-    with suppress(sqlite3.Error, OverflowError):
-        match row:
-            case (None, str(), int(), int(), bytes(), int()):
-                connection.execute(_INSERT, (rowid, *row[1:]))
-            case (None, str(), int(seq), int() | float(), str(kind), bytes(payload), *crc) if len(crc) < 2:  # earlier
-                sum_now = present_checksum(payload, seq, crc[0] if crc else None)
-                connection.execute(_INSERT, (rowid, row[1], seq, kind == "ended", present_payload(payload), sum_now))
-            case (str(), str()):
-                connection.execute("INSERT OR IGNORE INTO run VALUES (?, ?)", row)
-            case (str(), int()):
-                connection.execute("INSERT OR IGNORE INTO handed_over VALUES (?, ?)", row)
-
-
-def _page_sizes(path: Path) -> Sequence[int]:
-    """Return how large a file's pages are; or may be, where nothing is left that says so."""
-    for file, form, at in ((path, ">H", 16), (_log_of(path), ">I", 8)):
-        if file.is_file():
-            with file.open("rb") as opened:
-                head = opened.read(100)
-            size = struct.unpack_from(form, head, at)[0] if len(head) == 100 else 0
-            if size in (PAGE, EARLIER_PAGE):
-                return (size,)
-    return (PAGE, EARLIER_PAGE)
-
-
-def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
+    """Put a row that is what was written where rows of its form belong; what has no such form is not a journal's."""
+    match row:
+        case (None, str(), int(), int(), bytes(), int()):
+            table, row, sound = "events", (rowid, *row[1:]), is_sound(row[1:])
+        case (str(), str(), int()):
+            table, sound = "run", is_sound(row)
+        case (str(), int(), int()):
+            table, sound = "delivered", is_sound(row)
+        case (str(name), bytes(data)):
+            table, sound = "blobs", sha256(data).hexdigest() == name
+        case _:
+            return
+    if sound:
+        with suppress(sqlite3.Error, OverflowError):
+            connection.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
 class _Pages:
     """The pages of a file, each as the newest whole transaction in its log left it."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.size = size
+    def __init__(self, path: Path) -> None:
         self._data = path.read_bytes()
         self._newer: dict[int, bytes] = {}
-        if _log_of(path).is_file():
-            self._read_log(_log_of(path).read_bytes())
-        self.count = max([len(self._data) // size, *self._newer])
-
-    def _read_log(self, log: bytes) -> None:
-        salts, pending = log[16:24], dict[int, bytes]()
-        size = _FRAME_HEADER + self.size
-        for at in range(_LOG_HEADER, len(log) - size + 1, size):
-            number, size_after_commit = struct.unpack_from(">II", log, at)
-            if log[at + 8 : at + 16] != salts:
-                return  # of an earlier round of the log
-            pending[number] = log[at + _FRAME_HEADER : at + size]
-            if size_after_commit:
+        self._damaged: list[bytes] = []  # in the log: what is not damaged in them is no less worth
+        pending: dict[int, bytes] = {}
+        for frame in frames(log_of(path)):
+            if frame.sound:
+                pending[frame.page] = frame.data
+            else:
+                self._damaged.append(frame.data)
+            if frame.commits:
                 self._newer |= pending
                 pending.clear()
 
     def __getitem__(self, number: int) -> bytes:
         """Return a page, counted from 1; what is not there is empty."""
-        return self._newer.get(number) or self._data[(number - 1) * self.size : number * self.size]
+        return self._newer.get(number) or self._data[(number - 1) * PAGE : number * PAGE]
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        """Yield all pages, and where the header of each begins."""
+        for number in range(1, max([len(self._data) // PAGE, *self._newer]) + 1):
+            yield self[number], 100 if number == 1 else 0
+        for page in self._damaged:
+            yield page, 0
 
 
 def _rows(pages: _Pages) -> Iterator[tuple[int, tuple[Value, ...]]]:
-    for number in range(1, pages.count + 1):
-        page = pages[number]
-        header = 100 if number == 1 else 0
-        if len(page) < pages.size or page[header] != _TABLE_LEAF:
+    for page, header in pages:
+        if len(page) < PAGE or page[header] != _TABLE_LEAF:
             continue
         (cells,) = struct.unpack_from(">H", page, header + 3)
-        for cell in range(min(cells, (pages.size - header - 8) // 2)):
+        for cell in range(min(cells, (PAGE - header - 8) // 2)):
             with suppress(IndexError, ValueError, struct.error):
                 yield _row(pages, page, *struct.unpack_from(">H", page, header + 8 + 2 * cell))
 
@@ -133,10 +99,10 @@ def _row(pages: _Pages, page: bytes, at: int) -> tuple[int, tuple[Value, ...]]:
     # 1. The cell: how long it is, whose, and how much of it is on this page.
     length, at = _varint(page, at)
     rowid, at = _varint(page, at)
-    most, least = pages.size - 35, (pages.size - 12) * 32 // 255 - 23
+    most, least = PAGE - 35, (PAGE - 12) * 32 // 255 - 23
     here = length
     if length > most:
-        here = least + (length - least) % (pages.size - 4)
+        here = least + (length - least) % (PAGE - 4)
         here = here if here <= most else least
     record = page[at : at + here]
     # 2. The rest, on pages that each name the next.
@@ -146,8 +112,8 @@ def _row(pages: _Pages, page: bytes, at: int) -> tuple[int, tuple[Value, ...]]:
         while left > 0 and following:
             overflow = pages[following]
             (following,) = struct.unpack_from(">I", overflow, 0)
-            parts.append(overflow[4 : 4 + min(left, pages.size - 4)])
-            left -= pages.size - 4
+            parts.append(overflow[4 : 4 + min(left, PAGE - 4)])
+            left -= PAGE - 4
         record = b"".join(parts)
     if len(record) != length:
         raise ValueError("a part of it is gone")

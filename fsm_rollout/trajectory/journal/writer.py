@@ -8,30 +8,26 @@ for the operating system, and not for the disk. The thread alone moves the log i
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode
-from fsm_rollout.trajectory.journal.reader import DAMAGED, handed_over, is_journal, logger, metadata, recordings
-from fsm_rollout.trajectory.journal.schema import (
-    FORMAT,
-    INSERT_EVENTS,
-    INSERT_TRAJECTORY,
-    PAGE,
-    SCHEMA,
-    checksum,
-    events_row,
-    facts,
-)
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, unpack
+from fsm_rollout.trajectory.journal.folder import is_journal
+from fsm_rollout.trajectory.journal.reader import DAMAGED, blobs, delivered, events_written, logger, opened, recordings
+from fsm_rollout.trajectory.journal.reader import metadata as read_metadata
+from fsm_rollout.trajectory.journal.schema import INSERT_EVENTS, PAGE, SCHEMA, events_row, facts, is_sound, summed
 
 LOG_BYTES = 16 << 20  # a log longer than this is moved into the file, in one go with what is appended meanwhile
 
@@ -40,6 +36,11 @@ _Insertion = tuple[str, tuple[object, ...]]  # a statement and its values
 _Appended = tuple[str, int, bytes, bool]
 _ROW = 16  # so many events are in a row of a journal that is written anew
 
+_FACT = "INTO run VALUES (?, ?, ?)"
+_DELIVERED = "INSERT OR REPLACE INTO delivered VALUES (?, ?, ?)"
+_BLOB = "INSERT OR IGNORE INTO blobs VALUES (?, ?)"
+_FIRSTS = "SELECT payload FROM events WHERE seq = 0"
+
 
 class Journal(AbstractContextManager["Journal"]):
     """Writes the events of one run to a file.
@@ -47,14 +48,14 @@ class Journal(AbstractContextManager["Journal"]):
     Args:
         path: the file, ``journal.sqlite`` in a run's folder.
         metadata: plain data about the run to keep with it: the agents' YAML, the run's configuration. The package's
-            version is added as ``code_version``.
+            version is added as ``code_version``, and a random ``run_id``, which the run keeps when it goes on.
         interval: seconds over which events are gathered into one transaction where nobody asks for one sooner.
-        append: the file is there, and the run in it goes on; else it must be new. One that is damaged, or of an
-            earlier format, is written anew without what is damaged, and a damaged one kept beside it.
+        append: the file is there, and the run in it goes on; else it must be new. One that is damaged is written anew
+            without what is damaged, and kept beside that as it was.
 
     Raises:
-        JournalError: there is something at ``path`` already; or (``append``) it is no journal, or somebody else still
-            writes to it; or the file cannot be written.
+        JournalError: there is something at ``path`` already; or (``append``) it is no journal, or one of another
+            format, or somebody else still writes to it; or the file cannot be written.
     """
 
     def __init__(
@@ -75,19 +76,25 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             if append:
                 self._next = _made_sound(self.path)
-            self._connection = _connect(self.path, {**(metadata or {}), "code_version": __version__}, append)
+            known = read_metadata(self.path) if append else {}
+            self.run_id: str = known.get("run_id") or uuid4().hex
+            """A random name of the run, which it keeps when it goes on."""
+            own = {"code_version": __version__, "run_id": self.run_id}
+            self._connection = _connect(self.path, {**(metadata or {}), **own}, append)
         except (sqlite3.Error, OSError) as error:
             why = "another process has it open: the run is still going on" if "locked" in str(error) else error
             raise JournalError(f"journal {self.path} cannot be written: {why}") from error
-        groups = self._connection.execute("SELECT DISTINCT group_id FROM trajectories")
-        self.groups: set[str] = {group_id for (group_id,) in groups}
+        # To read is also to take hold of the log, so that nobody else writes from now on.
+        firsts = [unpack(payload)[0] for (payload,) in self._connection.execute(_FIRSTS)]
+        self.groups: set[str] = {first.group_id for first in firsts if isinstance(first, Prompted)}
         """The ids of all groups that are in it."""
+        self._written = sum(self._next.values())  # events that were committed
         self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
     def describe(self, metadata: Mapping[str, object]) -> None:
         """Add plain data about the run, by keys; a key that is there already keeps its value."""
-        self._put(*(("INSERT OR IGNORE INTO run VALUES (?, ?)", fact) for fact in facts(metadata)))
+        self._put(*((f"INSERT OR IGNORE {_FACT}", fact) for fact in facts(metadata)))
 
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is in the file after a flush.
@@ -105,20 +112,23 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalError(
                 f"event {seq} of trajectory {trajectory_id} is {tag}; 'prompted' comes first and only there"
             )
-        if isinstance(event, Prompted):  # committed together: no trajectory without its first event
-            trajectory = (trajectory_id, event.group_id, event.sample, event.agent, event.parent_id)
-            self._put((INSERT_TRAJECTORY, trajectory), row)
+        self._put(row)
+        if isinstance(event, Prompted):
             self.groups.add(event.group_id)
-        else:
-            self._put(row)
         self._next[trajectory_id] = seq + 1
 
     def __contains__(self, trajectory_id: str) -> bool:
         return trajectory_id in self._next
 
-    def handed_over(self, group_id: str, yes: bool = True) -> None:
+    def delivered(self, group_id: str, yes: bool = True) -> None:
         """Keep that a group was delivered, and the caller came back for more; or that it is under way again."""
-        self._put(("INSERT OR REPLACE INTO handed_over VALUES (?, ?)", (group_id, yes)))
+        self._put((_DELIVERED, summed(group_id, int(yes))))
+
+    def keep(self, data: bytes) -> str:
+        """Keep bytes that events refer to (a picture, a tool's state), once, and return their name for :func:`blob`."""
+        name = sha256(data).hexdigest()
+        self._put((_BLOB, (name, data)))
+        return name
 
     def persist(self) -> None:
         """Commit everything appended so far: the process may end at any moment, and it is kept.
@@ -176,11 +186,15 @@ class Journal(AbstractContextManager["Journal"]):
                     self._move_log()
 
     def _move_log(self) -> None:
-        """Move the log into the file, so that SQLite begins it anew. Nobody waits for the large part of that."""
-        with suppress(sqlite3.Error), closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
+        """Move the log into the file and empty it. Nobody waits for the large part of that, nor that for a reader."""
+        with (
+            suppress(sqlite3.Error),
+            closing(sqlite3.connect(self.path, timeout=0, isolation_level=None)) as connection,
+        ):
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             with self._committing:  # what was appended meanwhile
-                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._connection.execute(f"INSERT OR REPLACE {_FACT}", *facts({"events": self._written}))
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _commit(self, last: bool = False) -> None:
         """Commit all that was appended; ``last``: and close the file."""
@@ -203,8 +217,10 @@ class Journal(AbstractContextManager["Journal"]):
                         else:
                             events.setdefault(row[0], []).append(row)
                     self._connection.executemany(INSERT_EVENTS, map(_packed, events.values()))
+                self._written += sum(map(len, events.values()))
             # 3. One file, which can be read from read-only media too; a reader that is busy with it keeps the log.
             if last and self._failure is None:
+                self._connection.execute(f"INSERT OR REPLACE {_FACT}", *facts({"events": self._written}))
                 self._connection.execute("PRAGMA busy_timeout = 0")
                 try:
                     self._connection.execute("PRAGMA journal_mode = DELETE")
@@ -239,7 +255,7 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
                 "remove it"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_new(path, lambda connection: connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata)))
+        _write_new(path, lambda connection: connection.executemany(f"INSERT {_FACT}", facts(metadata)))
     connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA busy_timeout = 5000")
@@ -247,10 +263,11 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # the thread does
+        connection.execute("PRAGMA cache_spill = OFF")  # each page is written once, when its transaction commits
         if append:
-            connection.execute("BEGIN")
-            connection.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", facts(metadata))
-            connection.execute("COMMIT")
+            with connection:
+                connection.execute("BEGIN")
+                connection.executemany(f"INSERT OR REPLACE {_FACT}", facts(metadata))
     except BaseException:
         connection.close()
         raise
@@ -276,75 +293,87 @@ def _write_new(path: Path, fill: Callable[[sqlite3.Connection], object]) -> None
 
 def _made_sound(path: Path) -> dict[str, int]:
     """Return how many events each trajectory of a journal has, after what is damaged was taken out of it."""
-    # 1. It is there, it holds something, and nobody else writes to it.
+    # 1. It is there, and of this format. SQLite deletes what it does not read of a log: that is kept before.
     if not path.is_file() or not is_journal(path):
-        metadata(path)  # says what is wrong with it
+        read_metadata(path)  # says what is wrong with it
+    whole = True
+    try:
+        with opened(path):
+            pass
+    except DAMAGED:
+        whole = False
+        _set_aside(path)
+    # 2. Nobody else writes to it.
     with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
         try:
             connection.execute("PRAGMA journal_mode = DELETE")  # not granted while anybody else has its log open
         except DAMAGED as error:
             if "locked" in str(error):
                 raise
-    # 2. It is whole; else what is whole of it is written anew.
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            (form,) = connection.execute("PRAGMA user_version").fetchone()
-            whole = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)  # indexes too: it is to grow
-            lengths: dict[str, int] | None = _lengths(connection) if whole and form == FORMAT else None
-    except (*DAMAGED, TypeError, OverflowError, msgspec.DecodeError):
-        form, lengths = FORMAT, None
+    # 3. It is whole; else what is whole of it is written anew.
+    lengths: dict[str, int] | None = None
+    with (
+        suppress(*DAMAGED, TypeError, OverflowError, msgspec.DecodeError),
+        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection,
+    ):
+        if whole and connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",):  # it is to grow
+            lengths = _lengths(connection)
     if lengths is None:
-        lengths = _rewrite(path, form)
+        if whole:
+            _set_aside(path)
+        lengths = _rewrite(path)
     return lengths
 
 
 def _lengths(connection: sqlite3.Connection) -> dict[str, int] | None:
     """Return how many events each trajectory has; ``None`` where one is not what was written, or is missing."""
-    begun = {row[0] for row in connection.execute("SELECT trajectory_id FROM trajectories")}
     lengths: dict[str, int] = {}
-    for trajectory_id, seq, payload, crc in connection.execute(
-        "SELECT trajectory_id, seq, payload, crc FROM events ORDER BY id"
-    ):
-        if lengths.get(trajectory_id, 0) != seq or checksum(payload, seq) != crc:
+    for row in connection.execute("SELECT trajectory_id, seq, ended, payload, crc FROM events ORDER BY id"):
+        trajectory_id, seq, _, payload, _ = row
+        if lengths.get(trajectory_id, 0) != seq or not is_sound(row):
             return None
         lengths[trajectory_id] = seq + len(msgspec.msgpack.decode(payload, type=list[msgspec.Raw]))
-    return lengths if begun == lengths.keys() else None
+    return lengths if sum(lengths.values()) >= events_written(connection) else None
 
 
-def _rewrite(path: Path, form: int) -> dict[str, int]:
-    """Write a journal anew with what can be read of it; a damaged one is kept beside it. Return its lengths."""
-    # 1. What can be read of it goes into a new file.
+def _damaged(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.damaged{path.suffix}")
+
+
+def _set_aside(path: Path) -> None:
+    """Copy a journal, and the log beside it, as they are: they may be worth a look."""
+    for end in ("", "-wal"):
+        _damaged(path).with_name(_damaged(path).name + end).unlink(missing_ok=True)
+        if (file := path.with_name(path.name + end)).exists():
+            shutil.copyfile(file, _damaged(path).with_name(_damaged(path).name + end))
+
+
+def _rewrite(path: Path) -> dict[str, int]:
+    """Write a journal anew with what can be read of it as it was set aside. Return its lengths."""
     damages: list[str] = []
     lengths: dict[str, int] = {}
+    kept = _damaged(path)
 
     def fill(connection: sqlite3.Connection) -> None:
-        for trajectory, history in recordings(path, report=damages.append):
-            own = trajectory.trajectory_id
-            row = (own, trajectory.group_id, trajectory.sample, trajectory.agent, trajectory.parent_id)
-            connection.execute(INSERT_TRAJECTORY, row)
+        for trajectory, history in recordings(kept, report=damages.append):
             for seq in range(0, len(history), _ROW):
                 events = history[seq : seq + _ROW]
                 ended = any(isinstance(event, Ended) for event in events)
-                connection.execute(INSERT_EVENTS, events_row(own, seq, list(map(encode, events)), ended))
-            lengths[own] = len(history)
-        connection.executemany("INSERT INTO run VALUES (?, ?)", facts(metadata(path, damages.append)))
-        connection.executemany("INSERT INTO handed_over VALUES (?, ?)", handed_over(path, damages.append))
+                row = events_row(trajectory.trajectory_id, seq, list(map(encode, events)), ended)
+                connection.execute(INSERT_EVENTS, row)
+            lengths[trajectory.trajectory_id] = len(history)
+        described = read_metadata(kept, damages.append) | {"events": sum(lengths.values())}
+        connection.executemany(f"INSERT {_FACT}", facts(described))
+        connection.executemany(_BLOB, blobs(kept, damages.append))
+        for group_id, yes in delivered(kept, damages.append).items():
+            connection.execute(_DELIVERED, summed(group_id, int(yes)))
 
     sound = path.with_name(f"{path.name}.sound")
     _write_new(sound, fill)
-    # 2. Into its place; what was damaged may be worth a look.
-    log = [path.with_name(path.name + end) for end in ("-wal", "-shm")]
-    if damages:
-        kept = path.with_name(f"{path.stem}.damaged{path.suffix}")
-        for file in (path, *log):
-            if file.exists():
-                file.replace(kept.with_name(file.name.replace(path.name, kept.name, 1)))
-        for damage in dict.fromkeys(damages):
-            logger.warning("%s", damage)
-        logger.warning("the journal goes on without what is damaged; as it was, it is kept as %s", kept)
-    else:
-        logger.info("%s had format %d and is written anew in format %d", path, form, FORMAT)
-    for file in log:
-        file.unlink(missing_ok=True)
+    for end in ("", "-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
     sound.replace(path)
+    for damage in dict.fromkeys(damages):
+        logger.warning("%s", damage)
+    logger.warning("the journal goes on without what is damaged; as it was, it is kept as %s", kept)
     return lengths

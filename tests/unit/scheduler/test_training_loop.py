@@ -353,7 +353,7 @@ def test_groups_that_are_set_aside_and_go_on_are_unfinished_again(tmp_path: Path
         assert unfinished() == set()
         kept.close()
         with pytest.raises(JournalError, match="is closed"):
-            kept.handed_over("p0")
+            kept.delivered("p0")
 
 
 def test_a_group_that_is_under_way_is_not_reopened() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import os
 import sqlite3
 import threading
 import time
-import zlib
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,33 +22,33 @@ from hypothesis import strategies as st
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.testing.strategies.histories import several_event_sequences
-from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     AnyEvent,
-    ContextOpened,
     Ended,
-    Generated,
     LimitCharged,
     MessagesAppended,
     Prompted,
-    PromptExtended,
     Resumed,
+    Snapshotted,
     encode,
     pack,
     unpack,
 )
 from fsm_rollout.trajectory.journal import (
     Journal,
+    JournalFolder,
+    blob,
     events,
     histories,
-    is_empty,
     is_journal,
     metadata,
     read,
     trajectory_ids,
+    writer,
 )
-from fsm_rollout.trajectory.journal.schema import checksum
-from fsm_rollout.trajectory.tokens import Note, NoteKind
+from fsm_rollout.trajectory.journal.log import damage_of
+from fsm_rollout.trajectory.journal.reader import delivered
+from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -93,7 +93,8 @@ def test_what_was_appended_is_what_is_read_at_any_moment(
     with Journal(path, {"more": 1}, interval=0.0, append=True) as journal:
         for trajectory_id, event in order[middle:]:
             journal.append(trajectory_id, event)
-    assert metadata(path) == {"agent": "…", "more": 1, "code_version": __version__}
+    own = {"code_version": __version__, "run_id": journal.run_id, "events": len(order)}
+    assert metadata(path) == {"agent": "…", "more": 1, **own}
     so_far: dict[str, list[AnyEvent]] = {}
     for trajectory_id, event in order[:at]:
         so_far.setdefault(trajectory_id, []).append(event)
@@ -195,12 +196,9 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
             journal.append(name, event)
         journal.persist()
         journal.append("b", ended)
-    assert metadata(path) == {"agents": {"solver": "agent: solver\n"}, "run": "{}", "code_version": __version__}
+    assert metadata(path) == facts | {"code_version": __version__, "run_id": journal.run_id, "events": 4}
+    assert trajectory_ids(path) == ["b", "a"], "in the order in which they began"
     with sqlite3.connect(path) as connection:
-        assert list(connection.execute("SELECT * FROM trajectories")) == [
-            ("b", "g", 0, "solver", None),
-            ("a", "g", 0, "solver", "b"),
-        ]
         rows = connection.execute("SELECT id, trajectory_id, seq, ended, payload FROM events ORDER BY id").fetchall()
     connection.close()
     assert [(*row, unpack(payload)) for *row, payload in rows] == [
@@ -208,57 +206,6 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
         (2, "a", 0, 0, [a]),
         (3, "b", 2, 1, [ended]),
     ], "a row for what a trajectory did between two commits"
-
-
-def test_a_journal_from_before_a_field_was_there_is_read(tmp_path: Path) -> None:
-    """``guarded_at`` came later than ``guarded``: what has it not says how many, and not where."""
-    path = tmp_path / "j.sqlite"
-    opened = ContextOpened(
-        at=1.0, context="main", state="PENDING", messages=[], ids=array("i", [1, 2, 3]), trained=True, engine="policy",
-        guarded=1, guarded_at=[1, 2],
-    )  # fmt: skip
-    glued = PromptExtended(at=2.0, context="main", state="PENDING", ids=array("i", [4, 5]), guarded=2, guarded_at=[0])
-    with Journal(path, interval=3600.0) as journal:
-        for event in (prompted(), opened, glued):
-            journal.append("t", event)
-    (trajectory,) = read(path)
-    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [1, 2, 3])
-    with closing(sqlite3.connect(path)) as connection, connection:
-        (payload,) = connection.execute("SELECT payload FROM events").fetchone()
-        events_before = msgspec.msgpack.decode(payload)
-        for fields in events_before:
-            fields.pop("guarded_at", None)
-        payload = msgspec.msgpack.encode(events_before)
-        connection.execute("UPDATE events SET payload = ?, crc = ?", (payload, checksum(payload, 0)))
-    (trajectory,) = read(path)
-    assert (trajectory.guarded, trajectory.streams[0].guarded_at) == (3, [])
-
-
-def test_sampling_masks_of_a_journal_from_before_notes_are_read(tmp_path: Path) -> None:
-    """``kept`` had the mask of each token; what reads it sees a note."""
-    path = tmp_path / "j.sqlite"
-    opened = ContextOpened(
-        at=1.0, context="main", state="A", messages=[], ids=array("i", [1, 2]), trained=True, engine="policy"
-    )
-    turn = Generated(
-        at=2.0, context="main", state="A", ids=array("i", [5, 6]), logprobs=array("f", [-1.0, -2.0]), versions=[(2, 0)],
-        finish_reason=FinishReason.STOP, message={"role": "assistant"},
-        notes=[Note(NoteKind.SAMPLING_MASK, 2, array("i", [2, 1]), array("i", [4, 5, 6]))],
-    )  # fmt: skip
-    with Journal(path, interval=3600.0) as journal:
-        for event in (prompted(), opened, turn):
-            journal.append("t", event)
-    (whole,) = read(path)
-    assert whole.streams[0].tokens.notes == turn.notes
-    with closing(sqlite3.connect(path)) as connection, connection:
-        (payload,) = connection.execute("SELECT payload FROM events").fetchone()
-        *before, generated = msgspec.msgpack.decode(payload)
-        del generated["notes"]
-        generated["kept"] = [("i", array("i", ids).tobytes()) for ids in ([4, 5], [6])]
-        payload = msgspec.msgpack.encode([*before, generated])
-        connection.execute("UPDATE events SET payload = ?, crc = ?", (payload, checksum(payload, 0)))
-    assert [whole] == list(read(path))
-    assert events(path, "t")[-1] == turn
 
 
 def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> None:
@@ -347,7 +294,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     connection.close()
     for path, message in (
         (text, "is not a journal that can be read: file is not a database"),
-        (empty, "is an empty journal: its run was cut off before anything was written; start it again"),
+        (empty, "is not a journal that can be read: it is an SQLite file of something else"),
         (other, "is not a journal that can be read: it is an SQLite file of something else"),
         (tmp_path, "there is no journal at"),
         (tmp_path / "missing", "there is no journal at"),
@@ -364,20 +311,13 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
         Journal(text / "journal.sqlite")
 
 
-def test_a_newer_format_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
-    Journal(path).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 4")
-    connection.close()
-    with pytest.raises(JournalError, match="has journal format 4 and this version reads up to 3; use the version"):
-        list(read(path))
+def changed(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
 
 
 def overwritten(path: Path, trajectory_id: str, seq: int, payload: bytes) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        where = "WHERE trajectory_id = ? AND seq = ?"
-        connection.execute(f"UPDATE events SET payload = ? {where}", (payload, trajectory_id, seq))
+    changed(path, "UPDATE events SET payload = ? WHERE trajectory_id = ? AND seq = ?", payload, trajectory_id, seq)
 
 
 def several(path: Path, count: int = 20, length: int = 10, rounds: int = 1) -> dict[str, list[AnyEvent]]:
@@ -394,7 +334,7 @@ def several(path: Path, count: int = 20, length: int = 10, rounds: int = 1) -> d
             if number % rounds == 0:
                 journal.persist()
         for name in list(histories)[: count // 2]:
-            journal.handed_over(name)
+            journal.delivered(name)
     return histories
 
 
@@ -413,7 +353,9 @@ def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
     expected = {name: history[: seq if name == "7/0" else None] for name, history in whole.items()}
     assert found == {name: history for name, history in expected.items() if history}
     assert [line.partition(": ")[2].partition(" (")[0] for line in said] == [
-        f"event {seq} of trajectory 7/0 is damaged"
+        f"event {seq} of trajectory 7/0 is damaged",
+        f"{10 - seq} of the 200 events that were written are missing; trajectories without their last events read as "
+        "unfinished, and those without their first are not there",
     ]
     assert [t.trajectory_id for t in read(path, said.append)] == list(found)
 
@@ -440,7 +382,7 @@ def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path:
     said: list[str] = []
     found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
     assert found == {**whole, "7/0": whole["7/0"][:last]}
-    assert said == [f"{path}: an event of trajectory 7/0 is left out, as its place is damaged ({seq})"]
+    assert said[0] == f"{path}: an event of trajectory 7/0 is left out, as its place is damaged ({seq})"
     with Journal(path, append=True) as journal:
         journal.append("7/0", LimitCharged(at=9.0, limit="new"))
     again = {t.trajectory_id: t for t in read(path)}
@@ -463,20 +405,12 @@ def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: Any
     with closing(sqlite3.connect(path)) as connection, connection:
         payload = pack([encode(whole["7/0"][4]), encode(event)])
         update = "UPDATE events SET payload = ?, crc = ? WHERE trajectory_id = '7/0' AND seq = 4"
-        connection.execute(update, (payload, checksum(payload, 4)))
+        connection.execute(update, (payload, checksum("7/0", 4, 0, payload)))
     said: list[str] = []
     found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
     assert found == {**whole, "7/0": whole["7/0"][:5]}, "what stands before it in its row is read"
     assert "event 5 of trajectory 7/0" in said[0]
     assert says in said[0]
-
-
-def test_a_trajectory_whose_name_is_damaged_is_left_out_of_their_list(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = several(path)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE trajectories SET trajectory_id = NULL WHERE trajectory_id = '7/0'")
-    assert set(trajectory_ids(path)) == whole.keys() - {"7/0"}
 
 
 def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
@@ -490,30 +424,12 @@ def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
     assert "event 5 of trajectory 7/0 is damaged (those before it are gone)" in said[0]
 
 
-def test_what_is_in_the_log_of_a_damaged_journal_is_read_too(tmp_path: Path) -> None:
-    """As a killed run leaves them: the file, and beside it the log with all that was not moved into it yet."""
-    path, left = tmp_path / "j.sqlite", tmp_path / "left.sqlite"
-    log = path.with_name("j.sqlite-wal")
-    with Journal(path, interval=3600.0) as journal:
-        journal.append("t", prompted())
-        journal.append("t", LimitCharged(at=1.0, limit="tool_calls"))
-        journal.persist()
-        data = bytearray(path.read_bytes())
-        left.with_name("left.sqlite-wal").write_bytes(log.read_bytes())
-    data[100:4096] = b"\xff" * 3996  # what SQLite knows of its tables
-    left.write_bytes(data)
-    said: list[str] = []
-    (trajectory,) = read(left, said.append)
-    assert trajectory.spent == {"tool_calls": 1}
-    assert "is damaged" in said[0]
-
-
 def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
     """The ids are in an index of their own; the first to read the table would be the run that goes on."""
     path = tmp_path / "j.sqlite"
     whole = several(path)
     with closing(sqlite3.connect(path)) as connection:
-        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'trajectories'").fetchone()
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'run'").fetchone()
         (size,) = connection.execute("PRAGMA page_size").fetchone()
     data = bytearray(path.read_bytes())
     data[(page - 1) * size] = 7  # no kind of page
@@ -543,79 +459,24 @@ def test_a_damaged_journal_goes_on_with_the_rest(tmp_path: Path, caplog: pytest.
     assert found["7/0"] == Trajectory.fold([*whole["7/0"][:4], LimitCharged(at=9.0, limit="new")])
     rest = whole.keys() - {"3/0", "7/0"}
     assert {name: found[name] for name in rest} == {name: Trajectory.fold(whole[name]) for name in rest}
-    assert metadata(path) == {"run": "{}", "agents": {"a": "agent: a"}, "code_version": __version__}
-    with closing(sqlite3.connect(path)) as connection:
-        assert len(connection.execute("SELECT * FROM handed_over WHERE yes").fetchall()) == 10
+    facts = {"run": "{}", "agents": {"a": "agent: a"}, "code_version": __version__, "run_id": journal.run_id}
+    assert metadata(path) == facts | {"events": 186}
+    assert delivered(path) == dict.fromkeys(list(whole)[:10], True)
     assert trajectory_ids(path) == [*(name for name in whole if name != "3/0"), "3/0"], "in the order of the run"
 
 
-def of_an_earlier_format(path: Path, form: int) -> dict[str, list[AnyEvent]]:
-    """Write a journal as formats 1 and 2 were: a row for each event, and in format 1 no checksums."""
-    whole = several(path)
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.executescript(
-            f"""
-            PRAGMA user_version = {form};
-            DROP TABLE events;
-            CREATE TABLE events (
-                id INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, seq INTEGER NOT NULL, at REAL NOT NULL,
-                kind TEXT NOT NULL, payload BLOB NOT NULL, {"crc INTEGER," if form == 2 else ""}
-                UNIQUE (trajectory_id, seq)
-            );
-            """
-        )
-        for seq, events_of_a_round in enumerate(zip(*whole.values(), strict=True)):
-            for name, event in zip(whole, events_of_a_round, strict=True):
-                payload = encode(event)
-                row = [None, name, seq, event.at, event.__struct_config__.tag, payload]
-                row += [zlib.crc32(payload, seq)] * (form == 2)
-                connection.execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
-    return whole
-
-
-@pytest.mark.parametrize("form", [1, 2])
-def test_a_damaged_journal_of_an_earlier_format_is_read_as_far_as_it_goes(tmp_path: Path, form: int) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = of_an_earlier_format(path, form)
-    overwritten(path, "7/0", 4, b"")
-    whole["7/0"] = whole["7/0"][:4]
-    if form == 2:  # what only the checksum knows of
-        overwritten(path, "8/0", 5, encode(LimitCharged(at=5.0, limit="x")))
-        whole["8/0"] = whole["8/0"][:5]
-    for data in (path.read_bytes(), path.read_bytes()[:100] + b"\xff" * 3996 + path.read_bytes()[4096:]):
-        path.write_bytes(data)
-        said: list[str] = []
-        found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
-        assert found == whole
-        assert "event 4 of trajectory 7/0 is damaged" in "".join(said)
-
-
-@pytest.mark.parametrize("form", [1, 2])
-def test_a_journal_of_an_earlier_format_is_read_and_goes_on(tmp_path: Path, form: int) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = of_an_earlier_format(path, form)
-    assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
-    assert len(list(histories(path, unfinished=True))) == len(whole), "none of them has ended"
-    with Journal(path, append=True) as journal:
-        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
-    whole["7/0"].append(LimitCharged(at=9.0, limit="new"))
-    assert list(read(path)) == [Trajectory.fold(history) for history in whole.values()]
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
-    assert os.listdir(tmp_path) == ["j.sqlite"], "nothing was damaged, so nothing is kept"
-
-
-def test_damaged_facts_of_the_run_are_left_out_and_said(tmp_path: Path) -> None:
+def test_facts_of_the_run_that_nobody_writes_are_left_out_and_said(tmp_path: Path) -> None:
+    """Their sums are right: whoever made them knew how."""
     path = tmp_path / "j.sqlite"
     several(path)
+    known = metadata(path)
     half = '{"a": {"\\ud800": 1}}'
     for value, why in (
         ("{", "Expecting"), ("7", "Expected `object`"), ("[" * 10_000, "maximum recursion"), (half, "surrogates"),
     ):  # fmt: skip
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("UPDATE run SET value = ? WHERE key = 'agents'", (value,))
+        changed(path, "UPDATE run SET value = ?, crc = ? WHERE key = 'agents'", value, checksum("agents", value))
         said: list[str] = []
-        assert metadata(path, said.append) == {"run": "{}", "code_version": __version__}
+        assert metadata(path, said.append) == {key: fact for key, fact in known.items() if key != "agents"}
         assert len(said) == 1
         assert "of its run's 'agents' cannot be read" in said[0]
         assert why in said[0]
@@ -627,11 +488,9 @@ def test_a_new_journal_is_never_empty(tmp_path: Path) -> None:
     journal = Journal(path, {"run": "{}"}, interval=3600.0)
     copy = tmp_path / "copy.sqlite"
     copy.write_bytes(path.read_bytes())  # what is there without the log
-    assert metadata(copy) == {"run": "{}", "code_version": __version__}
-    assert not is_empty(copy)
+    assert metadata(copy) == {"run": "{}", "code_version": __version__, "run_id": journal.run_id}
     journal.close()
     (tmp_path / "empty").touch()
-    assert is_empty(tmp_path / "empty")
     assert not is_journal(tmp_path / "empty")
 
 
@@ -654,3 +513,198 @@ def test_a_journal_whose_writer_was_killed_between_a_log_and_none_is_read(tmp_pa
         for name in ("", "-journal"):
             Path(f"{cut_off}{name}").write_bytes(Path(f"{path}{name}").read_bytes())
     assert [trajectory.trajectory_id for trajectory in read(cut_off)] == ["t"]
+
+
+# -- the run itself, other formats, bytes that events refer to --------------------------------------------------------
+
+
+def test_a_run_keeps_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path) as first, Journal(tmp_path / "other.sqlite") as other:
+        assert first.run_id != other.run_id
+    with Journal(path, {"run_id": "mine"}, append=True) as again:
+        assert again.run_id == first.run_id == metadata(tmp_path)["run_id"], "a folder's journal is the one in it"
+    assert JournalFolder(tmp_path).journals() == JournalFolder(path).journals() == [path]
+
+
+def test_journals_of_other_formats_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    earlier, later, event = tmp_path / "earlier.sqlite", tmp_path / "later.sqlite", tmp_path / "event.sqlite"
+    earlier.write_bytes(gzip.decompress(Path(__file__).with_name("journal_format_3.sqlite.gz").read_bytes()))
+    Journal(later).close()
+    changed(later, "PRAGMA user_version = 5")
+    several(event)  # what a later version of this format may have written
+    payload = pack([msgspec.msgpack.encode({"event": "dreamt", "at": 1.0})])
+    update = "UPDATE events SET payload = ?, crc = ? WHERE trajectory_id = '7/0' AND seq = 4"
+    changed(event, update, payload, checksum("7/0", 4, 0, payload))
+    its = f'use the version of fsm-rollout that wrote it, "{__version__}"'
+    for path, says in (
+        (earlier, f"has journal format 3 and this version reads 4; {its}; its `fsm-rollout export` writes the rows"),
+        (later, f"has journal format 5 and this version reads 4; {its}, or a later one"),
+        (event, f"event 4 of trajectory 7/0 is what was written, and none that this version knows .*; {its}, or a la"),
+    ):
+        with pytest.raises(JournalError, match=says):
+            list(read(path))
+    for path in (earlier, later):
+        before = path.read_bytes()
+        with pytest.raises(JournalError, match="has journal format"):
+            Journal(path, append=True)
+        assert path.read_bytes() == before
+
+
+def test_bytes_are_kept_once_and_are_what_was_written_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path) as journal:
+        name, other = journal.keep(b"state" * 10_000), journal.keep(b"picture")
+        assert journal.keep(b"picture") == other == hashlib.sha256(b"picture").hexdigest()
+        journal.append("t", prompted())
+        journal.append("t", Snapshotted(at=1.0, tool="browser", blob=name))
+    (trajectory,) = read(path)
+    assert blob(path, trajectory.snapshots["browser"]) == b"state" * 10_000
+    with pytest.raises(JournalError, match="has no bytes 'x'"):
+        blob(path, "x")
+    changed(path, "UPDATE blobs SET data = x'00' WHERE sha256 = ?", other)
+    said: list[str] = []
+    with pytest.raises(JournalError, match=f"has no bytes '{other}'"):
+        blob(path, other, said.append)
+    assert said == [f"{path}: the bytes '{other}' are left out: they are not what was written"]
+    overwritten(path, "t", 1, b"")
+    with Journal(path, append=True):
+        pass
+    assert blob(path, name) == b"state" * 10_000, "what is written anew has the bytes, too"
+
+
+# -- one byte that was overwritten ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("run SET value = replace(value, 'agent: a', 'agent: b')", "of its run's 'agents' is left out: it is not"),
+        ("run SET key = 'rum' WHERE key = 'run'", "of its run's 'rum' is left out"),
+        ("events SET trajectory_id = '7/1' WHERE trajectory_id = '7/0' AND seq = 9", "event 9 of trajectory 7/1"),
+        ("events SET ended = 1 WHERE trajectory_id = '7/0' AND seq = 9", "event 9 of trajectory 7/0 is damaged"),
+        ("events WHERE trajectory_id = '7/0' AND seq = 9", "1 of the 200 events that were written are missing"),
+        ("events WHERE trajectory_id = '7/0'", "10 of the 200 events that were written are missing"),
+        ("delivered SET group_id = '17/0' WHERE group_id = '7/0'", "the delivery of group '17/0' is left out"),
+    ],
+)
+def test_what_is_not_what_was_written_is_said_whatever_it_is(tmp_path: Path, statement: str, says: str) -> None:
+    path = tmp_path / "j.sqlite"
+    several(path)
+    changed(path, f"{'UPDATE' if ' SET ' in statement else 'DELETE FROM'} {statement}")
+    said: list[str] = []
+    metadata(path, said.append)
+    list(histories(path, report=said.append))
+    delivered(path, said.append)
+    assert says in "".join(said)
+
+
+def test_a_group_counts_as_delivered_only_by_a_row_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with Journal(path) as journal:
+        for name in ("a", "b"):
+            begun = msgspec.structs.replace(prompted(name), group_id=name)
+            for event in (begun, Ended(at=1.0, stop_reason="answered")):
+                journal.append(name, event)
+            journal.delivered(name)
+    assert list(histories(path, unfinished=True)) == []
+    changed(path, "UPDATE delivered SET crc = crc + 1 WHERE group_id = 'b'")
+    assert [history[0].trajectory_id for history in histories(path, unfinished=True)] == ["b"]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> tuple[Path, dict[str, list[AnyEvent]]]:
+    """What a killed run leaves: the file, a log beside it with most of the run, and nothing said of its end."""
+    path, left = tmp_path / "j.sqlite", tmp_path / "left.sqlite"
+    whole = {f"{number}/0": [prompted(f"{number}/0"), Ended(at=1.0, stop_reason="x" * 2000)] for number in range(31)}
+    with Journal(path, interval=3600.0) as journal:
+        for name, history in whole.items():
+            for event in history:
+                journal.append(name, event)
+            journal.persist()
+        left.write_bytes(path.read_bytes())
+        left.with_name("left.sqlite-wal").write_bytes(path.with_name("j.sqlite-wal").read_bytes())
+    return left, whole
+
+
+def test_a_flipped_byte_in_the_log_costs_what_stood_there_and_is_said(
+    killed: tuple[Path, dict[str, list[AnyEvent]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite reads a log up to there, and says nothing of what follows it."""
+    path, whole = killed
+    log = path.with_name("left.sqlite-wal")
+    intact = log.read_bytes()
+    assert {h[0].trajectory_id: h for h in histories(path, report=pytest.fail)} == whole  # type: ignore[union-attr]
+    frames = len(intact) // (24 + PAGE)
+    for place in (
+        3,
+        9,
+        20,
+        32 + 2,
+        32 + 6,
+        32 + 9,
+        32 + 17,
+        *(32 + (24 + PAGE) * n + 24 + PAGE - 50 for n in range(frames)),
+    ):
+        flipped = bytearray(intact)
+        flipped[place] ^= 4
+        log.write_bytes(flipped)
+        said: list[str] = []
+        found = {h[0].trajectory_id: h for h in histories(path, report=said.append)}  # type: ignore[union-attr]
+        assert said, f"byte {place}"
+        assert " pages in its log are not what was written); " in said[0]
+        lost = whole.keys() - found.keys()
+        assert len(lost) <= 1, f"byte {place} costs {lost}"
+        assert all(found[name] == whole[name] for name in found)
+    # It goes on with all that was found, and what was there is kept.
+    with Journal(path, append=True) as journal:
+        assert len(journal.groups) == 1
+        assert sum(name in journal for name in whole) == len(found)
+    assert "the journal goes on without what is damaged" in caplog.text
+    assert path.with_name("left.damaged.sqlite-wal").read_bytes() == flipped
+    assert list(read(path, pytest.fail)) == [Trajectory.fold(history) for history in found.values()]
+
+
+def test_a_log_that_ends_anywhere_is_that_of_a_killed_process(killed: tuple[Path, dict[str, list[AnyEvent]]]) -> None:
+    path, whole = killed
+    log = path.with_name("left.sqlite-wal")
+    intact = log.read_bytes()
+    lengths = []
+    for end in range(0, len(intact), 4999):
+        log.write_bytes(intact[:end])
+        lengths.append(len(list(histories(path, report=pytest.fail))))
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 0 < lengths[-1] < len(whole)
+
+
+def test_what_is_left_of_an_earlier_round_of_the_log_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log is begun anew from its start, over what it held, when a reader has kept it from being emptied."""
+    monkeypatch.setattr(writer, "LOG_BYTES", 1 << 40)
+    path = tmp_path / "j.sqlite"
+    log = path.with_name("j.sqlite-wal")
+    with Journal(path, interval=3600.0) as journal:
+        journal.append("t", prompted())
+        for number in range(20):
+            journal.append("t", LimitCharged(at=1.0, limit=f"{number}" * PAGE))
+            journal.persist()
+        size = log.stat().st_size
+        changed(path, "PRAGMA wal_checkpoint(PASSIVE)")
+        journal.append("t", LimitCharged(at=2.0, limit="last"))
+        journal.persist()
+        assert log.stat().st_size == size, "what is left stands behind what is new"
+        assert damage_of(path) is None
+        whole = log.read_bytes()
+        torn = bytearray(whole)
+        torn[32 + 24 + PAGE - 9] ^= 1  # as if the first page of the round had not been written to its end
+        copy = tmp_path / "copy.sqlite"
+        copy.with_name("copy.sqlite-wal").write_bytes(torn)
+        assert (damage_of(copy) is None) == (frames_of_the_round(whole) == 1)
+        journal._move_log()
+        assert log.stat().st_size == 0
+
+
+def frames_of_the_round(log: bytes) -> int:
+    starts = range(32, len(log), 24 + PAGE)
+    return sum(log[start + 8 : start + 16] == log[16:24] for start in starts)
