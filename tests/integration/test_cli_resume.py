@@ -223,7 +223,7 @@ def test_what_cannot_go_on_says_why(run: Path, whole: dict[str, Any]) -> None:
     assert (out / "journal.sqlite").read_bytes() == before
     with Journal(run.parent / "mine" / "journal.sqlite"):
         pass
-    assert "is the journal of a program" in refused(run.parent / "mine")
+    assert "a program wrote it, and not `fsm-rollout run`" in refused(run.parent / "mine")
 
 
 @pytest.mark.parametrize("command", ["resume", "run --replace"])
