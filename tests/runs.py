@@ -93,12 +93,14 @@ def prompts(count: int = 1, start: int = 0, **extra: Any) -> list[Prompt]:
 class Bench:
     """An engine, its scheduler and all events, in order; the policy and a judge are the same engine."""
 
-    def __init__(self, graph: AgentGraph, script: Any, **options: Any) -> None:
+    def __init__(
+        self, graph: AgentGraph, script: Any, *, chats: dict[object, ChatTemplate] = CHATS, **options: Any
+    ) -> None:
         self.engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
         self.log: list[tuple[str, AnyEvent]] = []
         clients = {name: EngineClient(self.engine) for name in ("policy", "judge")}
         for client in clients.values():
-            client.chats = CHATS
+            client.chats = chats
         listeners = [self.hear, *options.pop("listeners", ())]
         self.scheduler = Scheduler({graph.agent: graph}, clients, listeners=listeners, **options)
 

@@ -11,28 +11,38 @@ import pytest
 
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.step_figures import step_figures
-from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, RunStopped
 from fsm_rollout.scheduler.failure_policy import ENDS, EngineFailures, ToolFailures, failures_of
-from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.bounded_call import ToolDied
+from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, decode, encode
-from fsm_rollout.trajectory.journal import Journal, histories
+from fsm_rollout.trajectory.events import Called, Ended, decode, encode
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.embedded import tokenizer
 from tests.laws.world import call
-from tests.unit.scheduler.test_scheduler import LIMITS, SINGLE, SLOW, TOOLS, agent, only, prompts, run
+from tests.runs import (
+    ASKS,
+    LIMITS,
+    SINGLE,
+    TOOLS,
+    Bench,
+    agent,
+    asking,
+    changed,
+    histories,
+    only,
+    prompts,
+    results,
+    rows,
+    run,
+)
 
 ENDING = ENDS.model_copy(update={"tool": ToolFailures(do="end")})
 HERE = "tests.unit.scheduler.test_failures"
@@ -88,23 +98,19 @@ class Crashing:
 
 OWN = {
     "states": {"PENDING": {}, "OWN": {"handler": f"{HERE}:Raises", "timeout": 5.0, "max_visits": 1}},
-    "transitions": [
-        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
-        {"trigger": "said", "source": "OWN", "dest": "TERMINATED"},
-    ],
+    "transitions": rows("PENDING prompted OWN", "OWN said TERMINATED"),
 }
-ASKS = {
+TALKS = {
     "states": {"PENDING": {}, "INTERACTING": {"timeout": 5.0}},
     "interaction": {"use": f"{HERE}:Crashing"},
-    "transitions": [
-        {"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"},
-        {"trigger": "replied", "source": "INTERACTING", "dest": "TERMINATED"},
-        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
-    ],
+    "transitions": rows(
+        "PENDING prompted INTERACTING", "INTERACTING replied TERMINATED", "INTERACTING interaction_done TERMINATED"
+    ),
     "limits": {"user_turns": 2},
 }
 TOLD = {name: {"use": f"{HERE}:{name}"} for name in ("breaks", "hang")}
-HURRIED = {**TOOLS, "states": {**TOOLS["states"], "PROCESSING_TOOLS": {"timeout": 5.0}}}  # type: ignore[dict-item]
+HURRIED = changed(TOOLS, PROCESSING_TOOLS={"timeout": 5.0})
+SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
 Frame = dict[str, Any]
 
 
@@ -124,7 +130,7 @@ Frame = dict[str, Any]
         (OWN, "", "is wrong", "failed:UndeclaredOutcome", FailureClass.ENVIRONMENT),
         (OWN, "", "hangs", "timed_out", FailureClass.ENVIRONMENT),
         (OWN, "", "memory", "failed:MemoryError", FailureClass.INFRASTRUCTURE),
-        (ASKS, "", "", "failed:RuntimeError", FailureClass.ENVIRONMENT),
+        (TALKS, "", "", "failed:RuntimeError", FailureClass.ENVIRONMENT),
     ],
 )
 def test_every_failure_has_its_class(
@@ -139,32 +145,24 @@ def test_every_failure_has_its_class(
 
 
 def test_a_prompt_that_does_not_fit_is_the_data_s() -> None:
-    groups, _ = run(agent(SINGLE, limits={**LIMITS, "context_tokens": 5}), ["four"])
+    groups, _ = run(agent(limits={**LIMITS, "context_tokens": 5}), ["four"])
     assert (only(groups).stop_reason, only(groups).failure) == ("prompt_too_long", FailureClass.DATA)
 
 
-def test_a_failure_that_a_row_takes_to_another_state_is_none_in_the_end() -> None:
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
-        {"trigger": "said", "source": "OWN", "dest": "TERMINATED"},
-        {"trigger": "failed", "source": "OWN", "dest": "GENERATING"},
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-    ]
-    states = {**OWN["states"], "GENERATING": {"timeout": 5.0}}  # type: ignore[dict-item]
-    prompt = Prompt(messages=({"role": "user", "content": "?"},), how="anyhow")
-    groups, _ = run(agent({"states": states, "transitions": rows}), ["four"], [prompt])
-    assert (only(groups).stop_reason, only(groups).failure) == ("answered", None)
-
-
-def test_one_that_a_row_takes_to_an_end_is_still_a_failure() -> None:
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
-        {"trigger": "said", "source": "OWN", "dest": "TERMINATED"},
-        {"trigger": "failed", "source": "OWN", "dest": "TERMINATED", "stop_reason": "gave_up"},
-    ]
-    prompt = Prompt(messages=({"role": "user", "content": "?"},), how="memory")
-    groups, _ = run(agent({"states": OWN["states"], "transitions": rows}), ["four"], [prompt])
-    assert (only(groups).stop_reason, only(groups).failure) == ("gave_up", FailureClass.INFRASTRUCTURE)
+@pytest.mark.parametrize(
+    ("lines", "reason", "failure"),
+    [
+        (["OWN failed GENERATING", "GENERATING generated TERMINATED"], "answered", None),
+        (["OWN failed TERMINATED as gave_up"], "gave_up", FailureClass.INFRASTRUCTURE),
+    ],
+)
+def test_a_failure_that_a_row_takes_to_another_state_is_none_in_the_end(
+    lines: list[str], reason: str, failure: FailureClass | None
+) -> None:
+    """One that a row takes to an end is still one."""
+    more = {"GENERATING": {"timeout": 5.0}} if failure is None else {}
+    groups, _ = run(agent(changed(OWN, *lines, **more)), ["four"], prompts(how="memory"))
+    assert (only(groups).stop_reason, only(groups).failure) == (reason, failure)
 
 
 def test_a_class_survives_the_journal_and_an_older_journal_has_none() -> None:
@@ -192,7 +190,7 @@ def asked(log: list[str]) -> Reward:
 
 def test_what_failed_by_no_fault_of_the_policy_s_has_no_score_and_counts_in_no_mean() -> None:
     log: list[str] = []
-    (group,), _ = run(agent(SINGLE), sometimes({"p0/1"}), n=3, reward=asked(log))
+    (group,), _ = run(agent(), sometimes({"p0/1"}), n=3, reward=asked(log))
     assert [(t.stop_reason, t.score) for t in group.trajectories] == [
         ("answered", 1.0), ("failed:Boom", None), ("answered", 1.0),
     ]  # fmt: skip
@@ -207,7 +205,7 @@ def test_what_failed_by_no_fault_of_the_policy_s_has_no_score_and_counts_in_no_m
 def test_what_the_policy_failed_itself_is_scored() -> None:
     log: list[str] = []
     limits = {**LIMITS, "response_tokens": 2}
-    (group,), _ = run(agent(SINGLE, limits=limits), ["one two three four"], reward=asked(log))
+    (group,), _ = run(agent(limits=limits), ["one two three four"], reward=asked(log))
     assert (only([group]).stop_reason, only([group]).score) == ("limit:response_tokens", 1.0)
 
 
@@ -215,9 +213,9 @@ def test_a_group_s_reward_gets_those_that_can_be_judged() -> None:
     def reward(group: list[Trajectory]) -> list[float]:
         return [float(trajectory.sample) for trajectory in group]
 
-    (group,), _ = run(agent(SINGLE), sometimes({"p0/0", "p0/2"}), n=4, reward=Reward(reward))
+    (group,), _ = run(agent(), sometimes({"p0/0", "p0/2"}), n=4, reward=Reward(reward))
     assert [t.score for t in group.trajectories] == [None, 1.0, None, 3.0]
-    (group,), _ = run(agent(SINGLE), sometimes({"p0/0", "p0/1"}), n=2, reward=Reward(reward))
+    (group,), _ = run(agent(), sometimes({"p0/0", "p0/1"}), n=2, reward=Reward(reward))
     assert [t.score for t in group.trajectories] == [None, None]
 
 
@@ -235,34 +233,31 @@ def test_such_a_sample_is_repeated_within_a_budget(
 ) -> None:
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=repeats, backoff=10.0)})
     log: list[str] = []
-    (group,), engine = run(agent(SINGLE), sometimes(fails), n=2, failures=failures, reward=asked(log))
+    (group,), bench = run(agent(), sometimes(fails), n=2, failures=failures, reward=asked(log))
     assert [t.trajectory_id for t in group.trajectories] == stands
     assert [t.trajectory_id for t in group.discarded] == repeated
     assert [t.score for t in group.trajectories] == [None if stands[0] in fails else 1.0, 1.0]
     assert step_figures([group])["repeated_samples"] == len(repeated)
-    begun = [line.at for line in engine.log if isinstance(line.what, Request)]
+    begun = [line.at for line in bench.engine.log if isinstance(line.what, Request)]
     assert max(begun) >= sum(10.0 * 2**number for number in range(len(repeated)))
 
 
 def test_what_a_sub_agent_failed_is_not_charged_to_its_sample() -> None:
     """Each attempt fails together with the sub-agent that it had called; there are still two repeats."""
-    helper = agent(SINGLE, agent="helper", description="Helps.")
-    graph = agent(TOOLS, tools={"ask": {"agent": helper, "timeout": 50.0}})
-    asks = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
 
     def script(request: Request) -> Turn:
         first = request.agent == "a" and not request.turn
-        return Turn(text=asks) if first else Turn(text="no", error="Boom: no")
+        return Turn(text=ASKS) if first else Turn(text="no", error="Boom: no")
 
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=2)})
-    (group,), _ = run(graph, script, failures=failures)
+    (group,), _ = run(asking(agent(agent="helper")), script, failures=failures)
     assert [t.trajectory_id for t in group.trajectories] == ["p0/0~2"]
 
 
 def test_a_repeated_sample_is_another_one() -> None:
     """It does not meet the same bad luck by the same seed."""
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1)})
-    (group,), _ = run(agent(SINGLE), sometimes({"p0/0"}), failures=failures)
+    (group,), _ = run(agent(), sometimes({"p0/0"}), failures=failures)
     assert group.trajectories[0].seed != group.discarded[0].seed
 
 
@@ -272,27 +267,16 @@ def test_a_budget_holds_over_interruptions(cut: int | None) -> None:
     failures = ENDS.model_copy(update={"engine": EngineFailures(attempts=1, repeats=2)})
     script = sometimes({"p0/0", "p0/0~1", "p0/0~2"})
 
-    def again(resume: list[Any]) -> tuple[list[Any], list[tuple[str, AnyEvent]]]:
-        log: list[tuple[str, AnyEvent]] = []
-        engine = ScriptedEngine(script, tokenizer=tokenizer())
-
-        async def main() -> list[Group]:
-            scheduler = Scheduler(
-                {"a": agent(SINGLE)}, {"policy": EngineClient(engine)}, failures=failures,
-                listeners=[lambda trajectory, event: log.append((trajectory.trajectory_id, event))],
-            )  # fmt: skip
-            return [group async for group in scheduler.run(prompts(), 2, resume=resume)]
-
-        (group,) = run_virtual(main())
+    def again(resume: list[Any]) -> tuple[list[Any], Bench]:
+        bench = Bench(agent(), script, failures=failures)
+        (group,) = bench.go(2, 1, resume=resume)
         names = [t.trajectory_id for t in group.trajectories], [t.trajectory_id for t in group.discarded]
-        return [*names, [t.stop_reason for t in group.trajectories]], log
+        return [*names, [t.stop_reason for t in group.trajectories]], bench
 
-    expected, log = again([])
+    expected, bench = again([])
     assert expected[0] == ["p0/0~2", "p0/1"]
-    histories: dict[str, list[AnyEvent]] = {}
-    for trajectory_id, event in log[:cut]:
-        histories.setdefault(trajectory_id, []).append(event)
-    assert again(list(histories.values()))[0] == again(list(histories.values())[::-1])[0] == expected
+    left = histories(bench.log[:cut])
+    assert again(left)[0] == again(left[::-1])[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -322,7 +306,7 @@ def test_a_run_in_which_nearly_everything_fails_stops_and_says_why() -> None:
     with pytest.raises(
         RunStopped, match=r"8 of the latest 8 trajectories failed.*8 failed:OSError \(engine: .*no space"
     ):
-        run(agent(SINGLE), script, prompts(40), failures=failures, concurrency=4)
+        run(agent(), script, 40, failures=failures, concurrency=4)
 
 
 def test_a_run_in_which_less_fails_goes_on() -> None:
@@ -331,10 +315,10 @@ def test_a_run_in_which_less_fails_goes_on() -> None:
         return Turn(text="", error="Boom: no") if bad else Turn(text="yes")
 
     failures = failures_of({"engine": "end", "breaker": {"window": 8, "share": 0.75}})
-    groups, _ = run(agent(SINGLE), script, prompts(40), failures=failures, concurrency=4)
+    groups, _ = run(agent(), script, 40, failures=failures, concurrency=4)
     assert len(groups) == 40
     limits = {**LIMITS, "response_tokens": 2}
-    groups, _ = run(agent(SINGLE, limits=limits), lambda _: "one two three", prompts(40), failures=failures)
+    groups, _ = run(agent(limits=limits), lambda _: "one two three", 40, failures=failures)
     assert {t.stop_reason for group in groups for t in group.trajectories} == {"limit:response_tokens"}
 
 
@@ -344,48 +328,37 @@ def test_a_reward_that_fails_again_and_again_stops_the_run() -> None:
 
     failures = failures_of({"breaker": {"window": 8, "share": 0.75}})
     with pytest.raises(RunStopped, match=r"the reward failed for 8 of the latest 8 trajectories; the first of them: p"):
-        run(agent(SINGLE), lambda _: "yes", prompts(40), failures=failures, concurrency=4, reward=Reward(reward))
+        run(agent(), lambda _: "yes", 40, failures=failures, concurrency=4, reward=Reward(reward))
     now_and_then = Reward(lambda t: 1.0 if int(t.group_id[1:]) % 2 else t.extra["answer"])
-    groups, _ = run(agent(SINGLE), lambda _: "yes", prompts(40), failures=failures, reward=now_and_then)
+    groups, _ = run(agent(), lambda _: "yes", 40, failures=failures, reward=now_and_then)
     assert len(groups) == 40
 
 
 def test_what_stops_itself_can_be_resumed(tmp_path: Path) -> None:
-    graph, ill = agent(SINGLE), [True]
+    graph, ill = agent(), [True]
 
     def script(request: Request) -> Turn:
         bad = ill[0] and request.group_id != "p0"
         return Turn(text="", error="Boom: no", delay=5.0) if bad else Turn(text="yes", delay=1.0)
 
-    with Journal(tmp_path / "journal.sqlite") as journal, pytest.raises(RunStopped):
-        run(graph, script, prompts(6), journal=journal, concurrency=2, failures=failures_of({"engine": "stop"}))
+    with journal.Journal(tmp_path / "journal.sqlite") as kept, pytest.raises(RunStopped):
+        run(graph, script, 6, journal=kept, concurrency=2, failures=failures_of({"engine": "stop"}))
     ill[0] = False
-    left = list(histories(tmp_path / "journal.sqlite"))
-    settings = failures_of({"engine": {"do": "retry"}})
-    engine = ScriptedEngine(script, tokenizer=tokenizer())
-
-    async def main() -> list[Group]:
-        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, failures=settings)
-        return [group async for group in scheduler.run(prompts(6), 1, resume=left)]
-
-    assert sorted(t.stop_reason for group in run_virtual(main()) for t in group.trajectories) == ["answered"] * 6
+    left = list(journal.histories(tmp_path / "journal.sqlite"))
+    groups = Bench(graph, script, failures=failures_of({"engine": {"do": "retry"}})).go(1, 6, resume=left)
+    assert [t.stop_reason for group in groups for t in group.trajectories] == ["answered"] * 6
 
 
 @pytest.mark.parametrize(("attempts", "repeatable", "tries"), [(1, True, 1), (3, True, 3), (3, False, 1)])
 def test_a_call_may_be_made_again_before_the_model_is_told(attempts: int, repeatable: bool, tries: int) -> None:
     settings = failures_of({"tool": {"do": "retry", "attempts": attempts, "backoff": 4.0}})
     tools = {"breaks": {**TOLD["breaks"], "repeatable": repeatable}}
-    made: list[AnyEvent] = []
-    groups, _ = run(
-        agent(TOOLS, tools=tools), [call("breaks", "down"), "done"], failures=settings,
-        listeners=[lambda trajectory, event: made.append(event)],
-    )  # fmt: skip
+    groups, bench = run(agent(TOOLS, tools=tools), [call("breaks", "down"), "done"], failures=settings)
     trajectory = only(groups)
-    assert [event.tries for event in made if isinstance(event, Called)] == [tries]
+    assert [event.tries for _, event in bench.log if isinstance(event, Called)] == [tries]
     assert trajectory.stop_reason == "answered"
     assert trajectory.tool_seconds >= (0.0 if tries == 1 else 0.5 * (4.0 + 8.0)), "the pauses, less their jitter"
-    (called,) = [event for event in trajectory.streams[0].messages if event["role"] == "tool"]
-    assert "no route" in called["content"]
+    assert "no route" in results(trajectory)[0]
 
 
 def test_a_bad_call_may_end_its_trajectory() -> None:
@@ -424,14 +397,11 @@ def never(trajectory: Trajectory) -> Any:
     return asyncio.Event().wait()
 
 
-SLOWLY = {**SINGLE, "states": {"PENDING": {}, "GENERATING": {"timeout": 3000.0}}}
-BUSY = {**TOOLS, "states": {**TOOLS["states"], "PROCESSING_TOOLS": {"timeout": 3000.0}}}  # type: ignore[dict-item]
-ALONE = {
-    **ASKS,
-    "interaction": {"use": f"{HERE}:Silent"},
-    "states": {"PENDING": {}, "INTERACTING": {"timeout": 3000.0}},
-}
-HANGING = {**OWN, "states": {"PENDING": {}, "OWN": {**OWN["states"]["OWN"], "timeout": 3000.0}}}  # type: ignore[index]
+LONG = {"timeout": 3000.0}
+SLOWLY = changed(SINGLE, GENERATING=LONG)
+BUSY = changed(TOOLS, PROCESSING_TOOLS=LONG)
+ALONE = {**TALKS, **changed(TALKS, INTERACTING=LONG), "interaction": {"use": f"{HERE}:Silent"}}
+HANGING = changed(OWN, OWN=LONG)
 
 
 @pytest.mark.parametrize(
@@ -464,5 +434,5 @@ def test_a_run_that_stands_still_says_what_it_waits_for(
 
 def test_a_run_that_works_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     slow = Turn(text="one two three", delay=90.0)
-    run(agent(SINGLE), [slow], prompts(5), concurrency=1, failures=ENDS.model_copy(update={"stall_seconds": 100.0}))
+    run(agent(), [slow], prompts(5), concurrency=1, failures=ENDS.model_copy(update={"stall_seconds": 100.0}))
     assert not [record for record in caplog.records if "nothing has happened" in record.getMessage()]

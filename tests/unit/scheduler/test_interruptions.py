@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import GlueMismatchError
-from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
@@ -23,25 +18,12 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
-from tests.unit.scheduler.test_scheduler import SINGLE, TOOLS, agent, prompts
-
-SLOW = {**SINGLE, "states": {"PENDING": {}, "GENERATING": {"timeout": 1000.0}}}
+from tests.runs import ASKS, Bench, agent, asking, only, prompts, rows
 
 
-def handled_by(monkeypatch: pytest.MonkeyPatch, handler: type[State]) -> AgentGraph:
-    module = ModuleType("handlers_of_this_test")
-    setattr(module, handler.__name__, handler)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    state = {"handler": f"{module.__name__}:{handler.__name__}"}
-    transitions = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "WORKING"},
-        {"trigger": "generated", "source": "WORKING", "dest": "TERMINATED"},
-    ]
-    return agent({"states": {"PENDING": {}, "WORKING": state}, "transitions": transitions})
-
-
-def scheduler_of(graph: AgentGraph, script: Any) -> Scheduler:
-    return Scheduler({graph.agent: graph}, {"policy": EngineClient(ScriptedEngine(script, tokenizer=tokenizer()))})
+def handled_by(handler: str) -> AgentGraph:
+    states = {"PENDING": {}, "WORKING": {"handler": f"{__name__}:{handler}"}}
+    return agent({"states": states, "transitions": rows("PENDING prompted WORKING", "WORKING generated TERMINATED")})
 
 
 class CleansUpSlowly(State):
@@ -57,25 +39,20 @@ class CleansUpSlowly(State):
         return Outcome("generated")
 
 
-def test_a_run_that_is_cancelled_twice_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_cancelled_twice_leaves_nothing_to_the_next() -> None:
     async def main() -> list[str]:
-        scheduler = scheduler_of(handled_by(monkeypatch, CleansUpSlowly), ["x"])
-
-        async def iterate() -> None:
-            async for _ in scheduler.run(prompts(2)):
-                pass
-
-        task = asyncio.create_task(iterate())
+        bench = Bench(handled_by("CleansUpSlowly"), ["x"])
+        task = asyncio.create_task(bench.run(1))
         for _ in range(2):
             await asyncio.sleep(5)
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not scheduler.groups
-        assert not scheduler.samples.running
-        later = [prompt.model_copy(update={"prompt_id": "q"}) for prompt in prompts(1)]
+        assert not bench.scheduler.groups
+        assert not bench.scheduler.samples.running
+        later = [prompt.model_copy(update={"prompt_id": "q"}) for prompt in prompts()]
         async with asyncio.timeout(1000):
-            return [group.group_id async for group in scheduler.run(later)]
+            return [group.group_id for group in await bench.run(1, later)]
 
     assert run_virtual(main()) == ["q"]
 
@@ -96,49 +73,35 @@ class AsksTwice(State):
         return Outcome("generated")
 
 
-def test_of_two_questions_at_once_each_gets_its_own_answer_after_an_interruption(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_two_questions_at_once_each_gets_its_own_answer_after_an_interruption() -> None:
     def script(request: Request) -> Turn:
         first = "AAA" in tokenizer().decode(request.ids)
         return Turn(text="about A" if first else "about B", delay=100.0 if first else 1.0)
 
-    async def main() -> None:
-        scheduler = scheduler_of(handled_by(monkeypatch, AsksTwice), script)
-        asyncio.get_running_loop().call_later(50, lambda: scheduler.stop(suspend="later"))
-        (group,) = [group async for group in scheduler.run(prompts(1))]
-        (trajectory,) = group.trajectories
-        assert trajectory.suspended == "later"
-        assert [group async for group in scheduler.run([], resume=[trajectory])]
-
     ANSWERS.clear()
-    run_virtual(main())
+    trajectory = only(run_virtual(Bench(handled_by("AsksTwice"), script).interrupted(50)))
+    assert trajectory.resumptions == 1
     assert ANSWERS == [("about A", "about B")]
 
 
 def test_a_suspended_sub_agent_with_wrong_glue_fails_too() -> None:
-    def script(request: Request) -> Turn:
-        called = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
-        return Turn(text="late", delay=500.0) if request.agent == "child" else Turn(text=called)
-
     thinking = {
         "states": {"PENDING": {}, "THINKING": {"handler": "generate", "timeout": 1000.0}},
-        "transitions": [
-            {"trigger": "prompted", "source": "PENDING", "dest": "THINKING"},
-            {"trigger": "generated", "source": "THINKING", "dest": "TERMINATED"},
-        ],
+        "transitions": rows("PENDING prompted THINKING", "THINKING generated TERMINATED"),
     }
-    child = agent(thinking, agent="child", description="Knows.")
+    bench = Bench(
+        asking(agent(thinking, agent="child"), timeout=1000.0),
+        lambda request: Turn(text="late", delay=500.0) if request.agent == "child" else Turn(text=ASKS),
+    )
 
     async def main() -> None:
-        scheduler = scheduler_of(agent(TOOLS, tools={"ask": {"agent": child, "timeout": 1000.0}}), script)
-        asyncio.get_running_loop().call_later(50, lambda: scheduler.stop(suspend="later"))
-        async for group in scheduler.run(prompts(1)):
+        asyncio.get_running_loop().call_later(50, bench.stop)
+        async for group in bench.scheduler.run(prompts()):
             (asked,) = group.children
-            assert asked.suspended == "later"
+            assert asked.suspended == "asked"
             entry = object()
             group.glue_entries[asked.trajectory_id] = {entry}
-            scheduler.glue_mismatch(GlueMismatchError("it differs", entry))
+            bench.scheduler.glue_mismatch(GlueMismatchError("it differs", entry))
             assert (asked.state, asked.stop_reason) == ("TERMINATED", "failed:GlueMismatchError")
             assert group.drop_reason == "wrong_tokens"
 
@@ -160,35 +123,22 @@ class ClosesSlowly:
 
 def test_every_interaction_is_closed_whole_when_a_second_cancellation_comes() -> None:
     users = {"use": f"{__name__}:ClosesSlowly"}
-    frame = {
-        "interaction": users,
-        "states": {
-            "PENDING": {},
-            "GENERATING": {"timeout": 1000.0},
-            "INTERACTING": {"timeout": 100.0},
-            "OTHER": {"handler": "interact", "timeout": 100.0, "interaction": users},
-        },
-        "transitions": [
-            {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-            {"trigger": "generated", "source": "GENERATING", "dest": "INTERACTING"},
-            {"trigger": "replied", "source": "INTERACTING", "dest": "OTHER"},
-            {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
-            {"trigger": "replied", "source": "OTHER", "dest": "GENERATING"},
-            {"trigger": "interaction_done", "source": "OTHER", "dest": "TERMINATED"},
-        ],
-    }
+    states = {
+        "PENDING": {}, "GENERATING": {"timeout": 1000.0}, "INTERACTING": {"timeout": 100.0},
+        "OTHER": {"handler": "interact", "timeout": 100.0, "interaction": users},
+    }  # fmt: skip
+    lines = rows(
+        "PENDING prompted GENERATING", "GENERATING generated INTERACTING", "INTERACTING replied OTHER",
+        "INTERACTING interaction_done TERMINATED", "OTHER replied GENERATING", "OTHER interaction_done TERMINATED",
+    )  # fmt: skip
+    limits = {"assistant_turns": 6, "user_turns": 10}
+    graph = agent({"states": states, "transitions": lines}, interaction=users, limits=limits)
 
     async def main() -> None:
-        graph = agent(frame, limits={"assistant_turns": 6, "user_turns": 10})
-        scheduler = scheduler_of(graph, lambda r: Turn(text="x", delay=1.0 if r.turn == 0 else 500.0))
-
-        async def iterate() -> None:
-            async for _ in scheduler.run(prompts(1)):
-                pass
-
-        task = asyncio.create_task(iterate())
+        bench = Bench(graph, lambda r: Turn(text="x", delay=1.0 if r.turn == 0 else 500.0))
+        task = asyncio.create_task(bench.run(1, 1))
         await asyncio.sleep(20)
-        scheduler.cancel("p0/0")
+        bench.scheduler.cancel("p0/0")
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,6 @@ import re
 import textwrap
 import threading
 from array import array
-from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +26,7 @@ from fsm_rollout.chat.markers import CacheEntry, Encoded, MarkerEncoder
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.concurrency import garbage_collection, step_timing
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
@@ -47,98 +46,45 @@ from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
+from tests.runs import (
+    ASKS,
+    LIMITS,
+    SINGLE,
+    TOOLS,
+    Bench,
+    agent,
+    asking,
+    changed,
+    ends,
+    only,
+    prompts,
+    results,
+    rows,
+    run,
+)
 
-LIMITS = {"assistant_turns": 6, "tool_calls": 6, "wall_seconds": 1000.0}
-SINGLE = {
-    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}},
-    "transitions": [
-        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-    ],
-}
-TOOLS = {
-    "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "PROCESSING_TOOLS": {"timeout": 200.0}},
-    "transitions": [
-        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-        {
-            "trigger": "generated", "source": "GENERATING", "dest": "PROCESSING_TOOLS",
-            "conditions": [{"name": "has_tool_calls"}],
-        },
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
-    ],
-}  # fmt: skip
-
-
-def agent(frame: dict[str, Any], **more: Any) -> AgentGraph:
-    return AgentGraph(**{"agent": "a", "limits": LIMITS, **frame, **more})
-
-
-def prompts(count: int = 1, **extra: Any) -> list[Prompt]:
-    return [
-        Prompt(prompt_id=f"p{i}", messages=({"role": "user", "content": f"Question {i}?"},), **extra)
-        for i in range(count)
-    ]
-
-
-Body = Callable[[Scheduler, ScriptedEngine], AsyncIterator[Group]]
-
-
-def run(
-    graph: AgentGraph,
-    script: Any,
-    listed: list[Prompt] | None = None,
-    n: int = 1,
-    *,
-    during: Callable[[Scheduler, ScriptedEngine], Any] | None = None,
-    **options: Any,
-) -> tuple[list[Group], ScriptedEngine]:
-    """Run on a scripted engine in virtual time; `during` runs beside it."""
-    engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
-
-    async def main() -> list[Group]:
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)}, **options)
-        beside = asyncio.ensure_future(during(scheduler, engine)) if during else None
-        groups = [group async for group in scheduler.run(listed or prompts(), n)]
-        if beside is not None:
-            await beside
-        return groups
-
-    return run_virtual(main()), engine
-
-
-def only(groups: list[Group]) -> Trajectory:
-    (group,) = groups
-    (trajectory,) = group.trajectories
-    return trajectory
-
-
+HERE = "tests.unit.scheduler.test_scheduler"
 SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
 
 
 def test_cancel_keeps_what_was_sampled_and_leaves_the_others_alone() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(25.0)
-        assert scheduler.cancel("p0/0")
-        assert not scheduler.cancel("nobody")
+    def cancel_both(bench: Bench) -> None:
+        assert bench.scheduler.cancel("p0/0")
+        assert not bench.scheduler.cancel("nobody")
 
-    groups, engine = run(agent(SINGLE), [SLOW], prompts(2), during=during)
-    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
-    assert reasons == {"p0/0": "cancelled", "p1/0": "answered"}
-    cancelled = next(t for g in groups for t in g.trajectories if t.stop_reason == "cancelled")
-    emitted = [
-        i for line in engine.log if isinstance(line.what, Chunk) and "p0" in line.what.request_id for i in line.what.ids
-    ]
-    assert 0 < cancelled.trained_tokens == len(emitted)
-    assert engine.load().running == 0
+    groups, bench = run(agent(), [SLOW], 2, at={25.0: cancel_both})
+    assert ends(groups) == {"p0/0": "cancelled", "p1/0": "answered"}
+    cancelled, other = sorted((t for g in groups for t in g.trajectories), key=lambda t: t.trajectory_id)
+    assert 0 < cancelled.trained_tokens == len(bench.sampled) - other.trained_tokens
+    assert bench.engine.load().running == 0
+
+
+def cancel(bench: Bench) -> None:
+    bench.scheduler.cancel("p0/0")
 
 
 def test_stop_gives_every_prompt_back_started_or_not() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(15.0)
-        scheduler.stop(suspend="new weights")
-
-    groups, _ = run(agent(SINGLE), [SLOW], prompts(5), during=during, concurrency=2)
+    groups, _ = run(agent(), [SLOW], 5, at={15.0: lambda bench: bench.scheduler.stop("new weights")}, concurrency=2)
     trajectories = [t for g in groups for t in g.trajectories]
     assert len(trajectories) == 5
     assert {t.suspended for t in trajectories} == {"new weights"}
@@ -152,7 +98,7 @@ def test_what_lives_before_a_run_is_not_looked_through_by_the_garbage_collector(
     monkeypatch.setattr(garbage_collection, "_calm", 0)  # whatever a test before this one has left open
     gc.unfreeze()
     frozen: list[int] = []
-    run(agent(SINGLE), ["text"], listeners=[lambda trajectory, event: frozen.append(gc.get_freeze_count())])
+    run(agent(), ["text"], listeners=[lambda trajectory, event: frozen.append(gc.get_freeze_count())])
     assert min(frozen) > 1000
     assert gc.get_freeze_count() < min(frozen)
 
@@ -197,12 +143,11 @@ def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
     monkeypatch.setattr(CacheEntry, "audit_due", lambda entry, length: len(entries) == audited)
 
 
-def one_tool_call() -> ScriptedEngine:
-    asks = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 1}}\n</tool_call>'
-    return ScriptedEngine(lambda r: Turn(text="2." if r.turn else asks), tokenizer=tokenizer())
+ECHOES = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
 
 
-CALCULATES = {"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}}
+def one_tool_call(request: Request) -> str:
+    return "done" if request.turn else call("echo", "again")
 
 
 @pytest.mark.parametrize("deliver_at_end", [False, True])
@@ -212,15 +157,9 @@ def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_gro
 ) -> None:
     """One cache entry gives wrong ids, and its fifth use is audited: five trajectories fail, and later ones do not."""
     give_wrong_glue(monkeypatch, audited=5)
-    rows = [{"trigger": "failed", "source": "GENERATING", "dest": "TERMINATED", "stop_reason": "mine"}]
-    graph = agent(TOOLS | {"transitions": [*TOOLS["transitions"], *(rows if routed else [])]}, tools=CALCULATES)
-
-    async def main() -> list[Group]:
-        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(one_tool_call())}, concurrency=1)
-        run = scheduler.run(prompts(5), 2, deliver_at_end=deliver_at_end)
-        return [group async for group in run]
-
-    groups = run_virtual(main())
+    lines = ["GENERATING failed TERMINATED as mine"] if routed else []
+    bench = Bench(agent(changed(TOOLS, *lines), tools=ECHOES), one_tool_call, chats={}, concurrency=1)
+    groups = bench.go(2, 5, deliver_at_end=deliver_at_end)
     reasons = [trajectory.stop_reason for group in groups for trajectory in group.trajectories]
     first, later = "answered", ["answered"] * 4  # from the first one's glue the cache has learned
     assert reasons == [first, *["failed:GlueMismatchError"] * 5, *later]
@@ -259,13 +198,8 @@ def test_a_target_is_reached_though_wrong_glue_is_found_late(
 
     monkeypatch.setattr(Scheduler, "_end", audited_end)
 
-    async def main() -> list[Group]:
-        graph = agent(TOOLS, tools=CALCULATES)
-        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(one_tool_call())}, concurrency=1)
-        run = scheduler.run(prompts(9), target_groups=3, over_sample=1.0, deliver_at_end=deliver_at_end)
-        return [group async for group in run]
-
-    groups = run_virtual(main())
+    bench = Bench(agent(TOOLS, tools=ECHOES), one_tool_call, chats={}, concurrency=1)
+    groups = bench.go(1, 9, target_groups=3, over_sample=1.0, deliver_at_end=deliver_at_end)
     assert sum(not group.dropped for group in groups) == 3
     assert any(group.dropped for group in groups)
 
@@ -275,7 +209,7 @@ def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_f
     engine = ScriptedEngine(lambda r: Turn(text="x", delay=1.0), tokenizer=tokenizer())
 
     async def main() -> tuple[list[str], list[str]]:
-        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)})
+        scheduler = Scheduler({"a": agent()}, {"policy": EngineClient(engine)})
         first = scheduler.run(prompts(2), 2)
         await anext(first)
         with pytest.raises(ConfigError, match=r"a run is under way already, and there is one at a time; iterate it"):
@@ -288,53 +222,41 @@ def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_f
     assert run_virtual(main()) == (["p1"], ["p0"])
 
 
-def test_a_sub_agent_is_a_trajectory_of_the_same_group() -> None:
-    child = agent(SINGLE, agent="child", description="Knows.")
-    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
-
+@pytest.mark.parametrize("named", ["", " as accepted"])
+def test_a_sub_agent_is_a_trajectory_of_the_same_group(named: str) -> None:
     def script(request: Request) -> str:
-        if request.agent == "child":
-            return "It is blue."
-        return ['<tool_call>\n{"name": "ask", "arguments": {"task": "Colour?"}}\n</tool_call>', "Blue."][request.turn]
+        return "It is blue." if request.agent == "child" else [ASKS, "Blue."][request.turn]
 
-    groups, _ = run(graph, script, reward=Reward(lambda trajectory: 0.5))
-    (group,) = groups
+    # Its own name for its end makes it no failure.
+    lines = rows("PENDING prompted GENERATING", f"GENERATING generated TERMINATED{named}")
+    child = agent(agent="child", description="Knows.", transitions=lines)
+    (group,), _ = run(asking(child), script, reward=Reward(lambda trajectory: 0.5))
     (parent,), (helper,) = group.trajectories, group.children
     assert (helper.parent_id, helper.group_id, helper.agent) == ("p0/0", "p0", "child")
     assert helper.trajectory_id != parent.trajectory_id
-    assert [m["content"] for m in helper.prompt_messages] == ["Colour?"]
-    assert [m["content"] for m in parent.streams[0].messages if m["role"] == "tool"] == ["It is blue."]
+    assert [m["content"] for m in helper.prompt_messages] == ["Think."]
+    assert results(parent) == ["It is blue."]
     assert parent.score == helper.score == 0.5
 
 
 def test_cancelling_the_parent_ends_the_child_too() -> None:
-    child = agent(SINGLE, agent="child", description="Slow.")
-    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 1000.0}})
-    call_child = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
-
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(5.0)
-        scheduler.cancel("p0/0")
-
-    groups, engine = run(
-        graph, lambda r: Turn(text="late", delay=50.0) if r.agent == "child" else Turn(text=call_child), during=during
-    )
+    groups, bench = run(
+        asking(agent(agent="child"), timeout=1000.0),
+        lambda r: Turn(text="late", delay=50.0) if r.agent == "child" else Turn(text=ASKS), at={5.0: cancel},
+    )  # fmt: skip
     assert [t.stop_reason for t in groups[0].all] == ["cancelled", "cancelled"]
-    assert engine.load().running == 0
+    assert bench.engine.load().running == 0
 
 
 def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_weights() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(15.0)
-        dispatcher = scheduler.clients["policy"]
+    async def pause(bench: Bench) -> None:
+        dispatcher = bench.scheduler.clients["policy"]
         await dispatcher.pause()
         await asyncio.sleep(1e5)
-        await engine.update_weights("new", 7)
+        await bench.engine.update_weights("new", 7)
         await dispatcher.resume()
 
-    graph = agent(SINGLE, limits={"assistant_turns": 1})
-    groups, _ = run(graph, [SLOW], during=during)
-    trajectory = only(groups)
+    trajectory = only(run(agent(limits={"assistant_turns": 1}), [SLOW], at={15.0: pause})[0])
     assert trajectory.stop_reason == "answered"
     versions = trajectory.streams[0].tokens.response_versions().tolist()
     assert versions == sorted(versions)
@@ -354,21 +276,20 @@ def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_
     ],
 )
 def test_every_end_has_its_reason(limits: dict[str, float], turn: Turn, reason: str) -> None:
-    groups, _ = run(agent(SINGLE, limits={"assistant_turns": 1, **limits}), [turn])
-    assert only(groups).stop_reason == reason
+    assert only(run(agent(limits={"assistant_turns": 1, **limits}), [turn])[0]).stop_reason == reason
 
 
 def test_a_turn_cut_by_its_own_bound_is_truncated_and_may_go_on() -> None:
-    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 3}}}
-    groups, _ = run(agent(SINGLE, states=short), ["one two three four five six seven"])
+    short = {"GENERATING": {"sampling": {"max_tokens": 3}}}
+    groups, _ = run(agent(changed(SINGLE, **short)), ["one two three four five six seven"])
     assert only(groups).stop_reason == "truncated"
-    rows = [*SINGLE["transitions"], {"trigger": "truncated", "source": "GENERATING", "dest": "GENERATING"}]
-    groups, engine = run(agent(SINGLE, states=short, transitions=rows), lambda r: Turn(text=f"part {r.turn} " * 3))
+    going_on = agent(changed(SINGLE, "GENERATING truncated GENERATING", **short))
+    groups, bench = run(going_on, lambda r: Turn(text=f"part {r.turn} " * 3))
     trajectory = only(groups)
     assert trajectory.stop_reason == "limit:assistant_turns"
     (stream,) = trajectory.streams
     assert [m["role"] for m in stream.messages] == ["user", "assistant"], "one turn, however often it was cut"
-    inputs = [line.what.ids.tolist() for line in engine.log if isinstance(line.what, Request)]
+    inputs = [request.ids.tolist() for request in bench.asked]
     assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(inputs))
     assert len(inputs) == 6
 
@@ -379,9 +300,8 @@ def test_results_are_told_in_the_order_of_the_calls() -> None:
     turn = "\n".join(
         [call("echo", "abcd"), call("echo", "ab"), "<tool_call>\n{broken\n</tool_call>", call("fail", "no")]
     )
-    groups, _ = run(agent(TOOLS, tools=tools), [turn, "done"])
-    trajectory = only(groups)
-    tool_texts = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "tool"]
+    trajectory = only(run(agent(TOOLS, tools=tools), [turn, "done"])[0])
+    tool_texts = results(trajectory)
     assert tool_texts[:2] == ["abcd", "ab"]
     assert [text.startswith("error:") for text in tool_texts[2:]] == [True, True]
     assert "ValueError: no" in tool_texts[3]
@@ -401,18 +321,15 @@ def test_a_failing_tool_may_end_the_trajectory_but_a_broken_call_never_does() ->
 
 def test_a_finished_turn_never_goes_on() -> None:
     """Nothing was said after it, so there is nothing that a template could put between the two."""
-    rows = [SINGLE["transitions"][0], {"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}]
-    groups, engine = run(agent(SINGLE, transitions=rows), ["one", "two"])
+    turning = rows("PENDING prompted GENERATING", "GENERATING generated GENERATING")
+    groups, bench = run(agent(SINGLE, transitions=turning), ["one", "two"])
     assert only(groups).stop_reason == "failed:ChatTemplateError"
-    assert sum(isinstance(line.what, Request) for line in engine.log) == 1
+    assert len(bench.asked) == 1
 
 
 def test_glue_that_does_not_fit_is_not_written() -> None:
-    tools = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
-    groups, _ = run(
-        agent(TOOLS, tools=tools, limits={**LIMITS, "response_tokens": 60}), [call("echo", "word " * 60), "never"]
-    )
-    trajectory = only(groups)
+    graph = agent(TOOLS, tools=ECHOES, limits={**LIMITS, "response_tokens": 60})
+    trajectory = only(run(graph, [call("echo", "word " * 60), "never"])[0])
     assert trajectory.stop_reason == "limit:response_tokens"
     assert trajectory.response_tokens == trajectory.trained_tokens
 
@@ -474,16 +391,10 @@ class Twice(State):
         return Outcome("said")
 
 
-def custom(handler: str, **state: Any) -> AgentGraph:
-    states = {
-        "PENDING": {},
-        "OWN": {"handler": f"tests.unit.scheduler.test_scheduler:{handler}", "timeout": 50.0, "max_visits": 1, **state},
-    }
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
-        {"trigger": "said", "source": "OWN", "dest": "TERMINATED", "stop_reason": "said"},
-    ]
-    return agent({"states": states, "transitions": rows})
+def custom(handler: str, module: str = HERE, **state: Any) -> AgentGraph:
+    """Return an agent whose one state, after the prompt, is a handler's own."""
+    states = {"PENDING": {}, "OWN": {"handler": f"{module}:{handler}", "timeout": 50.0, "max_visits": 1, **state}}
+    return agent({"states": states, "transitions": rows("PENDING prompted OWN", "OWN said TERMINATED as said")})
 
 
 def test_a_custom_handler_generates_writes_and_pays() -> None:
@@ -499,9 +410,9 @@ def test_a_custom_handler_generates_writes_and_pays() -> None:
     [("Liar", "failed:UndeclaredOutcome"), ("Twice", "failed:StreamError"), ("Graceless", "failed:StreamError")],
 )
 def test_a_bad_handler_is_named(handler: str, reason: str) -> None:
-    groups, engine = run(custom(handler), [SLOW])
+    groups, bench = run(custom(handler), [SLOW])
     assert only(groups).stop_reason == reason
-    assert engine.load().running == 0
+    assert bench.engine.load().running == 0
 
 
 def test_a_handler_that_cannot_be_built_is_named_before_anything_runs() -> None:
@@ -509,11 +420,9 @@ def test_a_handler_that_cannot_be_built_is_named_before_anything_runs() -> None:
         run(custom("Unbuilt"), [SLOW])
 
 
-def debate(during: Any = None, slow: str = "left") -> Trajectory:
+def debate(slow: str = "left", **options: Any) -> Trajectory:
     graph = custom("Debate").model_copy(update={"contexts": FrozenMap({"left": Context(), "right": Context()})})
-    groups, _ = run(
-        graph, lambda r: Turn(text=r.context, delay=9.0 if r.context == slow else 1.0, chunks=2), during=during
-    )
+    groups, _ = run(graph, lambda r: Turn(text=r.context, delay=9.0 if r.context == slow else 1.0, chunks=2), **options)
     return only(groups)
 
 
@@ -526,11 +435,7 @@ def test_generations_side_by_side_are_recorded_in_the_order_in_which_they_were_a
 
 
 def test_generations_side_by_side_keep_that_order_when_they_are_cut_off() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(12.0)  # left has its first half, right is done
-        scheduler.cancel("p0/0")
-
-    trajectory = debate(during)
+    trajectory = debate(at={12.0: cancel})  # left has its first half, right is done
     assert trajectory.stop_reason == "cancelled"
     assert [(s.context, s.turn, s.finish_reason) for s in trajectory.streams[1:]] == [
         ("left", 0, "abort"),
@@ -540,25 +445,23 @@ def test_generations_side_by_side_keep_that_order_when_they_are_cut_off() -> Non
 
 def test_limits_and_sampling_may_be_lowered_by_a_prompt_only() -> None:
     listed = prompts(1, limits={"response_tokens": 4}, sampling={"max_tokens": 100})
-    short = {"PENDING": {}, "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 6}}}
-    graph = agent(SINGLE, states=short, limits={"assistant_turns": 1, "response_tokens": 50})
-    groups, engine = run(graph, [SLOW], listed)
+    short = changed(SINGLE, GENERATING={"sampling": {"max_tokens": 6}})
+    groups, bench = run(agent(short, limits={"assistant_turns": 1, "response_tokens": 50}), [SLOW], listed)
     assert only(groups).stop_reason == "limit:response_tokens"
-    (asked,) = [line.what for line in engine.log if isinstance(line.what, Request)]
-    assert asked.sampling.max_tokens == 4
+    assert [request.sampling.max_tokens for request in bench.asked] == [4]
 
 
 def test_rewards_of_a_group_and_their_failures() -> None:
     def spread(group: list[Trajectory]) -> list[float | None]:
         return [float(t.sample) if t.sample != 1 else None for t in group]
 
-    groups, _ = run(agent(SINGLE), ["x"], n=3, reward=Reward(spread))
+    groups, _ = run(agent(), ["x"], n=3, reward=Reward(spread))
     assert [t.score for t in groups[0].trajectories] == [0.0, None, 2.0]
 
     def moody(trajectory: Trajectory) -> float:
         return 1.0 / trajectory.sample
 
-    groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(moody))
+    groups, _ = run(agent(), ["x"], n=2, reward=Reward(moody))
     assert [t.score for t in groups[0].trajectories] == [None, 1.0]
     assert "ZeroDivisionError: float division by zero (at test_scheduler.py:" in groups[0].reward_errors[0]
     missing, scored = groups[0].trajectories
@@ -571,7 +474,7 @@ def test_what_a_reward_measures_stays_with_the_trajectory_and_those_that_served_
     def rich(trajectory: Trajectory) -> dict[str, object]:
         return {"score": 0.5, "length": 3, "why": "fine"}
 
-    groups, _ = run(agent(SINGLE), ["x"], n=2, reward=Reward(rich))
+    groups, _ = run(agent(), ["x"], n=2, reward=Reward(rich))
     for trajectory in groups[0].all:
         assert (trajectory.score, trajectory.reward_parts) == (0.5, {"length": 3.0, "why": "fine"})
 
@@ -580,7 +483,7 @@ def test_a_failing_listener_harms_nobody(caplog: pytest.LogCaptureFixture) -> No
     def bad(trajectory: Trajectory, event: object) -> None:
         raise RuntimeError("listener")
 
-    groups, _ = run(agent(SINGLE), ["x"], listeners=[bad])
+    groups, _ = run(agent(), ["x"], listeners=[bad])
     assert only(groups).stop_reason == "answered"
     assert "listener failed" in caplog.text
 
@@ -601,21 +504,14 @@ def test_prompts_choose_their_agent() -> None:
 
 def test_prompt_ids_name_groups_so_they_differ() -> None:
     with pytest.raises(ConfigError, match="'p0' is used twice"):
-        run(agent(SINGLE), ["x"], [*prompts(1), *prompts(1)])
+        run(agent(), ["x"], [*prompts(), *prompts()])
     with pytest.raises(ConfigError, match="at least 1"):
-        run(agent(SINGLE), ["x"], n=0)
+        run(agent(), ["x"], n=0)
 
 
 def test_a_stopped_scheduler_can_run_again() -> None:
-    engine = ScriptedEngine([SLOW], tokenizer=tokenizer())
-
-    async def main() -> list[str | None]:
-        scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)})
-        asyncio.get_running_loop().call_later(5.0, scheduler.stop)
-        first = [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
-        return first + [t.stop_reason async for g in scheduler.run(prompts()) for t in g.trajectories]
-
-    assert run_virtual(main()) == ["cancelled", "answered"]
+    groups, bench = run(agent(), [SLOW], at={5.0: lambda bench: bench.scheduler.stop()})
+    assert [only(groups).stop_reason, only(bench.go(1, 1)).stop_reason] == ["cancelled", "answered"]
 
 
 class CancelsItself(State):
@@ -694,6 +590,12 @@ class AsyncEndingUser(EndingUser):
         raise ENDS[self.kind]
 
 
+LISTENING = {
+    "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},
+    "transitions": rows("PENDING prompted INTERACTING", "INTERACTING interaction_done TERMINATED"),
+}
+
+
 def ending_predicate(trajectory: Trajectory) -> bool:
     if trajectory.trajectory_id.startswith("p0"):
         raise SystemExit(3)
@@ -702,34 +604,21 @@ def ending_predicate(trajectory: Trajectory) -> bool:
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_a_handler_that_raises_what_is_no_exception_fails_its_own_trajectory(kind: str) -> None:
-    groups, _ = run(custom("Ends", options={"kind": kind}), ["hm"], prompts(2))
-    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
-    assert reasons == {"p0/0": f"failed:{type(ENDS[kind]).__name__}", "p1/0": "said"}
+    groups, _ = run(custom("Ends", options={"kind": kind}), ["hm"], 2)
+    assert ends(groups) == {"p0/0": f"failed:{type(ENDS[kind]).__name__}", "p1/0": "said"}
 
 
 @pytest.mark.parametrize("user", ["EndingUser", "AsyncEndingUser"])
 @pytest.mark.parametrize("kind", ENDS)
 def test_so_does_an_interaction(kind: str, user: str) -> None:
-    use = {"use": f"tests.unit.scheduler.test_scheduler:{user}", "kwargs": {"kind": kind}}
-    frame = agent(
-        {
-            "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},
-            "transitions": [{"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"}],
-        },
-        interaction=use,
-    )
-    groups, _ = run(frame, ["hm"])
+    groups, _ = run(agent(LISTENING, interaction={"use": f"{HERE}:{user}", "kwargs": {"kind": kind}}), ["hm"])
     assert only(groups).stop_reason == f"failed:{type(ENDS[kind]).__name__}"
 
 
 def test_so_does_a_predicate() -> None:
-    rows = [
-        {**SINGLE["transitions"][0], "conditions": [{"name": "tests.unit.scheduler.test_scheduler:ending_predicate"}]},
-        *SINGLE["transitions"],
-    ]
-    groups, _ = run(agent({**SINGLE, "transitions": rows}), ["hm"], prompts(2))
-    reasons = {t.trajectory_id: t.stop_reason for g in groups for t in g.trajectories}
-    assert reasons == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
+    asked = rows(f"PENDING prompted GENERATING if {HERE}:ending_predicate")
+    groups, _ = run(agent(SINGLE, transitions=[*asked, *SINGLE["transitions"]]), ["hm"], 2)
+    assert ends(groups) == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
 
 
 class Wrong(State):
@@ -782,9 +671,9 @@ def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error
     assert not trajectory.turn_scores
     routed: list[Transitioned] = []
     graph = custom("Wrong", options={"how": how})
-    rows = [*graph.model_dump()["transitions"], {"trigger": "failed", "source": "OWN", "dest": "TERMINATED"}]
+    routes = [*graph.model_dump()["transitions"], *rows("OWN failed TERMINATED")]
     listeners = [lambda _, event: routed.append(event) if isinstance(event, Transitioned) else None]
-    run(AgentGraph(**{**graph.model_dump(), "transitions": rows}), ["hm"], listeners=listeners)
+    run(AgentGraph(**{**graph.model_dump(), "transitions": routes}), ["hm"], listeners=listeners)
     assert (routed[-1].row, routed[-1].detail) == (2, line)
 
 
@@ -827,14 +716,9 @@ def test_the_worked_example_of_a_handler_works() -> None:
     """What stands in the docstring of State, as it stands there."""
     example = (State.__doc__ or "").partition("::\n\n")[2].partition("    What ``ctx`` offers")[0]
     exec(textwrap.dedent(example), globals())
-    graph = custom("Draft", options={"min_words": 4}, max_visits=2)
-    states = {**graph.model_dump()["states"], "GENERATING": {"timeout": 50.0}}
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "OWN"},
-        {"trigger": "good", "source": "OWN", "dest": "TERMINATED", "stop_reason": "good"},
-        {"trigger": "poor", "source": "OWN", "dest": "OWN"},
-    ]
-    trajectory = only(run(agent({"states": states, "transitions": rows}), ["one two", "one two three four five"])[0])
+    states = custom("Draft", options={"min_words": 4}, max_visits=2).model_dump()["states"]
+    lines = rows("PENDING prompted OWN", "OWN good TERMINATED as good", "OWN poor OWN")
+    trajectory = only(run(agent({"states": states, "transitions": lines}), ["one two", "one two three four five"])[0])
     assert trajectory.stop_reason == "good"
     assert trajectory.turn_scores == [(0, 0.5), (1, 1.0)]
     asked = [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"]
@@ -859,8 +743,8 @@ def test_a_handler_that_keeps_the_event_loop_is_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_timing, "monotonic", lambda: CLOCK[0])
-    groups, _ = run(custom("Sleeps"), ["hm"], prompts(3))
-    assert {t.stop_reason for g in groups for t in g.trajectories} == {"said"}
+    groups, _ = run(custom("Sleeps"), ["hm"], 3)
+    assert set(ends(groups).values()) == {"said"}
     (log_line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert (
         log_line
@@ -890,29 +774,22 @@ def test_a_handler_that_ignores_its_cancellation_is_named(caplog: pytest.LogCapt
 def test_an_interruption_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENDS, "interrupt", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        run(custom("Ends", options={"kind": "interrupt"}), ["hm"], prompts(2))
+        run(custom("Ends", options={"kind": "interrupt"}), ["hm"], 2)
 
 
 def test_a_handler_that_is_cancelled_by_its_own_code_has_failed() -> None:
-    groups, _ = run(custom("CancelsItself"), [SLOW], prompts(2))
-    assert [t.stop_reason for g in groups for t in g.trajectories] == ["failed:CancelledError"] * 2
+    groups, _ = run(custom("CancelsItself"), [SLOW], 2)
+    assert list(ends(groups).values()) == ["failed:CancelledError"] * 2
 
 
 def test_a_generation_left_behind_is_recorded_and_is_the_handler_s_mistake() -> None:
-    groups, engine = run(custom("Leaves"), [SLOW])
-    trajectory = only(groups)
-    assert trajectory.stop_reason == "failed:StreamError"
-    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
-    assert 0 < trajectory.trained_tokens == len(emitted)
+    groups, bench = run(custom("Leaves"), [SLOW])
+    assert only(groups).stop_reason == "failed:StreamError"
+    assert 0 < only(groups).trained_tokens == len(bench.sampled)
 
 
 def test_a_handler_that_swallows_its_cancellation_is_cancelled_all_the_same() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(5.0)
-        scheduler.cancel("p0/0")
-
-    groups, _ = run(custom("Deaf"), [SLOW], during=during)
-    assert only(groups).stop_reason == "cancelled"
+    assert only(run(custom("Deaf"), [SLOW], at={5.0: cancel})[0]).stop_reason == "cancelled"
 
 
 def test_rewards_that_hang_or_cancel_themselves_lose_a_score_not_a_group() -> None:
@@ -924,37 +801,22 @@ def test_rewards_that_hang_or_cancel_themselves_lose_a_score_not_a_group() -> No
         raise asyncio.CancelledError
 
     for function in (hang, cancelled):
-        groups, _ = run(agent(SINGLE), ["x"], reward=Reward(function))
+        groups, _ = run(agent(), ["x"], reward=Reward(function))
         assert only(groups).score is None
         assert len(groups[0].reward_errors) == 1
 
 
 def test_only_ended_trajectories_are_scored() -> None:
-    async def during(scheduler: Scheduler, engine: ScriptedEngine) -> None:
-        await asyncio.sleep(15.0)
-        scheduler.stop(suspend="weights")
-
-    groups, _ = run(agent(SINGLE), [SLOW], during=during, reward=Reward(lambda trajectory: 1.0))
+    groups, _ = run(agent(), [SLOW], at={15.0: Bench.stop}, reward=Reward(lambda trajectory: 1.0))
     assert only(groups).score is None
 
 
 @pytest.mark.parametrize("value", ['"\\ud83d"', "99999999999999999999999"])
 def test_arguments_that_cannot_be_written_down_are_a_broken_call(value: str) -> None:
-    tools = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
     text = '<tool_call>\n{"name": "echo", "arguments": {"text": VALUE}}\n</tool_call>'.replace("VALUE", value)
-    groups, _ = run(agent(TOOLS, tools=tools), [text, "done"])
-    trajectory = only(groups)
+    trajectory = only(run(agent(TOOLS, tools=ECHOES), [text, "done"])[0])
     assert trajectory.stop_reason == "answered"
     assert trajectory.spent["bad_calls"] == 1
-
-
-def test_a_sub_agent_may_name_its_own_ending() -> None:
-    rows = [SINGLE["transitions"][0], {**SINGLE["transitions"][1], "stop_reason": "accepted"}]
-    child = agent(SINGLE, agent="child", description="Knows.", transitions=rows)
-    graph = agent(TOOLS, tools={"ask": {"agent": child, "timeout": 100.0}})
-    ask = '<tool_call>\n{"name": "ask", "arguments": {"task": "?"}}\n</tool_call>'
-    groups, _ = run(graph, lambda r: "Blue." if r.agent == "child" else [ask, "done"][r.turn])
-    assert [m["content"] for m in groups[0].trajectories[0].streams[0].messages if m["role"] == "tool"] == ["Blue."]
 
 
 def test_a_tool_format_that_fails_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -962,30 +824,25 @@ def test_a_tool_format_that_fails_loses_no_token(monkeypatch: pytest.MonkeyPatch
         raise ZeroDivisionError("parse")
 
     monkeypatch.setattr("fsm_rollout.states.generation._read_turn", broken)
-    groups, engine = run(agent(SINGLE), ["one two three"])
-    trajectory = only(groups)
-    assert trajectory.stop_reason == "failed:ZeroDivisionError"
-    emitted = [i for line in engine.log if isinstance(line.what, Chunk) for i in line.what.ids]
-    assert 0 < trajectory.trained_tokens == len(emitted)
+    groups, bench = run(agent(), ["one two three"])
+    assert only(groups).stop_reason == "failed:ZeroDivisionError"
+    assert 0 < only(groups).trained_tokens == len(bench.sampled)
 
 
 def test_split_history_opens_a_stream_at_each_user_turn() -> None:
     """Rendered afresh, each with the whole conversation as its prompt; every sampled token is trained exactly once."""
+    lines = rows(
+        "PENDING prompted GENERATING", "GENERATING generated INTERACTING", "INTERACTING replied GENERATING",
+        "INTERACTING interaction_done TERMINATED",
+    )  # fmt: skip
     states = {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "INTERACTING": {"timeout": 100.0}}
-    rows = [
-        SINGLE["transitions"][0],
-        {"trigger": "generated", "source": "GENERATING", "dest": "INTERACTING"},
-        {"trigger": "replied", "source": "INTERACTING", "dest": "GENERATING"},
-        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
-    ]
     graph = agent(
-        {"states": states, "transitions": rows},
+        {"states": states, "transitions": lines},
         contexts={"main": {"history": "split"}},
         limits={"assistant_turns": 4, "user_turns": 4},
         interaction={"use": "tests.law_tools:Chatty", "kwargs": {"replies": 2}},
     )
-    groups, _ = run(graph, ["one", "two", "three"])
-    trajectory = only(groups)
+    trajectory = only(run(graph, ["one", "two", "three"])[0])
     decode = tokenizer().decode
     assert [decode(stream.tokens.response_ids()) for stream in trajectory.streams] == [
         "one<|im_end|>", "two<|im_end|>", "three<|im_end|>",
@@ -995,9 +852,8 @@ def test_split_history_opens_a_stream_at_each_user_turn() -> None:
 
 
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
-    graph = agent(SINGLE, contexts={"main": {"engine": "judge"}})
-    with pytest.raises(ConfigError, match="engine 'judge' is not one of the run's"):
-        Scheduler({"a": graph}, {"policy": EngineClient(ScriptedEngine([], tokenizer=tokenizer()))})
+    with pytest.raises(ConfigError, match="engine 'nobody' is not one of the run's"):
+        Bench(agent(contexts={"main": {"engine": "nobody"}}), [])
 
 
 class NeverCloses:
@@ -1011,15 +867,7 @@ class NeverCloses:
 
 
 def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> None:
-    states = {"PENDING": {}, "INTERACTING": {"timeout": 10.0}}
-    rows = [
-        {"trigger": "prompted", "source": "PENDING", "dest": "INTERACTING"},
-        {"trigger": "interaction_done", "source": "INTERACTING", "dest": "TERMINATED"},
-    ]
-    graph = agent(
-        {"states": states, "transitions": rows}, interaction={"use": "tests.unit.scheduler.test_scheduler:NeverCloses"}
-    )
-    groups, _ = run(graph, ["x"])
+    groups, _ = run(agent(LISTENING, interaction={"use": f"{HERE}:NeverCloses"}), ["x"])
     assert only(groups).stop_reason == "interaction_done"
 
 
@@ -1030,28 +878,22 @@ async def whoami(context: ToolContext) -> str:
 
 def test_tools_are_told_whose_call_it_is() -> None:
     ask = '<tool_call>\n{"name": "who", "arguments": {}}\n</tool_call>'
-    graph = agent(TOOLS, tools={"who": {"use": "tests.unit.scheduler.test_scheduler:whoami", "timeout": 5.0}})
-    groups, _ = run(graph, [ask, "done"])
-    assert [m["content"] for m in only(groups).streams[0].messages if m["role"] == "tool"] == ["p0 p0/0"]
+    graph = agent(TOOLS, tools={"who": {"use": f"{HERE}:whoami", "timeout": 5.0}})
+    assert results(only(run(graph, [ask, "done"])[0])) == ["p0 p0/0"]
 
 
 def test_a_journal_holds_an_id_once(tmp_path: Path) -> None:
-    engine = ScriptedEngine(["x"], tokenizer=tokenizer())
-
-    async def main() -> None:
-        with Journal(tmp_path / "journal.sqlite") as journal:
-            scheduler = Scheduler({"a": agent(SINGLE)}, {"policy": EngineClient(engine)}, journal=journal)
-            ids = [group.group_id for _ in range(3) async for group in scheduler.run(prompts())]
-            assert ids == ["p0", "p0#2", "p0#3"], "the next epoch's are told apart"
-
-    asyncio.run(main())
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        bench = Bench(agent(), ["x"], journal=journal)
+        ids = [group.group_id for _ in range(3) for group in bench.go(1, 1)]
+    assert ids == ["p0", "p0#2", "p0#3"], "the next epoch's are told apart"
 
 
 def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
     frame = {
         "initial": "GENERATING",
         "states": {"GENERATING": {"prompt": "Once more.", "timeout": 100.0}},
-        "transitions": [{"trigger": "generated", "source": "GENERATING", "dest": "GENERATING"}],
+        "transitions": rows("GENERATING generated GENERATING"),
     }
     groups, _ = run(agent(frame, limits={"assistant_turns": 2}), ["x", "y", "z"])
     trajectory = only(groups)
