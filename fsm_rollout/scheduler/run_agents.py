@@ -46,15 +46,11 @@ class RunAgents:
                 self._bound[id(graph)] = RunnableAgent(graph, clients, sampling, failures)
             return self._bound[id(graph)]
 
+        self.all: Collection[RunnableAgent] = self._bound.values()  # sub-agents included
         # Those that prompts choose from.
         self.by_name: Mapping[str, RunnableAgent] = {name: bind(graph) for name, graph in graphs.items()}
         # The agents for which it was logged that prompts replace their system messages.
         self._replaced: set[str] = set()
-
-    @property
-    def all(self) -> Collection[RunnableAgent]:
-        """All of them, sub-agents included."""
-        return self._bound.values()
 
     def of_graph(self, graph: AgentGraph) -> RunnableAgent:
         """Return the agent or sub-agent of a graph."""
@@ -72,12 +68,14 @@ class RunAgents:
     async def prepare_tools(self) -> None:
         """Get the tools of all agents ready for a run."""
         for agent in self.all:
-            await agent.toolbox.prepare()
+            if agent.graph.tools:
+                await agent.toolbox.prepare()
 
     async def close_tools(self) -> None:
         """Release what they hold open for all trajectories."""
         for agent in self.all:
-            await agent.toolbox.close()
+            if agent.graph.tools:
+                await agent.toolbox.close()
 
     def check(self, prompts: Sequence[Prompt], reward: Reward | None) -> None:
         """Check that prompts fit: the tools and interactions of their agents, and the fields that the reward reads.
@@ -98,9 +96,11 @@ class RunAgents:
                 agent = self.of_prompt(named)
                 if prompt.messages[0].get("role") == "system":
                     with_system.setdefault(agent.graph.agent, []).append(group_id)
-                agent.toolbox.check(prompt.extra.get("tools_kwargs") or {})
+                extra = prompt.extra
+                if agent.graph.tools or extra.get("tools_kwargs"):
+                    agent.toolbox.check(extra.get("tools_kwargs") or {})
                 for spec in agent.interactions:
-                    build_interaction(spec, prompt.extra.get("interaction_kwargs"))
+                    build_interaction(spec, extra.get("interaction_kwargs"))
             except ConfigError as error:
                 problems += error.problems
             except ToolError as error:

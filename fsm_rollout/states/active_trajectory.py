@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from fsm_rollout.concurrency.cancellation import to_its_end
@@ -71,7 +72,7 @@ class ActiveTrajectory:
 
     trajectory: Trajectory
     agent: BoundAgent
-    run_agent: InitVar[RunAgent]  # runs an agent that is used as a tool
+    run_agent: RunAgent | None  # runs an agent that is used as a tool
     record: Record
     # Called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
     report_mismatch: Callable[[GlueMismatchError], None]
@@ -79,7 +80,7 @@ class ActiveTrajectory:
     replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
     live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
 
-    def __post_init__(self, run_agent: RunAgent) -> None:
+    def __post_init__(self) -> None:
         trajectory = self.trajectory
         self.live_user = self.live_user if trajectory.parent_id is None else None
         self.task: asyncio.Task[None] | None = None  # the task that runs it
@@ -87,21 +88,32 @@ class ActiveTrajectory:
         self.restart = False  # whether a new attempt takes its place when it has been stopped
         # What the prompt lowers of the sampling.
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
-        self.tools = ToolSession(
-            toolbox=self.agent.toolbox,
-            trajectory_id=trajectory.trajectory_id,
-            group_id=trajectory.group_id,
-            seed=trajectory.seed,
-            tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
-            extra=trajectory.extra,
-            run_agent=run_agent,
-        )
+        if trajectory.extra.get("tools_kwargs"):
+            _ = self.tools  # which checks them
         # Called when it is closed; a worker process may hold something open for it.
         self.on_close: Callable[[], None] | None = None
         # The further contexts that a foreign agent has opened, bound to the tools that it sent.
         self.branches: dict[str, BoundContext] = {}
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
         self._interactions: dict[str, BoundInteraction] = {}
+
+    @cached_property
+    def tools(self) -> ToolSession:
+        """Its tools; made with the first call.
+
+        Raises:
+            ToolError: the prompt's ``tools_kwargs`` do not fit them.
+        """
+        trajectory = self.trajectory
+        return ToolSession(
+            toolbox=self.agent.toolbox,
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            seed=trajectory.seed,
+            tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
+            extra=trajectory.extra,
+            run_agent=self.run_agent,
+        )
 
     def emit(self, event: AnyEvent) -> None:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""
@@ -131,9 +143,11 @@ class ActiveTrajectory:
         if self.on_close is not None:
             self.on_close()
             self.on_close = None
+        self.run_agent = None  # so that this and who runs agents come apart
         try:
-            for failure in await self.tools.release():
-                logger.warning("trajectory %s: %s", trajectory_id, failure)
+            if "tools" in self.__dict__:
+                for failure in await self.tools.release():
+                    logger.warning("trajectory %s: %s", trajectory_id, failure)
         finally:
             if self._interactions:
                 await to_its_end(self._close_interactions())

@@ -19,7 +19,7 @@ from random import Random
 from typing import Annotated, NamedTuple, NoReturn, TypeVar
 
 import msgspec
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import explanations
@@ -68,6 +68,17 @@ class Prompt(StrictModel):
         if wrong:
             raise ValueError("; ".join(wrong))
         return messages
+
+    @model_validator(mode="after")
+    def _plain(self) -> Prompt:
+        for key, value in self.extra.items():
+            if key in KWARGS and not isinstance(value, Mapping | None):
+                raise ValueError(f"{key} must be a mapping, got {value!r}")
+            if key not in KWARGS and "kwargs" in key and (hint := close_match(key, KWARGS)):
+                raise ValueError(f"nothing reads '{key}'{hint}")
+        if (unwritten := unwritable([self.messages, self.extra])) is not None:
+            raise ValueError(unwritten)
+        return self
 
     @property
     def extra(self) -> PlainData:
@@ -171,7 +182,8 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
         if not isinstance(item.data, Prompt):
             fields |= dict.fromkeys(prompt.model_extra or {})
         prompts.append(prompt)
-    _warn_of_near_misses(fields)
+    if fields:
+        _warn_of_near_misses(fields)
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
@@ -215,13 +227,6 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
     except (TypeError, ValueError, RecursionError) as error:
         what = "something that is not plain data (text, numbers, lists, mappings)"
         raise ConfigError(item.problem(f"holds {what}: {error}")) from None
-    for key, value in prompt.extra.items():
-        if key in KWARGS and not isinstance(value, Mapping | None):
-            raise ConfigError(item.problem(f"{key} must be a mapping, got {value!r}"))
-        if key not in KWARGS and "kwargs" in key and (hint := close_match(key, KWARGS)):
-            raise ConfigError(item.problem(f"nothing reads '{key}'{hint}"))
-    if (unwritten := unwritable([prompt.messages, prompt.extra])) is not None:
-        raise ConfigError(item.problem(unwritten))
     return prompt
 
 
