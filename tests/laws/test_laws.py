@@ -31,20 +31,13 @@ from fsm_rollout.trajectory.events import Generated, MessagesAppended
 from tests.kit import ROOT
 from tests.laws.agents import agents
 from tests.laws.world import turns
+from tests.runs import agent
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}
 """What the drawn world may be blamed for; any other failure would be our own."""
 
 
-SIMPLEST = AgentGraph(
-    agent="law",
-    limits={"assistant_turns": 1},
-    states={"PENDING": {}, "GENERATING": {"timeout": 60}},
-    transitions=[
-        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-    ],
-)
+SIMPLEST = agent(agent="law", limits={"assistant_turns": 1})
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import PoolEngine
@@ -36,29 +35,15 @@ from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
+from tests.runs import TOOLS, agent, changed
 
 ATTEMPTS = 2
 """Tries of a generation, after which the dispatcher gives it up."""
-AGENT = AgentGraph(
+AGENT = agent(
+    changed(TOOLS, GENERATING={"sampling": {"max_tokens": 48}, "timeout": 20.0}, PROCESSING_TOOLS={"timeout": 8.0}),
     agent="machine",
     limits={"assistant_turns": 3, "tool_calls": 4, "wall_seconds": 10_000},
     tools={name: {"use": f"tests.law_tools:{name}", "timeout": 3.0} for name in ("echo", "hang")},
-    states={
-        "PENDING": {},
-        "GENERATING": {"sampling": {"max_tokens": 48}, "timeout": 20.0},
-        "PROCESSING_TOOLS": {"timeout": 8.0},
-    },
-    transitions=(
-        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-        {
-            "trigger": "generated",
-            "source": "GENERATING",
-            "dest": "PROCESSING_TOOLS",
-            "conditions": ({"name": "has_tool_calls"},),
-        },
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
-    ),
 )
 
 

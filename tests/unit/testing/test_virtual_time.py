@@ -5,6 +5,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,40 +14,48 @@ from hypothesis import strategies as st
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, LeakedTasks, VirtualTimeLoop, run_virtual
 
 
+def gives(expected: object) -> Callable[[Any], Callable[[], None]]:
+    """Make a test of a coroutine that comes to this in virtual time."""
+
+    def make(main: Any) -> Callable[[], None]:
+        def test() -> None:
+            assert run_virtual(main()) == expected
+
+        return test
+
+    return make
+
+
+left: list[asyncio.Task[None]] = []
+
+
 def virtual_loop() -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     return loop
 
 
-def test_a_thousand_hours_pass_by_jumping():
-    async def main() -> tuple[float, float]:
-        start = asyncio.get_running_loop().time()
-        for _ in range(1000):
-            await asyncio.sleep(3600)
-        return start, asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == (0.0, 3_600_000.0)
+@gives((0.0, 3_600_000.0))
+async def test_a_thousand_hours_pass_by_jumping():
+    start = asyncio.get_running_loop().time()
+    for _ in range(1000):
+        await asyncio.sleep(3600)
+    return start, asyncio.get_running_loop().time()
 
 
-def test_the_clock_moves_on_however_large_it_is():
+@gives(1e12 + 0.1)
+async def test_the_clock_moves_on_however_large_it_is():
     """At 1e12 s a nanosecond is less than the spacing of floats; a timer must still fire."""
-
-    async def main() -> float:
-        await asyncio.sleep(1e12)
-        await asyncio.sleep(0.1)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 1e12 + 0.1
+    await asyncio.sleep(1e12)
+    await asyncio.sleep(0.1)
+    return asyncio.get_running_loop().time()
 
 
-def test_time_stands_while_callbacks_are_ready():
-    async def main() -> float:
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 0.0
+@gives(0.0)
+async def test_time_stands_while_callbacks_are_ready():
+    for _ in range(100):
+        await asyncio.sleep(0)
+    return asyncio.get_running_loop().time()
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.1 + 0.2, 1.0, 7.0]), max_size=30))
@@ -62,25 +71,21 @@ def test_timers_fire_by_time_and_then_in_the_order_set(delays: list[float]):
     assert run_virtual(main()) == expected
 
 
-def test_a_cancelled_timer_does_not_move_the_clock():
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        loop.call_later(500, lambda: None).cancel()
-        await asyncio.sleep(1)
-        await loop.run_in_executor(None, lambda: None)
-        return loop.time()
-
-    assert run_virtual(main()) == 1.0
+@gives(1.0)
+async def test_a_cancelled_timer_does_not_move_the_clock():
+    loop = asyncio.get_running_loop()
+    loop.call_later(500, lambda: None).cancel()
+    await asyncio.sleep(1)
+    await loop.run_in_executor(None, lambda: None)
+    return loop.time()
 
 
-def test_timeouts_work_in_virtual_time():
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30):
-                await asyncio.Event().wait()
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == 30.0
+@gives(30.0)
+async def test_timeouts_work_in_virtual_time():
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(30):
+            await asyncio.Event().wait()
+    return asyncio.get_running_loop().time()
 
 
 def test_a_thread_takes_no_virtual_time_and_is_waited_for():
@@ -108,44 +113,39 @@ def test_a_thread_takes_no_virtual_time_and_is_waited_for():
     assert order == ["thread", "timer"]
 
 
-def test_the_clock_stands_for_a_thread_whose_future_was_cancelled():
+@gives((1, 0.0))
+async def test_the_clock_stands_for_a_thread_whose_future_was_cancelled():
     let_go = threading.Event()
+    loop = virtual_loop()
+    started, done = asyncio.Event(), asyncio.Event()
 
-    async def main() -> tuple[int, float]:
-        loop = virtual_loop()
-        started, done = asyncio.Event(), asyncio.Event()
+    def work() -> None:
+        loop.call_soon_threadsafe(started.set)
+        let_go.wait()
+        loop.call_soon_threadsafe(done.set)
 
-        def work() -> None:
-            loop.call_soon_threadsafe(started.set)
-            let_go.wait()
-            loop.call_soon_threadsafe(done.set)
-
-        future = loop.run_in_executor(None, work)
-        await started.wait()
-        future.cancel()
-        await asyncio.sleep(0)
-        before = loop.outside
-        loop.call_later(1, let_go.set)  # the clock may not get there
-        threading.Timer(0, let_go.set).start()
-        await done.wait()
-        return before, loop.time()
-
-    assert run_virtual(main()) == (1, 0.0)
+    future = loop.run_in_executor(None, work)
+    await started.wait()
+    future.cancel()
+    await asyncio.sleep(0)
+    before = loop.outside
+    loop.call_later(1, let_go.set)  # the clock may not get there
+    threading.Timer(0, let_go.set).start()
+    await done.wait()
+    return before, loop.time()
 
 
-def test_external_holds_the_clock_for_a_thread_of_ones_own():
-    async def main() -> float:
-        loop = virtual_loop()
-        answered = asyncio.Event()
-        loop.call_later(5, lambda: None)
-        with loop.external():
-            thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(answered.set))
-            thread.start()
-            await answered.wait()
-            thread.join()
-        return loop.time()
-
-    assert run_virtual(main()) == 0.0
+@gives(0.0)
+async def test_external_holds_the_clock_for_a_thread_of_ones_own():
+    loop = virtual_loop()
+    answered = asyncio.Event()
+    loop.call_later(5, lambda: None)
+    with loop.external():
+        thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(answered.set))
+        thread.start()
+        await answered.wait()
+        thread.join()
+    return loop.time()
 
 
 def test_a_wait_that_cannot_end_is_a_deadlock_that_names_the_task():
@@ -189,19 +189,17 @@ def test_leaked_tasks_are_named_and_cancelled():
     assert cancelled == [True, True]
 
 
-def test_a_task_that_can_end_without_time_is_no_leak():
-    async def main() -> list[int]:
-        steps: list[int] = []
+@gives(list(range(20)))
+async def test_a_task_that_can_end_without_time_is_no_leak():
+    steps: list[int] = []
 
-        async def brief() -> None:
-            for step in range(20):
-                await asyncio.sleep(0)
-                steps.append(step)
+    async def brief() -> None:
+        for step in range(20):
+            await asyncio.sleep(0)
+            steps.append(step)
 
-        main.task = asyncio.create_task(brief())  # type: ignore[attr-defined]
-        return steps
-
-    assert run_virtual(main()) == list(range(20))
+    left.append(asyncio.create_task(brief()))
+    return steps
 
 
 @pytest.mark.parametrize("fail", [lambda: 1 / 0, lambda: {}["x"]])
@@ -214,26 +212,24 @@ def test_the_main_coroutines_error_comes_through(fail: Callable[[], object]):
         run_virtual(main())
 
 
-def test_an_answer_from_a_connection_comes_before_the_timeout_that_waits_for_it():
+@gives((b"A", 0.0))
+async def test_an_answer_from_a_connection_comes_before_the_timeout_that_waits_for_it():
     near_end, far_end = socket.socketpair()
 
     def answer() -> None:
         far_end.sendall(far_end.recv(1).upper())
         far_end.close()
 
-    async def main() -> tuple[bytes, float]:
-        reader, writer = await asyncio.open_connection(sock=near_end)
-        thread = threading.Thread(target=answer)
-        async with asyncio.timeout(30):
-            thread.start()
-            writer.write(b"a")
-            received = await reader.read()
-        writer.close()
-        await writer.wait_closed()
-        thread.join()
-        return received, asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == (b"A", 0.0)
+    reader, writer = await asyncio.open_connection(sock=near_end)
+    thread = threading.Thread(target=answer)
+    async with asyncio.timeout(30):
+        thread.start()
+        writer.write(b"a")
+        received = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    thread.join()
+    return received, asyncio.get_running_loop().time()
 
 
 class Rests(VirtualTimeLoop):
