@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections import Counter
@@ -16,11 +15,13 @@ from hypothesis import example, given
 from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, load_agent, prove
+from fsm_rollout.agent.graph import Predicate
 from fsm_rollout.cli import app
-from fsm_rollout.diagrams.draw import DrawingError, draw, render, source_of, to_dot, to_mermaid, to_png
+from fsm_rollout.diagrams.draw import DrawingError, render, source_of, to_dot, to_mermaid, to_png
 from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.testing.strategies.graphs import graphs
 from tests.kit import ROOT
+from tests.unit.diagrams.sixty_states import sixty_states
 
 AGENTS = sorted((ROOT / "configs/agents").glob("*.yaml"))
 HOSTILE = 'a "b" <B>&amp;</TABLE>> \\N \\" ]] --> %%{init}%% `x`\n\r\x00\x1b\u202e\ufffe\U0001f600 שלום'
@@ -31,34 +32,15 @@ def agent(states: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> Ag
 
 
 def hostile() -> AgentGraph:
-    says = [{"name": "text_contains", "argument": HOSTILE}]
+    says = {"text_contains": HOSTILE}
     rows = [
         {"trigger": "prompted", "source": "PENDING", "dest": "node"},
         {"trigger": "generated", "source": "node", "dest": "digraph", "conditions": says, "unless": says},
         {"trigger": "generated", "source": "node", "dest": "TERMINATED", "stop_reason": "a:b-c.d"},
         {"trigger": "written", "source": "digraph", "dest": "node"},
     ]
-    states: dict[str, Any] = {
-        "PENDING": {},
-        "node": {"handler": "generate", "timeout": 1},
-        "digraph": {"handler": "write", "prompt": HOSTILE},
-    }
-    return agent(states, rows, description=HOSTILE * 9, limits={"assistant_turns": 3})
-
-
-def many(states: int) -> AgentGraph:
-    """A chain that goes back now and then, and a rescue from any state."""
-    names = [f"STEP_{i}" for i in range(states - 2)]
-    rows = [{"trigger": "prompted", "source": "PENDING", "dest": names[0]}]
-    for i, (name, onward) in enumerate(itertools.pairwise([*names, "TERMINATED"])):
-        again = [{"name": "text_contains", "argument": "again"}]
-        rows.append({"trigger": "generated", "source": name, "dest": names[i - i % 4], "conditions": again})
-        rows.append({"trigger": "generated", "source": name, "dest": onward})
-    rows.append({"trigger": "failed", "source": "*", "dest": "RESCUE"})
-    rows.append({"trigger": "written", "source": "RESCUE", "dest": names[0]})
-    step = {"handler": "generate", "timeout": 9, "max_visits": 2}
-    rescue = {"handler": "write", "prompt": "x", "max_visits": 1}
-    return agent({"PENDING": {}, **dict.fromkeys(names, step), "RESCUE": rescue}, rows, limits={"assistant_turns": 99})
+    working = {"node": {"handler": "generate", "timeout": 1}, "digraph": {"handler": "write", "prompt": HOSTILE}}
+    return agent({"PENDING": {}, **working}, rows, description=HOSTILE * 9, limits={"assistant_turns": 3})
 
 
 class Read:
@@ -67,10 +49,11 @@ class Read:
     def __init__(self, dot: str) -> None:
         graph = pygraphviz.AGraph(string=dot)
         self.nodes = {str(node): words(node.attr["label"]) for node in graph.nodes() if node != "(start)"}
-        edges = [(*edge, rows(edge.attr["label"]), edge.attr["style"]) for edge in graph.edges() if edge.attr["label"]]
         self.initial = [edge[1] for edge in graph.edges() if edge[0] == "(start)"]
-        self.solid = [(source, dest, says) for source, dest, says, style in edges if style != "dashed"]
-        self.dashed = [(source, dest, says) for source, dest, says, style in edges if style == "dashed"]
+        self.solid: list[tuple[str, str, list[str]]] = []
+        self.dashed: list[tuple[str, str, list[str]]] = []
+        for edge in (edge for edge in graph.edges() if edge.attr["label"]):
+            (self.dashed if edge.attr["style"] == "dashed" else self.solid).append((*edge, rows(edge.attr["label"])))
         self.caption = words(graph.graph_attr["label"])
 
     def labels(self) -> Counter[tuple[str, str, str]]:
@@ -99,7 +82,7 @@ def written(graph: AgentGraph) -> Counter[tuple[str, str, str]]:
         text = f"{rivals.index(at) + 1}{row.trigger}" if len(rivals) > 1 else row.trigger
         asked = [*((p, "") for p in row.conditions), *((p, "not ") for p in row.unless)]
         if asked:
-            inside = " and ".join(negation + condition(p.name, p.argument) for p, negation in asked)
+            inside = " and ".join(negation + escaped(str(p)) for p, negation in asked)
             text += f"[{inside if len(inside) <= 90 else inside[:89] + '…'}]"
         if row.dest in ("TERMINATED", "DONE"):
             own = {t: t for t in ("truncated", "timed_out", "interaction_done")}
@@ -111,16 +94,23 @@ def written(graph: AgentGraph) -> Counter[tuple[str, str, str]]:
     return says
 
 
-def condition(name: str, argument: Any) -> str:
-    if argument is None:
-        return name
-    if isinstance(argument, dict):
-        ((state, count),) = argument.items()
-        return f"{name} {state}: {count}"
-    if isinstance(argument, str):
-        argument = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in argument)
-        return f"{name} {argument}" if name in ("limit", "tool_called") else f'{name} "{argument}"'
-    return f"{name} {argument}"
+def escaped(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "spelt"),
+    [
+        ("has_tool_calls", None, "has_tool_calls"),
+        ("limit", "tool_calls", "limit tool_calls"),
+        ("tool_called", "add", "tool_called add"),
+        ("text_contains", "yes", 'text_contains "yes"'),
+        ("visits_over", {"A": 2}, "visits_over A: 2"),
+        ("context_over", 0.5, "context_over 0.5"),
+    ],
+)
+def test_a_condition_is_spelt_in_words(name: str, argument: Any, spelt: str) -> None:
+    assert str(Predicate(name=name, argument=argument)) == spelt
 
 
 @given(graphs())
@@ -202,22 +192,23 @@ def test_mermaid_says_the_same_in_statements_that_nothing_breaks_out_of(graph: A
 
 
 def test_any_state_is_one_box_where_there_are_many() -> None:
-    read = Read(to_dot(many(60), implicit=True))
-    assert len(read.nodes) == 60 + len({"TERMINATED", "*"})
-    assert read.labels()["*", "RESCUE", "failed"] == 1
+    graph = sixty_states()
+    read = Read(to_dot(graph, implicit=True))
+    assert set(read.nodes) == {*graph.states, "*"}
+    assert read.labels()["*", "TERMINATED", "timed_out■too_slow"] == 1
     assert [(source, dest) for source, dest, _ in read.dashed] == [("*", "TERMINATED")]
 
 
 def test_any_state_and_lists_are_one_arrow_each_where_there_are_few() -> None:
-    says = Read(to_dot(many(4))).labels()
-    assert says["STEP_0", "RESCUE", "failed"] == says["RESCUE", "RESCUE", "failed"] == 1
     rows = [
         {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
         {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
         {"trigger": "failed", "source": ["PENDING", "GENERATING"], "dest": "TERMINATED", "stop_reason": "broken"},
+        {"trigger": "timed_out", "source": "*", "dest": "TERMINATED", "stop_reason": "late"},
     ]
     graph = agent({"PENDING": {}, "GENERATING": {"timeout": 1, "on_error": "PENDING"}}, rows)
     says = Read(to_dot(graph)).labels()
+    assert says["PENDING", "TERMINATED", "timed_out■late"] == says["GENERATING", "TERMINATED", "timed_out■late"] == 1
     assert says["PENDING", "TERMINATED", "failed■broken"] == says["GENERATING", "TERMINATED", "1failed■broken"] == 1
     assert says["GENERATING", "PENDING", "2failed"] == 1  # the short form of a last row
 
@@ -233,15 +224,10 @@ def test_a_wrong_graph_is_drawn_as_it_is() -> None:
     assert "notproventoend" in read.caption
 
 
-@pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
-def test_the_shipped_pictures_are_those_of_the_shipped_agents(path: Path) -> None:
-    shipped = (ROOT / "diagrams" / f"{path.stem}.svg").read_text("utf-8")
-    assert source_of(shipped) == to_dot(load_agent(path)), "stale: run `make diagrams`"
-
-
-def test_there_is_no_picture_of_an_agent_that_is_gone() -> None:
-    drawn = {path for path in (ROOT / "diagrams").glob("*.svg") if source_of(path.read_text("utf-8"))}
-    assert {path.stem for path in drawn} == {path.stem for path in AGENTS}
+def test_the_shipped_pictures_are_those_of_the_shipped_agents() -> None:
+    shipped = {path.stem: source_of(path.read_text("utf-8")) for path in (ROOT / "diagrams").glob("*.svg")}
+    drawn = {path.stem: to_dot(load_agent(path)) for path in AGENTS}
+    assert {name: source for name, source in shipped.items() if source} == drawn, "stale: run `make diagrams`"
 
 
 @pytest.fixture
@@ -251,66 +237,58 @@ def without_graphviz(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
 
 
+TOOL_USER = ROOT / "configs/agents/tool_user.yaml"
+
+
+def command(agent: Path, output: Path, *options: str) -> tuple[int, str]:
+    """Draw by the command line; return the exit code and the complaint."""
+    done = CliRunner().invoke(app, ["draw", str(agent), "-o", str(output), *options])
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "drawn"),
+    [
+        ("new/c.DOT", (), to_dot),
+        ("d.mmd", (), to_mermaid),
+        ("a.dot", ("--implicit",), lambda graph: to_dot(graph, implicit=True)),
+    ],
+)
+def test_the_command_draws_what_the_suffix_says(
+    tmp_path: Path, file: str, options: tuple[str, ...], drawn: Any
+) -> None:
+    assert command(TOOL_USER, tmp_path / file, *options) == (0, "")
+    assert (tmp_path / file).read_text("utf-8") == drawn(load_agent(TOOL_USER))
+
+
+@pytest.mark.parametrize(
+    ("agent", "file", "complaint"),
+    [
+        (TOOL_USER, "a.pdf", "'.pdf' is no picture that can be drawn; known: .dot, .mmd, .png, .svg"),
+        (TOOL_USER, "svg", "has no suffix"),
+        (TOOL_USER, "taken/a.dot", "cannot be written"),
+        (TOOL_USER, "a.svg", "fsm-rollout[diagrams]"),
+        (Path("taken"), "a.dot", "taken:1: an agent is a mapping"),
+    ],
+)
 @pytest.mark.usefixtures("without_graphviz")
-def test_without_graphviz_the_message_names_the_extra() -> None:
-    graph = load_agent(AGENTS[0])
+def test_what_cannot_be_drawn_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Path, file: str, complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("no agent")
+    code, said = command(agent, tmp_path / file)
+    assert (code, complaint in said) == (2, True), said
+    assert not (tmp_path / file).exists()
+
+
+@pytest.mark.usefixtures("without_graphviz")
+def test_without_graphviz_there_is_dot_and_mermaid() -> None:
+    graph = load_agent(TOOL_USER)
     with pytest.raises(DrawingError, match=r"fsm-rollout\[diagrams\]"):
         to_png(graph)
     assert to_dot(graph)
     assert to_mermaid(graph)
-
-
-class TestCommand:
-    AGENT = str(ROOT / "configs/agents/tool_user.yaml")
-
-    def command(self, *arguments: str) -> Any:
-        return CliRunner().invoke(app, ["draw", *arguments])
-
-    def test_draws_what_the_suffix_says(self, tmp_path: Path) -> None:
-        graph = load_agent(self.AGENT)
-        for name in ("new/c.DOT", "d.mmd"):
-            result = self.command(self.AGENT, "-o", str(tmp_path / name))
-            assert result.exit_code == 0, result.output
-        assert (tmp_path / "new/c.DOT").read_text("utf-8") == to_dot(graph)
-        assert (tmp_path / "d.mmd").read_text("utf-8") == to_mermaid(graph)
-
-    def test_implicit_is_asked_for(self, tmp_path: Path) -> None:
-        self.command(self.AGENT, "-o", str(tmp_path / "a.dot"), "--implicit")
-        assert (tmp_path / "a.dot").read_text("utf-8") == to_dot(load_agent(self.AGENT), implicit=True)
-
-    def test_a_bad_agent_is_refused_with_its_problems(self, tmp_path: Path) -> None:
-        wrong = tmp_path / "wrong.yaml"
-        wrong.write_text(Path(self.AGENT).read_text("utf-8").replace("dest: INTERACTING", "dest: INTERACTNG"))
-        (tmp_path / "solver.md").write_text("x")
-        result = self.command(str(wrong), "-o", str(tmp_path / "a.svg"))
-        assert result.exit_code == 2
-        assert "wrong.yaml:18:" in result.stderr
-        assert "did you mean 'INTERACTING'" in result.stderr
-        assert not (tmp_path / "a.svg").exists()
-
-    @pytest.mark.parametrize(("name", "says"), [("a.pdf", "'.pdf' is no picture"), ("svg", "has no suffix")])
-    def test_an_unknown_suffix_is_refused(self, tmp_path: Path, name: str, says: str) -> None:
-        result = self.command(self.AGENT, "-o", str(tmp_path / name))
-        assert result.exit_code == 2
-        assert says in result.stderr
-        assert ".svg" in result.stderr
-        assert not (tmp_path / name).exists()
-
-    def test_a_file_that_cannot_be_written_is_a_problem(self, tmp_path: Path) -> None:
-        (tmp_path / "taken").write_text("")
-        result = self.command(self.AGENT, "-o", str(tmp_path / "taken/a.dot"))
-        assert result.exit_code == 2
-        assert "cannot be written" in result.stderr
-
-    @pytest.mark.usefixtures("without_graphviz")
-    def test_no_graphviz_is_a_problem(self, tmp_path: Path) -> None:
-        result = self.command(self.AGENT, "-o", str(tmp_path / "a.svg"))
-        assert result.exit_code == 2
-        assert "fsm-rollout[diagrams]" in result.stderr
-
-
-def test_draw_returns_the_path(tmp_path: Path) -> None:
-    assert draw(load_agent(AGENTS[0]), tmp_path / "a.mmd") == tmp_path / "a.mmd"
 
 
 @pytest.mark.parametrize(("keys", "lines"), [
