@@ -320,16 +320,16 @@ class ServerLink(threading.Thread):
         if self._entries and "paused" not in self._held:
             raise EngineError(f"{len(self._entries)} request(s) are under way; pause the engine before it sleeps")
         if "asleep" not in self._held:
-            async with self._changing("asleep"):
+            async with self._changing("falling asleep"):
                 await self._endpoint.sleep()
+                self._held.add("asleep")
 
     async def wake(self) -> None:
         """Have it take the memory again."""
         if "asleep" in self._held:
             async with self._changing("waking"):
                 await self._endpoint.wake()
-            self._held.discard("asleep")
-            self._release("waking")
+                self._held.discard("asleep")
 
     async def update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
         """Have ``load`` load weights while the server has no request of ours; they are of ``version`` from then on.
@@ -339,26 +339,24 @@ class ServerLink(threading.Thread):
         """
         async with self._changing("updating"):
             await load()
-        self.version = version
-        self._release("updating")
+            self.version = version
 
     @asynccontextmanager
     async def _changing(self, why: str) -> AsyncIterator[None]:
-        """Hold while the server is told to change, and go on if it refuses.
-
-        It is given up when nobody knows whether it has changed.
-        """
-        await self._hold(why)
+        """Hold while the server is told to change; it is given up when nobody knows whether it has."""
         try:
-            yield
-        except BaseException as error:
-            if isinstance(error, ReplicaLost) or not isinstance(error, EngineError):
-                broken = f"an order to {self._endpoint.url} broke off, so nobody knows its weights and memory any more"
-                self._give_up(EngineError(f"{broken}: {error or type(error).__name__}"), for_good=True)
-                if self._process is not None:
-                    self._process.kill()
+            await self._hold(why)
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, ReplicaLost) or not isinstance(error, EngineError):
+                    broken = f"an order to {self._endpoint.url} broke off, so nobody knows its weights and memory"
+                    self._give_up(EngineError(f"{broken}: {error or type(error).__name__}"), for_good=True)
+                    if self._process is not None:
+                        self._process.kill()
+                raise
+        finally:
             self._release(why)
-            raise
 
     # -- losses and the end ------------------------------------------------------------------------------------------
 

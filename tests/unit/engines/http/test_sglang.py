@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fsm_rollout.engines import weights as weights_module
 from fsm_rollout.engines.http import link as http_link
 from fsm_rollout.engines.pool import PoolEngine
-from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.engines.protocol import Load, ReplicaLost
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
 from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
 from fsm_rollout.engines.sglang import process as sglang_process
@@ -80,6 +80,7 @@ def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None
         asked = asyncio.create_task(ask(engine, *(request(f"{number}", 3) for number in range(8))))
         await asked_for(server, "/generate", 8)
         await engine.pause()
+        assert engine.load() == Load(running=8, used_tokens=8 * (3 + 1))
         told = server.bodies("/abort_request")
         if isinstance(engine, SGLangEngine):
             assert {str(body) for body in told} == {"{'rid': '', 'abort_all': True}"}
@@ -91,6 +92,7 @@ def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None
         await engine.resume()
         assert [len(got.ids) for got in await asked] == [3] * 8
         assert all(body["input_ids"] == [5, 6, 7, FIRST] for body in server.bodies("/generate")[8:])
+        assert engine.load() == Load()
 
     using(engine, body)
 
@@ -137,37 +139,35 @@ def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: str, her
     using(SGLangHTTPEngine(server.url), body)
 
 
-def nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.norm.weight"][3] = float("nan")
+NORM = "model.norm.weight"
+NAN, SHORT = torch.full((128,), float("nan")), torch.ones(64)
+NOT_FINITE, NO_FIT = "is not finite: 128 NaN and 0 infinite of 128 values", r"has shape \[64\], the model's has \[128\]"
+UNFIT: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
+    "a folder with NaN": ("folder", {NORM: NAN}, rf"'model\.norm\.weight' in '.*' {NOT_FINITE}"),
+    "a folder of another shape": ("folder", {NORM: SHORT}, NO_FIT),
+    "a folder that lacks one": ("folder", {NORM: None}, r"lack 'model\.norm\.weight', which the model has"),
+    "no folder": ("no folder", {}, "there is no folder '/no/such/folder'"),
+    "tensors with NaN": ("tensors", {NORM: NAN}, NOT_FINITE),
+    "tensors of another shape": ("tensors", {NORM: SHORT}, NO_FIT),
+    "tensors by another name": ("tensors", {"model.norm.wight": NAN}, r"did you mean 'model\.norm\.weight'\?"),
+}
 
 
-def lacking(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.norm.weight"]
-
-
-def shorter(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.norm.weight"] = torch.ones(64)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (nan, r"new weight 'model\.norm\.weight' in '.*' is not finite: 1 NaN and 0 infinite of 128 values"),
-        (lacking, r"the new weights in '.*' lack 'model\.norm\.weight', which the model has"),
-        (shorter, r"new weight 'model\.norm\.weight' in '.*' has shape \[64\], the model's has \[128\]"),
-    ],
-)
-def test_a_folder_that_cannot_be_right_is_not_even_shown_to_the_server(
-    server: SGLangStandIn, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+@pytest.mark.parametrize("what", UNFIT)
+def test_weights_that_cannot_be_right_are_not_even_shown_to_the_server(
+    server: SGLangStandIn, tmp_path: Path, what: str
 ) -> None:
-    (tmp_path / "config.json").write_text((embedded_model() / "config.json").read_text("utf-8"), "utf-8")
-    tensors = load_file(embedded_model() / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
+    form, change, message = UNFIT[what]
+    weights: Any = "/no/such/folder" if form == "no folder" else change
+    if form == "folder":
+        (tmp_path / "config.json").write_text((embedded_model() / "config.json").read_text("utf-8"), "utf-8")
+        tensors: dict[str, Any] = load_file(embedded_model() / "model.safetensors") | change
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "m.safetensors")
+        weights = tmp_path
 
     async def body(engine: SGLangHTTPEngine) -> None:
         with pytest.raises(EngineError, match=message):
-            await engine.update_weights(tmp_path)
+            await engine.update_weights(weights)
         assert not server.loaded
         assert (await one(engine)).versions == [0] * 4
 
@@ -216,7 +216,7 @@ def test_an_update_that_breaks_off_half_way_is_the_end_of_the_engine(
             server.raw["/update_weights_from_disk"] = answer
         with pytest.raises(ReplicaLost, match=BROKEN[answer]):
             await engine.update_weights(embedded_model("early"))
-        broke_off = f"broke off, so nobody knows its weights and memory any more: .*{BROKEN[answer]}"
+        broke_off = f"broke off, so nobody knows its weights and memory: .*{BROKEN[answer]}"
         for late in (pending, one(engine, "b"), engine.resume()):
             with pytest.raises(EngineError, match=broke_off):
                 await late
