@@ -252,17 +252,6 @@ def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> Non
     asyncio.run(main())
 
 
-def test_a_rollout_of_an_agent_with_tools(engine: SGLangEngine) -> None:
-    agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")
-    prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4)
-    with fr.Rollout(agent, engine, reward="fsm_rollout.rewards:exact_answer") as rollout:
-        batch = rollout.run(prompts, n=2)
-    data = batch.tensordict
-    assert len(data["trajectory_id"]) == 8
-    assert float(data["trajectory_scores"].mean()) > 0.5  # the embedded model solves nearly all of these
-    assert int(data["response_mask"].sum()) > 200
-
-
 def test_a_batch_at_top_p_has_what_was_kept_and_so_ratios_of_one(engine: SGLangEngine) -> None:
     prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=2)
     agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml")

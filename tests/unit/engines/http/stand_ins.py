@@ -188,12 +188,11 @@ def cut(logprobs: dict[int, float], top_k: int, top_p: float) -> dict[int, float
 class VLLMStandIn(StandIn):
     generate = "/v1/completions"
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs", token_ids: bool = True) -> None:
-        self.logprobs_mode, self.token_ids = logprobs_mode, token_ids
+    def __init__(self) -> None:
+        self.logprobs_mode = "raw_logprobs"
         self.says_usage = self.says_prompt_ids = True
         self.next_events: list[dict[str, Any]] = []
         """Said instead of the next answer."""
-        self.version = 0
         self.models = ["tiny"]
         super().__init__()
 
@@ -229,7 +228,7 @@ class VLLMStandIn(StandIn):
                 },
                 "stop_reason": token if reason == "stop" else None,
                 "prompt_token_ids": body["prompt"] if self.says_prompt_ids and len(ids) == prompt + 1 else None,
-                "token_ids": [token] if self.token_ids and body.get("return_token_ids") else None,
+                "token_ids": [token] if body.get("return_token_ids") else None,
             }  # fmt: skip
             spent = {"prompt_tokens": prompt, "total_tokens": len(ids), "completion_tokens": len(ids) - prompt}
             line = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
