@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.engines.scripted.script import Plan
+from fsm_rollout.engines.scripted.script import AnswerPlan
 from fsm_rollout.trajectory.tokens import routed_experts
 
 
@@ -21,7 +21,7 @@ def experts_at(positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
 class RoutingEngine(ScriptedEngine):
     """Says the experts of all tokens that it has been fed, but for those that a request says are known."""
 
-    def _plan(self, request: Request) -> Plan:
+    def _plan(self, request: Request) -> AnswerPlan:
         plan = super()._plan(request)
         *before, (ids, logprobs, *_) = plan.pieces
         fed = len(request.ids) + sum(len(piece[0]) for piece in plan.pieces) - 1

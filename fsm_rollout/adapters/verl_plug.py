@@ -174,7 +174,7 @@ class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
         return outputs if "session_id" in kwargs else outputs[0]
 
 
-class _Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
+class _VerlWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
     """verl's worker in the manager's own process: all sessions of a batch go through one scheduler."""
 
     def __init__(self, *args: Verl) -> None:
@@ -220,7 +220,7 @@ class _Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignor
 class FSMAgentLoopManager:
     """What ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` names (V1 trainer)."""
 
-    def __init__(self, worker: _Worker, loop: LoopThread) -> None:
+    def __init__(self, worker: _VerlWorker, loop: LoopThread) -> None:
         self.worker = worker
         self.loop = loop
 
@@ -231,8 +231,8 @@ class FSMAgentLoopManager:
         """Return a manager with an event loop of its own."""
         loop = LoopThread()
 
-        async def build() -> _Worker:
-            return _Worker(config, llm_client, teacher_client, reward_loop_worker_handles)
+        async def build() -> _VerlWorker:
+            return _VerlWorker(config, llm_client, teacher_client, reward_loop_worker_handles)
 
         return cls(loop.call(build), loop)
 

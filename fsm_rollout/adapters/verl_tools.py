@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fsm_rollout.agent.graph import AgentGraph, Tool
+from fsm_rollout.agent.graph import AgentGraph, ToolSpec
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.errors import BadArguments, ConfigError, Problem, ToolError
 from fsm_rollout.tools import ToolResult
@@ -47,7 +47,7 @@ def load_agent_with(agent: str | Path, tools: str | Path) -> AgentGraph:
 class VerlTool(BoundTool):
     """A tool of verl's; ``kwargs`` are its entry in the tool YAML."""
 
-    def __init__(self, name: str, spec: Tool) -> None:
+    def __init__(self, name: str, spec: ToolSpec) -> None:
         super().__init__(name, spec)
         from verl.tools.schemas import OpenAIFunctionToolSchema
         from verl.tools.tool_registry import get_tool_class

@@ -120,7 +120,7 @@ class Taskset(StrictModel):
     config: FreeForm = Field(default_factory=dict, description="the keys of its own config, as in the run's `prompts`")
 
 
-class Tool(StrictModel):
+class ToolSpec(StrictModel):
     """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server or a taskset, and its bounds."""
 
     use: ImportPath | None = Field(None, description="the function or class, as `module:name`")
@@ -162,7 +162,7 @@ class Tool(StrictModel):
         return self.mcp is None if self.repeatable is None else self.repeatable
 
 
-class Interaction(StrictModel):
+class InteractionSpec(StrictModel):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
     use: ImportPath = Field(
@@ -178,7 +178,7 @@ class Interaction(StrictModel):
         return named_by_one_word(value, INTERACTIONS, cls)
 
 
-class State(StrictModel):
+class StateSpec(StrictModel):
     """One state: which handler runs on a visit, and what bounds the visit.
 
     ``handler`` may be left out for the five built-in names and for final states.
@@ -209,7 +209,7 @@ class State(StrictModel):
     parallel: AtLeastOne | None = Field(
         None, description="how many calls of one turn run at once (call_tools); default: all"
     )
-    interaction: Interaction | None = Field(None, description="who answers here (interact); default: the agent's")
+    interaction: InteractionSpec | None = Field(None, description="who answers here (interact); default: the agent's")
     options: FreeForm = Field(
         default_factory=dict, description="the custom handler's own keys, which a YAML writes beside the others"
     )
@@ -231,7 +231,7 @@ class State(StrictModel):
         return kept | {"options": {**value.get("options", {}), **options}} if options else value
 
 
-STATE_KEYS = frozenset(State.model_fields) - {"options"}
+STATE_KEYS = frozenset(StateSpec.model_fields) - {"options"}
 """The YAML keys of every state; a custom handler's options are written beside them."""
 
 
@@ -317,9 +317,11 @@ class AgentGraph(StrictModel):
         description="named message histories, each with its own token streams; `main` exists without being named",
     )
     limits: Limits = Field(Limits(), description="how much of each thing one trajectory may spend")
-    tools: Named[Tool] = Field(default_factory=dict, description="what the model may call, by the names that it sees")
-    interaction: Interaction | None = Field(None, description="who answers in INTERACTING")
-    states: Named[State] = Field(description="the states by name, with what happens in each")
+    tools: Named[ToolSpec] = Field(
+        default_factory=dict, description="what the model may call, by the names that it sees"
+    )
+    interaction: InteractionSpec | None = Field(None, description="who answers in INTERACTING")
+    states: Named[StateSpec] = Field(description="the states by name, with what happens in each")
     transitions: tuple[TransitionSpec, ...] = Field(
         description="which state follows which; the first transition whose conditions hold wins"
     )
@@ -425,18 +427,18 @@ class AgentGraph(StrictModel):
         return machine
 
 
-def _tool(name: str, given: object) -> Tool:
-    if isinstance(given, Tool):
+def _tool(name: str, given: object) -> ToolSpec:
+    if isinstance(given, ToolSpec):
         return given
     if isinstance(given, AgentGraph):
-        return Tool(agent=given)
+        return ToolSpec(agent=given)
     if isinstance(given, Mapping):
-        return Tool(**given)
+        return ToolSpec(**given)
     if isinstance(given, str) or callable(given):
-        return Tool(use=given)
+        return ToolSpec(use=given)
     raise ConfigError(
         f"tool '{name}': got {given!r:.80}; give a function or class, its `module:name`, an agent, or a mapping"
     )
 
 
-Tool.model_rebuild()
+ToolSpec.model_rebuild()

@@ -35,8 +35,8 @@ def agent_schema() -> Schema:
     # 1. The short spellings.
     for model, spellings in {
         "Context": {"system": _TEXT},
-        "State": {"prompt": _TEXT},
-        "Tool": {"agent": _AGENT},
+        "StateSpec": {"prompt": _TEXT},
+        "ToolSpec": {"agent": _AGENT},
         "TransitionSpec": {"source": _STATES, "conditions": _conditions(), "unless": _conditions()},
     }.items():
         properties = definitions[model]["properties"]
@@ -45,13 +45,13 @@ def agent_schema() -> Schema:
             properties[name] = {**schema, **annotations}
     del definitions["Predicate"]
     # 2. Entries may be empty, and a custom handler has keys of its own.
-    state = definitions["State"]
+    state = definitions["StateSpec"]
     del state["properties"]["options"], state["additionalProperties"]
     others = HANDLERS.built_in.keys() - {"external"}
     own = "|".join([":", *(f"^{word}$" for word in HANDLERS.words() if word not in others)])
     state["if"] = {"properties": {"handler": {"type": "string", "pattern": own}}, "required": ["handler"]}
     state["else"] = {"propertyNames": {"enum": sorted(STATE_KEYS)}}
-    allow_one_word(definitions["Interaction"], INTERACTIONS)
+    allow_one_word(definitions["InteractionSpec"], INTERACTIONS)
     state["type"] = definitions["Context"]["type"] = ["object", "null"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from fsm_rollout.agent.graph import Interaction as InteractionSpec
+from fsm_rollout.agent.graph import InteractionSpec
 from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.names.objects import load_object

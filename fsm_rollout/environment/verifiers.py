@@ -175,7 +175,7 @@ class TasksetTools:
     Those of a task are made anew for each trajectory and see its task; those of the taskset are shared by all.
     """
 
-    def __init__(self, name: str, spec: graph.Tool) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec) -> None:
         self.name, self.spec = name, spec
         self.where = f"tool '{name}' (verifiers)"
         self._shared: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[list[Any]]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
-from fsm_rollout.agent.graph import State as StateSpec
+from fsm_rollout.agent.graph import StateSpec
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.outcome import Outcome

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interaction
+from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, InteractionSpec
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
@@ -69,7 +69,7 @@ class BoundAgent:
         self.prompts = {name: _compiled(spec.prompt) for name, spec in states.items() if spec.prompt is not None}
         interactions = (graph.interaction, *(spec.interaction for spec in states.values()))
         # The interactions that its states may use.
-        self.interactions: list[Interaction] = [spec for spec in interactions if spec is not None]
+        self.interactions: list[InteractionSpec] = [spec for spec in interactions if spec is not None]
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
         for name in dict.fromkeys([MAIN, *graph.contexts, *(spec.context for spec in states.values())]):

@@ -73,7 +73,7 @@ class BoundTool(ABC):
     # How long a cancelled call may take to clean up; `None` waits as long as it takes.
     stop_seconds: float | None = STOP_SECONDS
 
-    def __init__(self, name: str, spec: graph.Tool) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec) -> None:
         self.name = name
         self.spec = spec
         self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
@@ -111,7 +111,7 @@ class BoundTool(ABC):
 class FunctionTool(BoundTool):
     """A plain function, sync or async."""
 
-    def __init__(self, name: str, spec: graph.Tool, function: Function) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec, function: Function) -> None:
         super().__init__(name, spec)
         self.function = function
         self._call = call_of(function)
@@ -162,7 +162,7 @@ class FunctionTool(BoundTool):
 
         call = placement.call_in_process if self.spec.placement == "process" else placement.call_on_ray
         first = context("call") if contexts else None
-        return await call(placement.Request(str(self.spec.use), arguments, hidden, contexts, first))
+        return await call(placement.ToolRequest(str(self.spec.use), arguments, hidden, contexts, first))
 
 
 # An instance of a tool's class: has `execute`, and `create` and `release` if the class has them.
@@ -172,7 +172,7 @@ Instance: TypeAlias = Any
 class ClassTool(BoundTool):
     """A class with `execute`: one instance per trajectory that calls it (see :class:`fsm_rollout.tools.Tool`)."""
 
-    def __init__(self, name: str, spec: graph.Tool, cls: type[Instance]) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec, cls: type[Instance]) -> None:
         super().__init__(name, spec)
         self.cls = cls
         execute = getattr(cls, "execute", None)
@@ -282,7 +282,7 @@ class AgentTool(BoundTool):
     kind = "an agent"
     stop_seconds = None  # a child trajectory ends by itself, and must be recorded
 
-    def __init__(self, name: str, spec: graph.Tool, agent: AgentGraph) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec, agent: AgentGraph) -> None:
         super().__init__(name, spec)
         self.agent = agent
         if spec.placement != "local":
@@ -311,7 +311,7 @@ def _ask(task: str) -> None:
     """
 
 
-def bind(name: str, spec: graph.Tool) -> BoundTool:
+def bind(name: str, spec: graph.ToolSpec) -> BoundTool:
     """Load a tool's code and build its schema; nothing of the tool runs. Raise ToolError for what is wrong with it."""
     _check_form(name, spec)
     if spec.agent is not None:
@@ -334,7 +334,7 @@ def bind(name: str, spec: graph.Tool) -> BoundTool:
     raise ToolError(f"tool '{name}': '{spec.use}' is a {type(code).__name__}; a tool is a function or a class")
 
 
-def bind_all(name: str, spec: graph.Tool) -> Mapping[str, BoundTool]:
+def bind_all(name: str, spec: graph.ToolSpec) -> Mapping[str, BoundTool]:
     """Return the tools of one entry of an agent's ``tools``; an MCP server, or a taskset, is asked for its own."""
     if not spec.is_source:
         return {name: bind(name, spec)}
@@ -346,7 +346,7 @@ def bind_all(name: str, spec: graph.Tool) -> Mapping[str, BoundTool]:
     return tools
 
 
-def check_tool(name: str, spec: graph.Tool) -> None:
+def check_tool(name: str, spec: graph.ToolSpec) -> None:
     """Raise ToolError for what is wrong with an entry of an agent's ``tools``; nothing is started, loaded or asked."""
     if not spec.is_source:
         bind(name, spec)
@@ -354,7 +354,7 @@ def check_tool(name: str, spec: graph.Tool) -> None:
         _check_form(name, spec)
 
 
-def _check_form(name: str, spec: graph.Tool) -> None:
+def _check_form(name: str, spec: graph.ToolSpec) -> None:
     if sum(kind is not None for kind in (spec.use, spec.agent, spec.mcp, spec.verifiers)) != 1:
         raise ToolError(
             f"tool '{name}': give either `use` (a function or class) or `agent` (a YAML file) or `mcp` (a server) or "
@@ -373,7 +373,7 @@ def _check_form(name: str, spec: graph.Tool) -> None:
             raise ToolError(f"tool '{name}': {kind} describes its tools itself; leave kwargs and description out")
 
 
-def tool_schema_of(name: str, tool: graph.Tool) -> Schema:
+def tool_schema_of(name: str, tool: graph.ToolSpec) -> Schema:
     """Return the schema of a tool of an agent, code or another agent; its code is imported, and not run.
 
     Raises:

@@ -55,7 +55,7 @@ _discovered: dict[int, tuple[graph.MCP, list[DeclaredTool]]] = {}
 class MCPServer:
     """One server of an agent: its tools and its sessions."""
 
-    def __init__(self, name: str, spec: graph.Tool) -> None:
+    def __init__(self, name: str, spec: graph.ToolSpec) -> None:
         assert spec.mcp is not None
         self.name = name
         self.spec = spec

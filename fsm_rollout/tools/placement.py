@@ -1,6 +1,6 @@
 """A tool's code in another process or on a Ray cluster: a heavy tool neither slows trajectories nor ends them.
 
-Invariant: what goes to a function and what comes back is plain data (:class:`Request`, :class:`Answer`, in
+Invariant: what goes to a function and what comes back is plain data (:class:`ToolRequest`, :class:`ToolAnswer`, in
 MessagePack), never a pickle, which could run code where it is read. So arguments travel as the model wrote them and are
 made the function's own types there, and an error comes back in words: the names of its class and its bases, and its
 message. A call that is given up is killed. (Ray itself pickles what it carries: a cluster is trusted as a whole.)
@@ -48,7 +48,7 @@ RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 LONGEST_ANSWER = 2**30  # bytes of an answer that are read from a worker process; one that says more is killed
 
 
-class Request(msgspec.Struct, frozen=True):
+class ToolRequest(msgspec.Struct, frozen=True):
     """A call of the function ``use`` (``module:name``)."""
 
     use: str
@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
     context: ToolContext | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ToolAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a tool returned, as text, or the error that it raised."""
 
     text: str | None = None
@@ -84,8 +84,8 @@ def _to_random(kind: type, state: tuple[Any, Sequence[int], Any]) -> Random:
     return random
 
 
-_encoder, _decoder = msgspec.msgpack.Encoder(enc_hook=_to_plain), msgspec.msgpack.Decoder(Answer)
-_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_to_random)
+_encoder, _decoder = msgspec.msgpack.Encoder(enc_hook=_to_plain), msgspec.msgpack.Decoder(ToolAnswer)
+_request_decoder = msgspec.msgpack.Decoder(ToolRequest, dec_hook=_to_random)
 
 _logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ _logger = logging.getLogger(__name__)
 # -- worker processes ---------------------------------------------------------------------------------------------
 
 
-def packed(request: Request) -> bytes:
+def packed(request: ToolRequest) -> bytes:
     """Return a request as it travels; ToolError if something in it is no plain data."""
     try:
         return _encoder.encode(request)
@@ -103,14 +103,14 @@ def packed(request: Request) -> bytes:
 
 def check_travels(use: str, hidden: Mapping[str, object]) -> None:
     """Raise ToolError unless hidden values of a function arrive elsewhere as what they are here."""
-    if _request_decoder.decode(packed(Request(use, {}, dict(hidden)))).hidden != hidden:
+    if _request_decoder.decode(packed(ToolRequest(use, {}, dict(hidden)))).hidden != hidden:
         raise ToolError(
             f"the hidden values of '{use}' would arrive in another process as something else; give text, numbers, "
             "lists and mappings"
         )
 
 
-async def call_in_process(request: Request) -> object:
+async def call_in_process(request: ToolRequest) -> object:
     """Call a function in a worker process; cancelling the call kills that process.
 
     Raises what the function raises, ToolError where the call cannot be sent, and ToolDied where no answer comes.
@@ -126,14 +126,14 @@ async def call_in_process(request: Request) -> object:
     return _result(answer)
 
 
-def _decoded(answer: bytes) -> Answer:
+def _decoded(answer: bytes) -> ToolAnswer:
     try:
         return _decoder.decode(answer)
     except (msgspec.DecodeError, TypeError) as error:
         raise ToolDied(f"its process did not answer as it should: {error}") from error
 
 
-def _result(answer: Answer) -> object:
+def _result(answer: ToolAnswer) -> object:
     if answer.of_the_call:
         raise BadArguments(answer.message)
     if answer.error:
@@ -141,7 +141,7 @@ def _result(answer: Answer) -> object:
     return answer.text if answer.reward is None else ToolResult(str(answer.text), answer.reward)
 
 
-class _Worker:
+class _ToolWorker:
     """A worker process, and the pipe to it."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _Worker:
         self._pipe.send_bytes(_encoder.encode(sys.path))
         self._calls = 0
 
-    def call(self, request: bytes) -> Answer:
+    def call(self, request: bytes) -> ToolAnswer:
         self._calls += 1
         try:
             self._pipe.send_bytes(request)
@@ -168,16 +168,16 @@ class _Worker:
         self._pipe.close()
 
 
-_idle: list[_Worker] = []  # shared by all threads; `pop` and `append` are atomic
+_idle: list[_ToolWorker] = []  # shared by all threads; `pop` and `append` are atomic
 
 
-def _free_worker() -> _Worker:
+def _free_worker() -> _ToolWorker:
     """Return a worker that is free, a new one if need be: modules are imported once in each."""
     with suppress(IndexError):
         while (worker := _idle.pop()).process.exit_code is not None:
             worker.kill()
         return worker
-    return _Worker()
+    return _ToolWorker()
 
 
 @atexit.register
@@ -199,7 +199,7 @@ def serve(descriptor: int) -> None:
 # -- Ray ----------------------------------------------------------------------------------------------------------
 
 
-async def call_on_ray(request: Request) -> object:
+async def call_on_ray(request: ToolRequest) -> object:
     """Call a function as a Ray task; cancelling the call kills the worker.
 
     Raises what the function raises, ToolError where the call cannot be sent, ToolDied where the worker was lost, and
@@ -217,7 +217,7 @@ async def prepare_ray() -> None:
     try:
         if not import_ray().is_initialized():
             with suppress(ToolDied):  # the calls will tell
-                await call_on_ray(Request(f"{__name__}:_nothing", {}, {}))
+                await call_on_ray(ToolRequest(f"{__name__}:_nothing", {}, {}))
     finally:
         slow.cancel()
 
@@ -274,9 +274,9 @@ class _Holder:
                 if self._instance is None:
                     self._instance = await invoke(cast(Function, load_object(self._use)), self._kwargs)
             if not hasattr(self._instance, method):
-                return _encoder.encode(Answer())
+                return _encoder.encode(ToolAnswer())
             value = await invoke(getattr(self._instance, method), arguments)
-            return _encoder.encode(_returned(value) if method == "execute" else Answer())
+            return _encoder.encode(_returned(value) if method == "execute" else ToolAnswer())
         except Exception as error:  # whatever the tool raises
             return _encoder.encode(_raised(error))
 
@@ -310,16 +310,16 @@ def _look_in(path: Sequence[str]) -> None:
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
 
 
-def _returned(value: object) -> Answer:
+def _returned(value: object) -> ToolAnswer:
     if isinstance(value, ToolResult):
         reward = None if value.reward is None else float(value.reward)
-        return Answer(tool_messages.result(value.text), reward)
-    return Answer(tool_messages.result(value))
+        return ToolAnswer(tool_messages.result(value.text), reward)
+    return ToolAnswer(tool_messages.result(value))
 
 
-def _raised(error: BaseException) -> Answer:
+def _raised(error: BaseException) -> ToolAnswer:
     if not isinstance(error, Exception):  # what would end the process, were it raised again
         error = RuntimeError(f"{type(error).__name__}: {error}")
     names = [tool_messages.clean(cls.__name__) for cls in type(error).__mro__]
     message = tool_messages.clean(tool_messages.message_of(error))
-    return Answer(error=names, message=message, place=place_of(error), of_the_call=isinstance(error, BadArguments))
+    return ToolAnswer(error=names, message=message, place=place_of(error), of_the_call=isinstance(error, BadArguments))

@@ -97,7 +97,7 @@ class Toolbox:
             self._by_context[context] = {name: self._tools[name] for name in names}
         return self._by_context[context]
 
-    def spec_of(self, name: str) -> graph.Tool | None:
+    def spec_of(self, name: str) -> graph.ToolSpec | None:
         """Return what the agent says of the tool that a model calls ``name``, if there is one."""
         return self._tools[name].spec if name in self._tools else None
 

@@ -80,7 +80,7 @@ class Stream(msgspec.Struct):
         return self.tokens.tail(self.turn_at)
 
 
-class Turn(msgspec.Struct, gc=False):
+class AssistantTurn(msgspec.Struct, gc=False):
     """One message of the model's, with its tool calls, their results and its score."""
 
     context: str

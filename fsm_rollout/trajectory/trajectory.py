@@ -17,7 +17,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.stream import BRANCH, SampledWith, Stream, Turn
+from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, SampledWith, Stream
 from fsm_rollout.trajectory.tokens import MessagePart, TokenStream
 from fsm_rollout.trajectory.wall_time import covered
 
@@ -111,7 +111,7 @@ class Trajectory(msgspec.Struct):
     """Number of generations so far; the index of the next one."""
     context_turns: dict[str, int] = {}
     """Number of generations so far, by context."""
-    turn_of: list[Turn] = []
+    turn_of: list[AssistantTurn] = []
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
@@ -213,7 +213,7 @@ class Trajectory(msgspec.Struct):
         return messages if messages or context != "main" else list(self.prompt_messages)
 
     @property
-    def assistant_turns(self) -> list[Turn]:
+    def assistant_turns(self) -> list[AssistantTurn]:
         """The model's turns, of all contexts, in the order in which they began: text, calls, results and score."""
         return [turn for index, turn in enumerate(self.turn_of) if turn.generations[0] == index]
 
@@ -403,14 +403,14 @@ class Trajectory(msgspec.Struct):
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
 
-    def _update_turn(self, event: events.Generated) -> Turn:
+    def _update_turn(self, event: events.Generated) -> AssistantTurn:
         """Begin or continue the turn of a generation that has just ended, and return it."""
         # 1. A new message, or more of the context's latest.
         turn = None
         if event.continued or event.resumed:
             turn = next((turn for turn in reversed(self.turn_of) if turn.context == event.context), None)
         if turn is None:
-            turn = Turn(event.context, event.state, event.message, event.attempts, event.finish_reason)
+            turn = AssistantTurn(event.context, event.state, event.message, event.attempts, event.finish_reason)
         # 2. What the generation made of it.
         turn.message, turn.calls, turn.finish_reason = event.message, event.attempts, event.finish_reason
         turn.tokens += len(event.ids)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import MCP, Tool
+from fsm_rollout.agent.graph import MCP, ToolSpec
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import CallResult, Toolbox, ToolSession
@@ -55,7 +55,7 @@ def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toolbox(**tool: Any) -> Toolbox:
     agent = loads(AGENT.replace("MCP", "{command: [python]}"))
-    return Toolbox(agent.model_copy(update={"tools": {"files": Tool.model_validate(tool)}}))
+    return Toolbox(agent.model_copy(update={"tools": {"files": ToolSpec.model_validate(tool)}}))
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import re
 
 import yaml
 
-from fsm_rollout.agent.graph import Tool
+from fsm_rollout.agent.graph import ToolSpec
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.jobs.run_config import PromptSource
@@ -25,7 +25,7 @@ def test_external() -> None:
 
 def test_mcp() -> None:
     (block,) = blocks("mcp")
-    tool = Tool.model_validate_json(json.dumps(yaml.safe_load(block)["tools"]["files"]))
+    tool = ToolSpec.model_validate_json(json.dumps(yaml.safe_load(block)["tools"]["files"]))
     assert tool.mcp is not None
     assert not tool.may_repeat
 
@@ -39,7 +39,7 @@ def test_openai_engine() -> None:
 def test_environments() -> None:
     played, tools, run = blocks("environments")
     assert loads(played).interaction is not None
-    tool = Tool.model_validate_json(json.dumps(yaml.safe_load(tools)["tools"]["sums"]))
+    tool = ToolSpec.model_validate_json(json.dumps(yaml.safe_load(tools)["tools"]["sums"]))
     assert tool.verifiers is not None
     assert tool.is_source
     source = PromptSource.model_validate_json(json.dumps(yaml.safe_load(run)["prompts"]))

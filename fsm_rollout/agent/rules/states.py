@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, Interaction, State
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, InteractionSpec, StateSpec
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # What builds tools says what is wrong with one. It is built from agents, so it is found by name, as handlers are.
 _CHECK_TOOL = "fsm_rollout.tools.bound_tools:check_tool"
-_DEFAULTS = State()
+_DEFAULTS = StateSpec()
 _WAITING = ("generate", "call_tools", "interact")  # handlers that wait for something outside; custom ones may
 _HANDLERS_KEYS = ("sampling", "parallel", "interaction", "options")
 
@@ -63,7 +63,7 @@ def _code(structure: Structure) -> Iterator[Finding]:
             check_tool(name, tool)
         except ToolError as error:
             yield Finding(14, ("tools", name), str(error))
-    interactions: dict[ConfigPath, Interaction | None] = {("interaction", "use"): graph.interaction}
+    interactions: dict[ConfigPath, InteractionSpec | None] = {("interaction", "use"): graph.interaction}
     interactions |= {("states", name, "interaction", "use"): state.interaction for name, state in graph.states.items()}
     for path, interaction in interactions.items():
         if interaction is None:
@@ -108,7 +108,7 @@ def _final_states(structure: Structure) -> Iterator[Finding]:
             yield Finding(
                 17, ("states", name, "final"), f"state '{name}' is always final; give another state the transitions"
             )
-        for key in State.model_fields:
+        for key in StateSpec.model_fields:
             if key != "final" and getattr(state, key) != getattr(_DEFAULTS, key):
                 yield Finding(17, ("states", name, key), f"state '{name}' is final, so its {key} would never be used")
     for index, row in enumerate(graph.transitions):

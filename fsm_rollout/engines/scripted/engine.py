@@ -21,7 +21,7 @@ import msgspec
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, refusal
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Request
-from fsm_rollout.engines.scripted.script import Plan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
+from fsm_rollout.engines.scripted.script import AnswerPlan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
@@ -39,7 +39,7 @@ class _Answer:
     request: Request
     stream: ChunkStream
     since: float
-    plan: Plan = Plan()  # noqa: RUF009  # it is frozen
+    plan: AnswerPlan = AnswerPlan()  # noqa: RUF009  # it is frozen
     emitted: int = 0  # how many of its pieces have been sent
     tokens: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -199,7 +199,7 @@ class ScriptedEngine:
             self._emit(answer, queue_seconds=answer.stream.loop.time() - answer.since)
             self._schedule(answer, answer.plan.delay)
 
-    def _plan(self, request: Request) -> Plan:
+    def _plan(self, request: Request) -> AnswerPlan:
         try:
             turn = turn_for(self._script, request)
             if turn.fails is not None:
@@ -209,7 +209,7 @@ class ScriptedEngine:
                 self._failed[tries] += 1
             return plan(turn, request, encode=self._encode, eos=self._eos, max_context=self.max_context)
         except Exception as error:  # the script may be the user's function; its error is this request's alone
-            return Plan(error=f"{type(error).__name__}: {error}")
+            return AnswerPlan(error=f"{type(error).__name__}: {error}")
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids = self._known.get(text)

@@ -16,7 +16,7 @@ from typing import Any
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.engines.scripted.script import Plan
+from fsm_rollout.engines.scripted.script import AnswerPlan
 from fsm_rollout.errors import EngineError, JournalError
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
 from fsm_rollout.trajectory.enums import FinishReason
@@ -107,13 +107,15 @@ class ReplayEngine(ScriptedEngine):
         self._recorded = recorded(self._journal)
         self.eos_ids = frozenset(eos_ids)
 
-    def _plan(self, request: Request) -> Plan:
+    def _plan(self, request: Request) -> AnswerPlan:
         """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
         recorded = self._recorded.get((request.trajectory_id, request.context, request.turn))
         if recorded is None:
-            return Plan(error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way")
+            return AnswerPlan(
+                error=f"ReplayDiverged: {self._journal} has no {self._where(request)}: it went another way"
+            )
         if (wrong := self._difference(request, recorded)) is not None:
-            return Plan(error=wrong)
+            return AnswerPlan(error=wrong)
         start = request.sampled
         end = min(len(recorded.ids), start + request.sampling.max_tokens)
         changes = [at for at in range(start + 1, end) if recorded.versions[at] != recorded.versions[at - 1]]
@@ -128,13 +130,13 @@ class ReplayEngine(ScriptedEngine):
         )
         versions = tuple(recorded.versions[at] for at in bounds[:-1]) if end > start else ()
         if end < len(recorded.ids):
-            return Plan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
+            return AnswerPlan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
         if recorded.finish_reason != FinishReason.ABORT:
-            return Plan(pieces, versions=versions, finish_reason=recorded.finish_reason)
+            return AnswerPlan(pieces, versions=versions, finish_reason=recorded.finish_reason)
         cut_off = (
             f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(recorded.ids)} tokens"
         )
-        return Plan(pieces, versions=versions, error=cut_off)
+        return AnswerPlan(pieces, versions=versions, error=cut_off)
 
     def _where(self, request: Request) -> str:
         return f"generation {request.turn} (from 0) of trajectory '{request.trajectory_id}' in '{request.context}'"

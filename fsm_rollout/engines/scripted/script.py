@@ -100,7 +100,7 @@ def turn_for(script: Script, request: Request) -> Turn:
     return Turn(text=turn) if isinstance(turn, str) else turn
 
 
-class Plan(msgspec.Struct, frozen=True):
+class AnswerPlan(msgspec.Struct, frozen=True):
     """How a request will be answered: its pieces, each after ``delay`` seconds, and its end."""
 
     pieces: tuple[tuple[Ids, Logprobs] | tuple[Ids, Logprobs, list[Note]], ...] = ((NO_IDS, NO_LOGPROBS),)
@@ -116,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def plan(
     turn: Turn, request: Request, *, encode: Callable[[str], Sequence[int]], eos: int | None, max_context: int
-) -> Plan:
+) -> AnswerPlan:
     """Return how ``turn`` answers ``request``; ScriptError if it ends with a stop token, and there is none."""
     sampling, start = request.sampling, len(request.ids)
     ids, stopped = _turn_ids(turn, request, encode, eos)
@@ -127,10 +127,10 @@ def plan(
         pending = ids[request.sampled :]
     pieces = _pieces(pending[:budget], turn.chunks, start, turn.logprob)
     if len(pending) > budget or (len(pending) == budget and not stopped):
-        return Plan(pieces, turn.delay, FinishReason.LENGTH)
+        return AnswerPlan(pieces, turn.delay, FinishReason.LENGTH)
     if stopped:  # a stop token ends a generation, whatever the turn would have come to
-        return Plan(pieces, turn.delay, FinishReason.STOP)
-    return Plan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
+        return AnswerPlan(pieces, turn.delay, FinishReason.STOP)
+    return AnswerPlan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
 
 
 def _turn_ids(

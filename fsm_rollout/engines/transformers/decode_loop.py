@@ -42,7 +42,7 @@ WORTH_SHARING = 16  # tokens with which most requests begin are held once for al
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _Decoding:
     """One request, admitted or (without ``tokens``) waiting for that, and what it has sampled."""
 
     request: Request
@@ -98,10 +98,10 @@ class DecodeLoop:
         self._fill_tokens = fill_tokens
         self._send_every = send_every
         self._replica = replica
-        self._waiting: deque[_Running] = deque()
-        self._unfilled: deque[_Running] = deque()
-        self._rows: list[_Running] = []  # what is in each row of the cache: running requests, and idle ones
-        self._idle: dict[str, _Running] = {}  # the idle rows by session, the longest idle first
+        self._waiting: deque[_Decoding] = deque()
+        self._unfilled: deque[_Decoding] = deque()
+        self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
+        self._idle: dict[str, _Decoding] = {}  # the idle rows by session, the longest idle first
         self._steps = 0
         self.release()
 
@@ -121,12 +121,12 @@ class DecodeLoop:
         return sum(len(r.tokens) for r in (*self._decoding, *self._unfilled))
 
     @property
-    def _decoding(self) -> list[_Running]:
+    def _decoding(self) -> list[_Decoding]:
         return [running for running in self._rows if not running.idle]
 
     def add(self, requests: Iterable[Request], now: float) -> None:
         """Queue requests that came at ``now`` seconds."""
-        self._waiting.extend(_Running(request, now) for request in requests)
+        self._waiting.extend(_Decoding(request, now) for request in requests)
 
     def admit(self, now: float) -> list[Chunk]:
         """Admit what there is room for; return their empty first chunks."""
@@ -182,7 +182,7 @@ class DecodeLoop:
         # 1. What the budget allows, and one request in any case; each in a row, after what its session left there.
         if self._unfilled:
             self._share()
-        fresh: list[_Running] = []
+        fresh: list[_Decoding] = []
         budget = self._fill_tokens
         while self._unfilled:
             running = self._unfilled[0]
@@ -201,7 +201,7 @@ class DecodeLoop:
         self._sampler = None
         self._reserve(max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh))
         # 2. What is alike, as the samples of a group begin, is filled in one row and copied to the others.
-        first: dict[tuple[int, tuple[int, ...]], _Running] = {}
+        first: dict[tuple[int, tuple[int, ...]], _Decoding] = {}
         alike = []
         for running in fresh:
             if running.cached == running.shared:
@@ -233,7 +233,7 @@ class DecodeLoop:
             self._reserve(length)
             self._cache.hold(prompt[:length] if length >= WORTH_SHARING else [])
 
-    def _give_row(self, running: _Running, kept: _Running | None) -> None:
+    def _give_row(self, running: _Decoding, kept: _Decoding | None) -> None:
         """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
         if kept is None and self._idle and len(self._rows) >= self._most_rows:
             kept = next(iter(self._idle.values()))
@@ -245,7 +245,7 @@ class DecodeLoop:
             running.row = kept.row
             self._rows[kept.row] = running
 
-    def _fill_together(self, together: list[_Running]) -> None:
+    def _fill_together(self, together: list[_Decoding]) -> None:
         """Fill rows in one forward pass, after what they hold."""
         ids = _rectangle([running.missing for running in together])
         cached, shared = (torch.tensor([[r.cached, r.shared] for r in together])).unbind(1)
@@ -310,7 +310,7 @@ class DecodeLoop:
         self._sampler = None
         return border
 
-    def _rest(self, ended: list[_Running]) -> None:
+    def _rest(self, ended: list[_Decoding]) -> None:
         """Let the rows of requests that have ended be idle."""
         for running in ended:
             if (before := self._idle.pop(running.request.session, None)) is not None:
@@ -318,7 +318,7 @@ class DecodeLoop:
             running.idle = True
             self._idle[running.request.session] = running
 
-    def _remove(self, idle: _Running) -> None:
+    def _remove(self, idle: _Decoding) -> None:
         """Remove an idle row; the last row moves into the gap."""
         last = self._rows.pop()
         if last is not idle:
@@ -329,7 +329,7 @@ class DecodeLoop:
 
     def _chunk(
         self,
-        running: _Running,
+        running: _Decoding,
         finish_reason: FinishReason | None = None,
         *,
         error: str | None = None,
@@ -364,7 +364,7 @@ def _common(cached: list[int], tokens: list[int]) -> int:
     )
 
 
-def _missing(running: _Running) -> int:
+def _missing(running: _Decoding) -> int:
     return len(running.missing)
 
 

@@ -78,7 +78,7 @@ def roomy_copy(old: torch.Tensor, rows: int, columns: int, used: Sequence[int]) 
     return new
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+class _LayerRows(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
     """One layer's keys and values: ``[rows, heads, columns, head_dim]``; never-written places hold 0.
 
     What a row's head holds is one block: attention on a CPU takes twice as long where heads alternate.
@@ -162,7 +162,7 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     shares: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(layers=[_Layer(self) for _ in range(model.config.num_hidden_layers)])
+        super().__init__(layers=[_LayerRows(self) for _ in range(model.config.num_hidden_layers)])
         self.model = model
         self.prefix: list[int] = []
         self.place: _Place

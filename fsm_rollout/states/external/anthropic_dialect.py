@@ -122,7 +122,7 @@ def whole(reply: ChatReply) -> bytes:
     return message.model_dump_json(exclude_unset=True).encode()
 
 
-class Streamed:
+class AnthropicEvents:
     """A reply as server-sent events."""
 
     def __init__(self, reply_id: str, request: ChatRequest) -> None:
@@ -174,6 +174,9 @@ class Streamed:
     def failed(self, error: ProtocolError) -> Iterator[bytes]:
         """Yield an error that comes after the beginning."""
         yield b"event: error\ndata: " + failure(error) + b"\n\n"
+
+
+EVENTS = AnthropicEvents
 
 
 def _sse(event: BaseModel) -> bytes:

@@ -30,7 +30,7 @@ MOST_BYTES = 32 * 2**20  # the longest body of a call
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictionary()
 
 
-class Session:
+class AgentSession:
     """One visit as its foreign agent sees it."""
 
     def __init__(self, histories: AgentHistories, dialect: ModuleType, model: str) -> None:
@@ -42,13 +42,13 @@ class Gateway:
     """Routes calls to visits by their keys."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self.url = ""
 
     @asynccontextmanager
-    async def session(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+    async def session(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
         """Serve a visit; yield the server's address and the visit's key. Calls that are left are ended with it."""
         async with self._starting:
             if self._runner is None:
@@ -103,7 +103,7 @@ class Gateway:
         finally:
             session.tasks.discard(task)
 
-    async def _call(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _call(self, request: web.Request, session: AgentSession) -> web.StreamResponse:
         from fsm_rollout.states.external import openai_dialect
 
         if request.path == "/v1/models" and request.method == "GET":

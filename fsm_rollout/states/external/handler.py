@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fsm_rollout.agent.graph import State as StateSpec
+from fsm_rollout.agent.graph import StateSpec
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.states.base import State
@@ -111,10 +111,10 @@ class External(State):
                 f"a foreign agent needs the package `{self.options.dialect}`: pip install 'fsm-rollout[external]'"
             ) from error
         from fsm_rollout.states.external.agent_histories import AgentHistories
-        from fsm_rollout.states.external.gateway import Session, gateway  # a server: only for those who need one
+        from fsm_rollout.states.external.gateway import AgentSession, gateway  # a server: only for those who need one
 
         histories = AgentHistories(ctx, self.spec.context, self._schemas)
-        session = Session(histories, dialect, trajectory.agent)
+        session = AgentSession(histories, dialect, trajectory.agent)
         async with gateway().session(session) as (url, key):
             messages = [dict(message) for message in trajectory.prompt_messages]
             visit = ForeignVisit(

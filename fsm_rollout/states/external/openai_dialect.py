@@ -152,7 +152,7 @@ def whole(reply: ChatReply) -> bytes:
     return completion.model_dump_json(exclude_unset=True).encode()
 
 
-class Streamed:
+class OpenAIEvents:
     """A reply as server-sent events."""
 
     def __init__(self, reply_id: str, request: ChatRequest) -> None:
@@ -202,6 +202,9 @@ class Streamed:
     @staticmethod
     def _sse(chunk: ChatCompletionChunk) -> bytes:
         return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n".encode()
+
+
+EVENTS = OpenAIEvents
 
 
 def failure(error: ProtocolError) -> bytes:

@@ -109,7 +109,7 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
             return response
         # 2. As it comes. What fails before the first piece is an error like any other.
         part = await anext(parts)
-        stream, streamed = web.StreamResponse(headers=SSE), dialect.Streamed(f"chatcmpl-{secrets.token_hex(8)}", chat)
+        stream, streamed = web.StreamResponse(headers=SSE), dialect.EVENTS(f"chatcmpl-{secrets.token_hex(8)}", chat)
         await stream.prepare(request)
         await stream.write(b"".join(streamed.begin()))
         try:

@@ -15,7 +15,14 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Request, Sleeper
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.conformance.engine_subject import LATE, LONG, Answer, Dispatch, EngineSubject, check_good
+from fsm_rollout.testing.conformance.engine_subject import (
+    LATE,
+    LONG,
+    Dispatch,
+    EngineSubject,
+    RequestAnswer,
+    check_good,
+)
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
 from fsm_rollout.trajectory.enums import FinishReason
 
@@ -218,7 +225,7 @@ async def _ran_on(subject: EngineSubject) -> bool:
     return late and not waits
 
 
-async def silence(subject: EngineSubject, answer: Answer, settle: float) -> bool:
+async def silence(subject: EngineSubject, answer: RequestAnswer, settle: float) -> bool:
     """Return whether a held request ran on: what came soon after the order may have been on its way."""
     began = subject.now
     while True:

@@ -33,7 +33,7 @@ LATE = 1.0  # seconds after an order within which what comes may have been on it
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestAnswer:
     """All chunks of one request so far."""
 
     request: Request
@@ -117,7 +117,7 @@ class Answer:
         )
 
 
-def take(chunk: Chunk, answers: Mapping[str, Answer]) -> None:
+def take(chunk: Chunk, answers: Mapping[str, RequestAnswer]) -> None:
     """Give a chunk to the answer it belongs to."""
     if not isinstance(chunk, Chunk):
         raise ConformanceError(1, f"generate() gave {chunk!r:.80}, which is no Chunk")
@@ -132,7 +132,7 @@ class Dispatch:
 
     def __init__(self, subject: EngineSubject, requests: Sequence[Request]) -> None:
         self.subject = subject
-        self.answers = {request.request_id: Answer(request) for request in requests}
+        self.answers = {request.request_id: RequestAnswer(request) for request in requests}
         subject.requests += len(requests)
         stream = subject.engine.generate(requests)
         if inspect.iscoroutine(stream):
@@ -144,7 +144,7 @@ class Dispatch:
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def first(self) -> Answer:
+    def first(self) -> RequestAnswer:
         """The answer to the first request."""
         return next(iter(self.answers.values()))
 
@@ -166,7 +166,7 @@ class Dispatch:
 
     async def read(
         self, number: int = 1, late: str = "", each: Callable[[Chunk], Awaitable[None]] | None = None
-    ) -> list[Answer]:
+    ) -> list[RequestAnswer]:
         """Take all that comes, in time, and check that it is whole; ``late`` says what else breaks ``number``.
 
         ``each`` is awaited after every chunk.
@@ -186,7 +186,7 @@ class Dispatch:
                 await each(chunk)
             await asyncio.sleep(0)  # chunks without end keep nobody else from running
 
-    def check_whole(self) -> list[Answer]:
+    def check_whole(self) -> list[RequestAnswer]:
         """Check that all have come to a proper end."""
         for answer in self.answers.values():
             answer.check_whole(self.subject.engine.max_context)
@@ -288,7 +288,7 @@ class EngineSubject:
         """Return a request that is under way for long."""
         return self.request(prompt, LONG, ignore_eos=True, **sampling)
 
-    async def collect(self, *requests: Request) -> list[Answer]:
+    async def collect(self, *requests: Request) -> list[RequestAnswer]:
         """Get all answers of one dispatch, checking their form."""
         return await Dispatch(self, requests).read()
 
@@ -339,7 +339,7 @@ class EngineSubject:
         demand(counts, 6, f"load() gave {load}")
         return load
 
-    async def as_alone(self, number: int, answer: Answer, what: str) -> None:
+    async def as_alone(self, number: int, answer: RequestAnswer, what: str) -> None:
         """Check that an interrupted request got the tokens that it gets uninterrupted."""
         if not self.deterministic or not answer.ids:
             return
@@ -351,7 +351,7 @@ class EngineSubject:
             raise ConformanceError(number, f"a request that was {what} got other tokens than alone: {got}")
 
 
-def check_good(answers: Iterable[Answer]) -> None:
+def check_good(answers: Iterable[RequestAnswer]) -> None:
     """Check that none was aborted."""
     for answer in answers:
         good = answer.finish_reason != FinishReason.ABORT

@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.conformance.engine_subject import Answer, Dispatch, EngineSubject, check_good
+from fsm_rollout.testing.conformance.engine_subject import Dispatch, EngineSubject, RequestAnswer, check_good
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
@@ -19,7 +19,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 CLOSE = 1e-3  # how far two logprobs of the same token may be apart (batches of different shapes round differently)
 
 
-def _equal(answer: Answer, other: Answer, what: str, skip: int = 0, to: int | None = None) -> None:
+def _equal(answer: RequestAnswer, other: RequestAnswer, what: str, skip: int = 0, to: int | None = None) -> None:
     first, second = answer.ids[skip:to], other.ids
     demand(first == second, 5, f"{what}: {second} instead of {first}")
     for a, b in zip(answer.logprobs[skip:to], other.logprobs, strict=True):
@@ -79,7 +79,7 @@ async def answers(subject: EngineSubject) -> None:
 async def logprobs(subject: EngineSubject) -> None:
     """Sample at temperatures 1 and 0: not every token can have been certain. And see whether seeds matter."""
 
-    async def sample(**sampling: object) -> list[Answer]:
+    async def sample(**sampling: object) -> list[RequestAnswer]:
         prompts = range(len(subject.prompts))
         return await subject.collect(*(subject.request(i, 16, ignore_eos=True, **sampling) for i in prompts))
 

@@ -9,7 +9,7 @@ import asyncio
 
 from fsm_rollout.engines.protocol import Chunk
 from fsm_rollout.testing.conformance.engine_orders import TRIES, not_ended_by, silence
-from fsm_rollout.testing.conformance.engine_subject import LATE, Answer, EngineSubject
+from fsm_rollout.testing.conformance.engine_subject import LATE, EngineSubject, RequestAnswer
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
 from fsm_rollout.trajectory.enums import FinishReason
 
@@ -103,11 +103,11 @@ async def _update_paused(subject: EngineSubject, wait: float, settle: float) -> 
     return None if ended or renewed() else _in_words(answer)
 
 
-def _carries_only(answer: Answer, old: int, updated: int) -> None:
+def _carries_only(answer: RequestAnswer, old: int, updated: int) -> None:
     wrong = set(answer.versions) - {old, updated}
     carried = f"the versions were {old} and then {updated}, and tokens carry another version, {_in_words(answer)}"
     demand(not wrong, 8, carried)
 
 
-def _in_words(answer: Answer) -> str:
+def _in_words(answer: RequestAnswer) -> str:
     return ", ".join(map(str, answer.versions))

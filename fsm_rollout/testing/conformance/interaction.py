@@ -15,7 +15,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from fsm_rollout.agent.graph import Interaction as Spec
+from fsm_rollout.agent.graph import InteractionSpec
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
@@ -63,7 +63,7 @@ _scripts = st.builds(
 
 @SUITE.documented
 def check_interaction(
-    interaction: type | str | Spec,
+    interaction: type | str | InteractionSpec,
     *,
     kwargs: Mapping[str, object] | None = None,
     interaction_kwargs: Mapping[str, object] | None = None,
@@ -96,10 +96,12 @@ def check_interaction(
     Raises:
         ConformanceError: a promise does not hold; with the shortest conversation that shows it.
     """
-    code = interaction.use if isinstance(interaction, Spec) else interaction
+    code = interaction.use if isinstance(interaction, InteractionSpec) else interaction
     with SUITE.judging():
         path, name = named(code)
-        spec = interaction if isinstance(interaction, Spec) else Spec(use=path, kwargs=kwargs or {})
+        spec = (
+            interaction if isinstance(interaction, InteractionSpec) else InteractionSpec(use=path, kwargs=kwargs or {})
+        )
         subject = _Interaction(spec, name, patience, examples, interaction_kwargs or {}, extra or {}, most_replies)
         subject.unmade |= (set() if deterministic else {5, 6}) | (set() if resumable else {6})
         return SUITE.hold(subject)
@@ -144,8 +146,8 @@ class _Interaction(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 8, 3, 8, 7
 
     def __init__(
-        self, spec: Spec, name: str, patience: float, examples: int, interaction_kwargs: Mapping[str, object],
-        extra: Mapping[str, object], most_replies: int,
+        self, spec: InteractionSpec, name: str, patience: float, examples: int,
+        interaction_kwargs: Mapping[str, object], extra: Mapping[str, object], most_replies: int,
     ) -> None:  # fmt: skip
         super().__init__(name, f"{name}.reply", patience, examples)
         self.spec, self.interaction_kwargs, self.extra = spec, interaction_kwargs, extra

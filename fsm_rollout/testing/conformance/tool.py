@@ -17,7 +17,7 @@ from random import Random
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fsm_rollout.agent.graph import AgentGraph, Retry, Tool
+from fsm_rollout.agent.graph import AgentGraph, Retry, ToolSpec
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ SUITE = Suite[Callable[["_Tool"], "int | None"]]({
 
 @SUITE.documented
 def check_tool(
-    tool: Callable[..., object] | str | Tool,
+    tool: Callable[..., object] | str | ToolSpec,
     *,
     kwargs: Mapping[str, object] | None = None,
     tools_kwargs: Mapping[str, object] | None = None,
@@ -81,12 +81,12 @@ def check_tool(
     Raises:
         ConformanceError: a promise does not hold; with the simplest call that shows it.
     """
-    if isinstance(tool, Tool) and tool.agent is not None:
+    if isinstance(tool, ToolSpec) and tool.agent is not None:
         embedded_tokenizer()  # loading it takes seconds, which are not the tool's
-    code = tool.use or "agent" if isinstance(tool, Tool) else tool
+    code = tool.use or "agent" if isinstance(tool, ToolSpec) else tool
     with SUITE.judging():
         path, name = named(code)
-        spec = tool if isinstance(tool, Tool) else Tool(use=path, kwargs=kwargs or {})
+        spec = tool if isinstance(tool, ToolSpec) else ToolSpec(use=path, kwargs=kwargs or {})
         subject = _Tool(spec, name, patience, examples, {"tool": tools_kwargs} if tools_kwargs else {}, extra or {})
         subject.calls = subject.calls if arguments is None else arguments
         subject.unmade |= set() if deterministic else {8}
@@ -97,7 +97,7 @@ class _Tool(Subject):
     BLOCKING, ENDLESS, LEAKY, CANCELLED = 6, 4, 7, 5
 
     def __init__(
-        self, spec: Tool, name: str, patience: float, examples: int,
+        self, spec: ToolSpec, name: str, patience: float, examples: int,
         tools_kwargs: Mapping[str, Mapping[str, object]], extra: Mapping[str, object],
     ) -> None:  # fmt: skip
         super().__init__(name, f"a call of {name}", patience, examples)

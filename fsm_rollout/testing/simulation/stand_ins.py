@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph, Interaction
+from fsm_rollout.agent.graph import POLICY, AgentGraph, InteractionSpec
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, Weights
@@ -93,7 +93,7 @@ class SimulatedUser:
 
 def with_simulated_users(graph: AgentGraph, replies: Sequence[ReplyFate]) -> AgentGraph:
     """Return the agent with every interaction replaced, those of its sub-agents too."""
-    user = Interaction(
+    user = InteractionSpec(
         use=f"{__name__}:{SimulatedUser.__name__}",
         kwargs={"replies": _reply_fates.dump_json(tuple(replies)).decode()},  # as one text: every trajectory copies it
     )

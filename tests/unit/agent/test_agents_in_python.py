@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph, Tool
+from fsm_rollout.agent.graph import AgentGraph, ToolSpec
 from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
@@ -71,7 +71,7 @@ def test_a_callable_is_a_tool(tool: Any, result: str) -> None:
 def test_tools_are_added_and_replaced_and_the_agent_stays_as_it_was() -> None:
     agent = load_agent(TEXT)
     first = agent.with_tools(add=add, solve=agent.with_tools(add=add), slow={"use": add, "timeout": 3})
-    second = first.with_tools(add=Tool(use=f"{__name__}:Adder"))
+    second = first.with_tools(add=ToolSpec(use=f"{__name__}:Adder"))
     assert agent.tools == {}
     assert list(second.tools) == ["add", "solve", "slow"]
     assert (first.tools["add"].use, second.tools["add"].use) == (f"{__name__}:add", f"{__name__}:Adder")

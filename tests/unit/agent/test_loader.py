@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, State, TransitionSpec
+from fsm_rollout.agent.graph import AgentGraph, Predicate, StateSpec, TransitionSpec
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.new_agent import new_agent
@@ -425,10 +425,10 @@ def test_an_agent_built_in_python_takes_what_a_yaml_takes() -> None:
 
 
 def test_a_custom_state_built_in_python_takes_its_own_keys() -> None:
-    state = State(handler="mine:Grade", timeout=3, depth=4, options={"wide": True})
-    assert state == State(handler="mine:Grade", timeout=3, options={"depth": 4, "wide": True})
-    with pytest.raises(ConfigError, match=r"^State: unknown key 'tiemout'; did you mean 'timeout'\?$"):
-        State(handler="generate", tiemout=3)
+    state = StateSpec(handler="mine:Grade", timeout=3, depth=4, options={"wide": True})
+    assert state == StateSpec(handler="mine:Grade", timeout=3, options={"depth": 4, "wide": True})
+    with pytest.raises(ConfigError, match=r"^StateSpec: unknown key 'tiemout'; did you mean 'timeout'\?$"):
+        StateSpec(handler="generate", tiemout=3)
 
 
 @pytest.mark.parametrize(

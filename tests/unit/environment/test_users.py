@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.agent.graph import Interaction as Spec
+from fsm_rollout.agent.graph import InteractionSpec
 from fsm_rollout.environment.users import (
     BoundInteraction,
     Conversation,
@@ -24,8 +24,8 @@ from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-SCRIPTED = Spec(use="fsm_rollout.interactions:ScriptedUser")
-MODEL = Spec(use="fsm_rollout.interactions:ModelUser", kwargs={"max_turns": 2, "system": "You are Kim."})
+SCRIPTED = InteractionSpec(use="fsm_rollout.interactions:ScriptedUser")
+MODEL = InteractionSpec(use="fsm_rollout.interactions:ModelUser", kwargs={"max_turns": 2, "system": "You are Kim."})
 
 
 def a_trajectory(ctx: int, extra: dict[str, Any]) -> Trajectory:
@@ -183,7 +183,7 @@ class Plain:
         raise RuntimeError("closed")
 
 
-PLAIN = Spec(use=f"{__name__}:Plain", kwargs={"notes": ["first"]})
+PLAIN = InteractionSpec(use=f"{__name__}:Plain", kwargs={"notes": ["first"]})
 
 
 def test_a_sync_interaction_runs_in_a_thread_and_is_its_trajectorys_own():
@@ -205,7 +205,9 @@ class Brief:
 
 
 def test_a_users_parameter_may_have_any_name():
-    assert reply(build_interaction(Spec(use=f"{__name__}:Brief")), [user("u"), said("hello")]) == Reply("HELLO")
+    assert reply(build_interaction(InteractionSpec(use=f"{__name__}:Brief")), [user("u"), said("hello")]) == Reply(
+        "HELLO"
+    )
 
 
 def test_only_a_reply_is_a_reply():
@@ -220,9 +222,9 @@ def test_only_a_reply_is_a_reply():
 @pytest.mark.parametrize(
     ("spec", "kwargs", "says"),
     [
-        (Spec(use="nowhere:User"), {}, "cannot import 'nowhere'"),
-        (Spec(use="fsm_rollout.interactions:ScriptedUsr"), {}, "did you mean 'ScriptedUser'"),
-        (Spec(use="fsm_rollout.interactions:Conversation"), {}, "not a class with a method `reply`"),
+        (InteractionSpec(use="nowhere:User"), {}, "cannot import 'nowhere'"),
+        (InteractionSpec(use="fsm_rollout.interactions:ScriptedUsr"), {}, "did you mean 'ScriptedUser'"),
+        (InteractionSpec(use="fsm_rollout.interactions:Conversation"), {}, "not a class with a method `reply`"),
         (SCRIPTED, {"trns": ["a"]}, r"unexpected .* 'trns'.* got trns \(interaction_kwargs of the prompt\)"),
         (MODEL.model_copy(update={"kwargs": {}}), {}, "missing a required argument: 'max_turns'.* got nothing"),
         (SCRIPTED, {"turns": "a"}, r"`turns` must be a list of strings, got 'a' \(the prompt's .* gave turns\)"),
@@ -233,7 +235,7 @@ def test_only_a_reply_is_a_reply():
         (MODEL, {"stop": ""}, "`stop` must not be empty"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_says_whose_mistake_it_is(spec: Spec, kwargs: Any, says: str):
+def test_what_cannot_be_made_says_whose_mistake_it_is(spec: InteractionSpec, kwargs: Any, says: str):
     with pytest.raises(ToolError, match=says):
         build_interaction(spec, kwargs)
 

@@ -57,7 +57,9 @@ def test_every_key_is_described(name: str) -> None:
 
 
 def test_the_models_are_all_found() -> None:
-    assert {"Sampling", "Limits", "Tool", "Retry", "State", "Failures", "PoolSpec", "RaySpec", "Turn"} <= set(MODELS)
+    assert {"Sampling", "Limits", "ToolSpec", "Retry", "StateSpec", "Failures", "PoolSpec", "RaySpec", "Turn"} <= set(
+        MODELS
+    )
 
 
 @pytest.mark.parametrize("schema", [agent_schema(), run_schema()], ids=["agent", "run"])

@@ -16,7 +16,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph, Interaction
+from fsm_rollout.agent.graph import AgentGraph, InteractionSpec
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -75,7 +75,7 @@ def replied_to(graph: AgentGraph) -> AgentGraph:
     """Have an agent's interaction, if it has one, ask a model."""
     if graph.interaction is None:
         return graph
-    return graph.model_copy(update={"interaction": Interaction(use=f"{HERE}:Replying")})
+    return graph.model_copy(update={"interaction": InteractionSpec(use=f"{HERE}:Replying")})
 
 
 def goes_on_from_anywhere(

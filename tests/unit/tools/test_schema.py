@@ -96,7 +96,7 @@ def every_key(node: Any) -> set[str]:
 
 
 def test_the_calculator_is_shown_as_the_embedded_model_was_trained_on_it():
-    shown = tool_schema_of("calculate", graph.Tool(use="fsm_rollout.tools.calculator:calculate"))
+    shown = tool_schema_of("calculate", graph.ToolSpec(use="fsm_rollout.tools.calculator:calculate"))
     assert json.dumps(shown) == json.dumps(tool_schema(calculate)) == json.dumps(TOOL_SCHEMA)
 
 
@@ -347,14 +347,14 @@ def test_a_tool_says_what_it_does():
 )
 def test_a_tool_that_cannot_be_built_says_why(tool: dict[str, Any], says: str):
     with pytest.raises(ToolError, match=f"tool 't'.*{says}"):
-        tool_schema_of("t", graph.Tool(**tool))
+        tool_schema_of("t", graph.ToolSpec(**tool))
 
 
 def test_a_module_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "this_module_exits.py").write_text("import sys\nsys.exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ToolError, match=r"tool 't'.*cannot import 'this_module_exits'.*SystemExit: 7"):
-        tool_schema_of("t", graph.Tool(use="this_module_exits:f"))
+        tool_schema_of("t", graph.ToolSpec(use="this_module_exits:f"))
 
 
 class Configured:
@@ -372,18 +372,18 @@ class Half(Configured, ABC):
 
 
 def test_a_class_is_shown_by_its_execute():
-    shown = tool_schema_of("look", graph.Tool(use=f"{__name__}:Configured", kwargs={"size": 2}))
+    shown = tool_schema_of("look", graph.ToolSpec(use=f"{__name__}:Configured", kwargs={"size": 2}))
     assert shown["function"]["description"] == "Look around in a room."
     assert properties(shown) == {"direction": {"type": "string", "enum": ["left", "right"]}}
 
 
 def test_an_agent_takes_a_task():
     agent = graph.AgentGraph(agent="helper", description="Helps.", states={"PENDING": {}}, transitions=())
-    shown = tool_schema_of("delegate", graph.Tool(agent=agent))
+    shown = tool_schema_of("delegate", graph.ToolSpec(agent=agent))
     assert shown["function"]["description"] == "Helps."
     assert shown["function"]["parameters"]["required"] == ["task"]
     assert properties(shown)["task"]["type"] == "string"
-    silent = tool_schema_of("delegate", graph.Tool(agent=agent.model_copy(update={"description": ""})))
+    silent = tool_schema_of("delegate", graph.ToolSpec(agent=agent.model_copy(update={"description": ""})))
     assert silent["function"]["description"] == "Hand a task to the agent 'helper'."
 
 

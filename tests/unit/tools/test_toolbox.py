@@ -1051,7 +1051,7 @@ def _fields(attempt: ToolCall | MalformedCall) -> dict[str, Any]:
 
 
 def test_a_call_looks_no_further_than_its_own_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = {f"tool_{number}": graph.Tool(use="fsm_rollout.tools.calculator:calculate") for number in range(30)}
+    specs = {f"tool_{number}": graph.ToolSpec(use="fsm_rollout.tools.calculator:calculate") for number in range(30)}
     box = Toolbox(graph.AgentGraph(agent="a", tools=specs, states={"PENDING": {}}, transitions=()))
     assert box.tools_of("main") is box.tools_of("main")
     assert box.check(None) == {}

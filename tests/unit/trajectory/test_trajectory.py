@@ -37,7 +37,7 @@ from fsm_rollout.trajectory.events import (
     encode,
 )
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.stream import Stream, Turn
+from fsm_rollout.trajectory.stream import AssistantTurn, Stream
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import under_way
 
@@ -327,7 +327,9 @@ def test_what_ran_side_by_side_counts_once() -> None:
     assert (trajectory.tool_seconds, trajectory.other_seconds) == (3.0, 1.5)
 
 
-@pytest.mark.parametrize("read_by_rewards", [Trajectory, Turn, Stream, Outcome, Called, ToolCall, MalformedCall, Group])
+@pytest.mark.parametrize(
+    "read_by_rewards", [Trajectory, AssistantTurn, Stream, Outcome, Called, ToolCall, MalformedCall, Group]
+)
 def test_every_attribute_that_rewards_may_read_is_described(read_by_rewards: type) -> None:
     """Attributes without a docstring of their own are found in the source, and so are properties."""
     (definition,) = ast.parse(inspect.getsource(read_by_rewards)).body

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.protocol import Request, SamplingParams
-from fsm_rollout.engines.scripted.script import Plan, ScriptError, Turn, plan, scripted_logprob, turn_for
+from fsm_rollout.engines.scripted.script import AnswerPlan, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.tokens import as_ids
 
 EOS = 9
 
 
-def planned(turn: Turn, request: Request, max_context: int = 1000) -> Plan:
+def planned(turn: Turn, request: Request, max_context: int = 1000) -> AnswerPlan:
     return plan(turn, request, encode=lambda text: [int(c) for c in text], eos=EOS, max_context=max_context)
 
 
