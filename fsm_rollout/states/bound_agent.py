@@ -39,6 +39,7 @@ class BoundContext:
     # The schemas shown in the prompt; one object, so that the chat template can cache by identity.
     tools: tuple[dict[str, Any], ...]
     stop_ids: frozenset[int]  # the tokens that end a turn
+    agent: str = ""  # as whose requests an engine gets them; empty: the trajectory's agent's
 
 
 class BoundAgent:
@@ -72,6 +73,7 @@ class BoundAgent:
         self.interactions: list[InteractionSpec] = [spec for spec in interactions if spec is not None]
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
+        self._engines: dict[str, BoundContext] = {}
         for name in dict.fromkeys([MAIN, *graph.contexts, *(spec.context for spec in states.values())]):
             try:
                 self.contexts[name] = self._bind(name)
@@ -86,13 +88,30 @@ class BoundAgent:
             for name, bound in self.contexts.items()
         }
 
-    def _bind(self, name: str) -> BoundContext:
-        spec = self.graph.context(name)
+    def engine(self, name: str) -> BoundContext:
+        """Return an engine bound as it is asked beside all contexts: by its own chat template, without tools.
+
+        Raises:
+            ConfigError: the run has no such engine.
+        """
+        if name not in self._engines:
+            spec = Context(engine=name)
+            client = self._client(spec)
+            chat = shared_chat(client, spec)
+            stop_ids = chat.stop_ids | client.facts.eos_ids
+            self._engines[name] = BoundContext(name, spec, chat, None, client, (), stop_ids, agent=name)
+        return self._engines[name]
+
+    def _client(self, spec: Context) -> EngineClient:
         if spec.engine not in self.clients:
             raise ConfigError(
                 f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, self.clients)}"
             )
-        client = self.clients[spec.engine]
+        return self.clients[spec.engine]
+
+    def _bind(self, name: str) -> BoundContext:
+        spec = self.graph.context(name)
+        client = self._client(spec)
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         tool_format = shown_format(spec, chat, client) if tools else None

@@ -14,19 +14,18 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from fsm_rollout.agent.graph import MAIN, Context
+from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.client import ABORT_GRACE
-from fsm_rollout.engines.protocol import Request
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import ConfigError, PromptTooLong, ReplayDiverged, StreamError, ToolError, did_you_mean
+from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
-from fsm_rollout.states.bound_agent import shared_chat
 from fsm_rollout.states.effect_log import EffectLog
-from fsm_rollout.states.generation import Generation, OnTokens, sampling_params
+from fsm_rollout.states.generation import Generation, OnTokens
+from fsm_rollout.states.sampler import ended, submit, without_stop
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import CallResult, tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
@@ -272,45 +271,26 @@ class HandlerContext(Visit):
         if recorded is not None:
             return recorded.text
         # 2. The request: the messages in the engine's own template, with as much room as its window leaves.
-        clients = self.agent.clients
-        if engine not in clients:
-            raise ConfigError(f"engine '{engine}' is not one of the run's{did_you_mean(engine, clients)}")
-        client = clients[engine]
-        chat = shared_chat(client, Context(engine=engine))
-        ids = (await chat.encode(Opening(messages, None, self.date))).ids
-        room = client.facts.max_context - len(ids)
+        bound = self.agent.engine(engine)
+        ids = (await bound.chat.encode(Opening(messages, None, self.date))).ids
+        window = bound.client.facts.max_context
+        room = window - len(ids)
         if room < 1:
             raise PromptTooLong(
                 f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
-                f"{client.facts.max_context}; raise its max_context or shorten the prompt"
+                f"{window}; raise its max_context or shorten the prompt"
             )
         settings = sampling or Sampling()
-        stop_ids = chat.stop_ids | client.facts.eos_ids
-        request = Request(
-            request_id=f"{self.trajectory.trajectory_id}/ask:{engine}/{index}",
-            ids=ids,
-            sampling=sampling_params(
-                settings,
-                max_tokens=min(room, settings.max_tokens or room),
-                stop_ids=stop_ids,
-                seed=derive_seed(self.trajectory.seed, "ask", engine, index),
-            ),
-            trajectory_id=self.trajectory.trajectory_id,
-            group_id=self.trajectory.group_id,
-            agent=engine,
-            context=engine,
-            session=f"{self.trajectory.trajectory_id}/{engine}",
-            turn=index,
-        )
-        pending = client.submit(request, self.deadline)
-        try:
-            await pending.done.wait()
-        finally:
-            await client.abort(pending)
+        pending = submit(
+            self, bound, ids, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
+            max_tokens=min(room, settings.max_tokens or room),
+            seed=derive_seed(self.trajectory.seed, "ask", engine, index),
+        )  # fmt: skip
+        await ended(bound, pending)
         if pending.error is not None:
             raise pending.error
         # 3. The text, recorded so that it is not asked for again.
-        text = chat.decode(pending.ids[:-1] if len(pending.ids) and pending.ids[-1] in stop_ids else pending.ids)
+        text = bound.chat.decode(without_stop(bound, pending.ids))
         now = self.clock()
         self.emit(
             ModelQueried(

@@ -18,9 +18,9 @@ from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.sampler import ended, submit, without_stop
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
@@ -58,19 +58,17 @@ class Generation:
         elif not stream.awaiting and not continued:
             stream = await self._glue(stream)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
-        request, cut_by = self._request(stream, sampling, resumed=resumed)
-        submitted = bound.client.submit(request, visit.deadline)
+        submitted, cut_by = self._submit(stream, sampling, resumed=resumed)
         if on_tokens is None and visit.active.live_user is not None:
             on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
         if on_tokens is not None:
             submitted.on_tokens = partial(on_tokens, submitted)
         record = partial(self._record, submitted, stream, cut_by, continued=continued, resumed=resumed)
         try:
-            await submitted.done.wait()
+            await ended(bound, submitted)
             await self._wait_for_earlier()
         except asyncio.CancelledError:
             try:
-                await bound.client.abort(submitted)
                 await self._wait_for_earlier(cut=True)
             finally:
                 record()
@@ -80,7 +78,7 @@ class Generation:
         if submitted.error is not None:
             raise submitted.error
         if generated is None or generated.finish_reason == FinishReason.ABORT:
-            raise EngineError(f"request {request.request_id} was aborted by the engine")
+            raise EngineError(f"request {submitted.request.request_id} was aborted by the engine")
         if generated.cut_by is not None:
             raise visit.limit_reached(generated.cut_by, bound.name)
         return generated
@@ -142,8 +140,8 @@ class Generation:
             raise self.visit.limit_reached(LimitName.CONTEXT_TOKENS, self.bound.name)
         return room
 
-    def _request(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[Request, str | None]:
-        """Return the request for the next turn, and the limit that bounds its length (None: its own max_tokens)."""
+    def _submit(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[PendingRequest, str | None]:
+        """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = len(stream.tokens)
         room = self._room_after_glue or self._room(length, 0)
@@ -156,25 +154,14 @@ class Generation:
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         number = sum(other.context == bound.name for other in trajectory.streams)  # of this stream in its context
-        request = Request(
-            request_id=f"{trajectory.trajectory_id}/{bound.name}/{index}/{length}",
-            ids=stream.tokens.ids,
-            sampling=sampling_params(
-                settings,
-                max_tokens=max(1, int(bounds[cut_by])),
-                stop_ids=bound.stop_ids,
-                seed=derive_seed(trajectory.seed, bound.name, index),
-            ),
-            trajectory_id=trajectory.trajectory_id,
-            group_id=trajectory.group_id,
-            agent=trajectory.agent,
-            context=bound.name,
-            session=f"{trajectory.trajectory_id}/{bound.name}/{number}",
-            turn=index,
-            sampled=sampled,
+        pending = submit(
+            self.visit, bound, stream.tokens.ids, settings, index=index, sampled=sampled,
+            name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{number}",
+            max_tokens=max(1, int(bounds[cut_by])),
+            seed=derive_seed(trajectory.seed, bound.name, index),
             routed=stream.tokens.routed_length,
-        )
-        return request, cut_by
+        )  # fmt: skip
+        return pending, cut_by
 
     def _sampling(self, sampling: Sampling | None) -> Sampling:
         """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
@@ -210,10 +197,10 @@ class Generation:
             at=now,
             context=self.bound.name,
             state=visit.state,
-            ids=pending.ids[:],
-            logprobs=pending.logprobs[:],
-            versions=list(pending.versions),
-            notes=list(pending.notes),
+            ids=pending.ids,
+            logprobs=pending.logprobs,
+            versions=pending.versions,
+            notes=pending.notes,
             finish_reason=finish_reason,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -234,19 +221,6 @@ class Generation:
         return event
 
 
-def sampling_params(settings: Sampling, *, max_tokens: int, stop_ids: frozenset[int], seed: int) -> SamplingParams:
-    """Return complete sampling parameters; those that are not set mean temperature 1 over all tokens."""
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if settings.temperature is None else settings.temperature,
-        top_p=settings.top_p or 1.0,
-        top_k=settings.top_k or 0,
-        stop_ids=stop_ids,
-        ignore_eos=bool(settings.ignore_eos),
-        seed=seed,
-    )
-
-
 def _stopped(ids: Ids, finish_reason: FinishReason | None, bound: BoundContext) -> bool:
     """Whether a turn ends in a stop token that the model has sampled."""
     return finish_reason == FinishReason.STOP and len(ids) > 0 and ids[-1] in bound.stop_ids
@@ -259,7 +233,7 @@ def _read_turn(
 
     ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
     """
-    text = bound.chat.decode(ids[:-1] if _stopped(ids, finish_reason, bound) else ids)
+    text = bound.chat.decode(without_stop(bound, ids) if finish_reason == FinishReason.STOP else ids)
     if bound.tool_format is None:
         return {"role": "assistant", "content": text}, []
     parsed = bound.tool_format.parse(text, ids, bound.tools)
