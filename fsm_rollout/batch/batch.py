@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -113,7 +114,6 @@ class TrajectoryBatch:
         # 1. Nothing twice.
         if overflow not in ("error", "omit", "truncate"):
             raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
-        _check_widths(prompt_width, response_width)
         by_id: dict[str, Trajectory] = {}
         for trajectory in trajectories:
             if by_id.setdefault(trajectory.trajectory_id, trajectory) is not trajectory:
@@ -125,6 +125,7 @@ class TrajectoryBatch:
         streams = chosen = trained_streams(by_id.values())
         cut: list[Cut] = []
         if prompt_width is not None or response_width is not None:
+            _check_widths(prompt_width, response_width)
             chosen, cut = _fitting(streams, prompt_width, response_width, overflow)
         # 3. The batch, and what it says of what is not in it.
         flat = flat_rows(chosen, among=streams, state_names=state_names)
@@ -132,8 +133,12 @@ class TrajectoryBatch:
         batch.state_names = flat.state_names
         for stream in streams:
             by_id.pop(stream.trajectory.trajectory_id, None)
-        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
-        batch.truncated = tuple(stream.row_id for stream in cut)
+        if by_id:
+            batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
+        batch.truncated = tuple(map(attrgetter("row_id"), cut))
+        if len(chosen) < len(streams):
+            rowed = {stream.row_id for stream in chosen}
+            batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
         batch.sample_scores = sample_scores
         if len(chosen) < len(streams):
             rowed = {stream.row_id for stream in chosen}
@@ -184,7 +189,8 @@ class TrajectoryBatch:
             of_rows["trajectory_scores"].append(math.nan if row["score"] is None else row["score"])
             of_rows["group_index"].append(numbers.setdefault(row["group_id"], len(numbers)))
             of_rows["sample"].append(row["sample"])
-        tensors |= _tensors({key: np.array(values, COLUMNS[key].dtype) for key, values in of_rows.items()})
+        for key, values in of_rows.items():
+            tensors[key] = torch.from_numpy(np.array(values, COLUMNS[key].dtype))
         tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
         put_columns(tensordict, rows.facts)
         return cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores))

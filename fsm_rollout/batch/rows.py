@@ -12,8 +12,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from operator import attrgetter
+from itertools import zip_longest
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,7 +240,7 @@ def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_
             "what one model sampled"
         )
     names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
-    columns = responses(list(map(attrgetter("tokens"), streams)), {name: number for number, name in enumerate(names)})
+    columns = responses(list(map(attrgetter("tokens"), streams)), dict(zip(names, range(len(names)), strict=True)))
     arrays: dict[str, Array] = {
         "response_ids": columns.ids,
         "mask": columns.mask,
@@ -252,8 +252,9 @@ def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_
     }
     # 2. Of them, the part that the rows hold.
     whole = np.diff(columns.ends, prepend=0)
-    prompts = np.array([cut.stream.tokens.prompt_length for cut in cuts], dtype=np.int64)
-    kept = np.array([cut.end for cut in cuts], dtype=np.int64) - prompts
+    prompts = np.array(list(map(attrgetter("stream.tokens.prompt_length"), cuts)), dtype=np.int64)
+    starts, ends = (np.array(list(map(attrgetter(name), cuts)), dtype=np.int64) for name in ("start", "end"))
+    kept = ends - prompts
     if (kept < whole).any():
         places = np.arange(len(columns.ids)) - np.repeat(columns.ends - whole, whole)
         held = places < np.repeat(kept, whole)
@@ -270,9 +271,8 @@ def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_
         facts.append(_facts(cut))
         start += length
     arrays["prompt_ids"] = np.concatenate(prompt_ids)
-    lengths = prompts - np.array([cut.start for cut in cuts], dtype=np.int64)
-    arrays |= _noted(cuts, facts, lengths, kept, *shapes)
-    return FlatRows(lengths, kept, arrays, facts, names)
+    arrays |= _noted(cuts, facts, prompts - starts, kept, *shapes)
+    return FlatRows(prompts - starts, kept, arrays, facts, names)
 
 
 def _facts(cut: Cut) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure,
         "num_turns": turns_of(stream),
-        "sampling": [[sampled.turn, *sampled[2:]] for sampled in stream.sampled_with],
+        "sampling": list(map(list, map(itemgetter(0, 2, 3, 4), stream.sampled_with))),
         "sampling_mask": [],
         "metrics": _metrics(trajectory),
         "turn_scores": list(map(list, trajectory.turn_scores)),
@@ -349,10 +349,12 @@ def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:
     values: list[float] = []
     lengths: list[int] = []
     for stream in streams:
-        tokens = stream.tokens
-        starts = [tokens.prompt_length, *(sampled.start for sampled in stream.sampled_with[1:]), len(tokens)]
-        values += [sampled.temperature or 1.0 for sampled in stream.sampled_with]
-        lengths += [end - start for start, end in pairwise(starts)]
+        start, end = stream.tokens.prompt_length, len(stream.tokens)
+        for sampled, following in zip_longest(stream.sampled_with, stream.sampled_with[1:]):
+            behind = end if following is None else following.start
+            values.append(sampled.temperature or 1.0)
+            lengths.append(behind - start)
+            start = behind
     return np.repeat(np.array(values, dtype=np.float32), lengths)
 
 

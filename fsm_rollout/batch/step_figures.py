@@ -13,6 +13,14 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+_OF_GROUPS = ("groups", "samples", "unscored", "score_mean", "sampled_tokens")
+_NAMES = (
+    *(f"{prefix}{name}" for prefix in ("", "dropped_") for name in _OF_GROUPS),
+    *(f"dropped_{reason}" for reason in DropReason),
+    *(f"failed_{failure}" for failure in FailureClass),
+    *("discarded_samples", "repeated_samples", "discarded_sampled_tokens"),
+)
+
 
 def step_figures(groups: Iterable[Group]) -> dict[str, float]:
     """Return the figures of a step, by name.
@@ -25,13 +33,7 @@ def step_figures(groups: Iterable[Group]) -> dict[str, float]:
     ``discarded_sampled_tokens`` of attempts that were given up and began anew, ``repeated_samples`` of those that were
     because they had failed.
     """
-    figures: dict[str, float] = {}
-    for prefix in ("", "dropped_"):
-        names = ("groups", "samples", "unscored", "score_mean", "sampled_tokens")
-        figures |= dict.fromkeys((f"{prefix}{name}" for name in names), 0)
-    figures |= dict.fromkeys((f"dropped_{reason}" for reason in DropReason), 0)
-    figures |= dict.fromkeys((f"failed_{failure}" for failure in FailureClass), 0)
-    figures |= dict.fromkeys(("discarded_samples", "repeated_samples", "discarded_sampled_tokens"), 0)
+    figures: dict[str, float] = dict.fromkeys(_NAMES, 0)
     scores: dict[str, list[float]] = {"": [], "dropped_": []}
     for group in groups:
         prefix = ""

@@ -159,7 +159,7 @@ class Generation:
             name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{number}",
             max_tokens=max(1, int(bounds[cut_by])),
             seed=derive_seed(trajectory.seed, bound.name, index),
-            routed=stream.tokens.routed_length,
+            routed=stream.tokens.routed_length if stream.tokens.notes else 0,
         )  # fmt: skip
         return pending, cut_by
 

@@ -137,7 +137,7 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "notes", "trained")
+    __slots__ = ("_ids", "_logprobs", "_spans", "notes", "prompt_length", "sampled_length", "trained")
 
     def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
@@ -145,6 +145,8 @@ class TokenStream:
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
         self.notes: list[Note] = []  # what engines said of the tokens, in the order in which they did
+        self.prompt_length = len(prompt)  # the number of tokens of the opening prompt
+        self.sampled_length = 0  # the number of tokens that the engine sampled, trained or not
         self._append(prompt, None, Owner.PROMPT, state, turn)
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
@@ -156,6 +158,7 @@ class TokenStream:
         if len(ids) != len(logprobs):
             raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; each needs one")
         self._append(ids, logprobs, Owner.MODEL, state, turn, version)
+        self.sampled_length += len(ids)
 
     def _append(
         self,
@@ -204,11 +207,6 @@ class TokenStream:
         return tuple(self._spans)
 
     @property
-    def prompt_length(self) -> int:
-        """The number of tokens of the opening prompt."""
-        return self._spans[0].end
-
-    @property
     def response_length(self) -> int:
         """The number of tokens after the opening prompt."""
         return len(self._ids) - self.prompt_length
@@ -217,11 +215,6 @@ class TokenStream:
     def trained_length(self) -> int:
         """The number of tokens with mask 1."""
         return self.sampled_length if self.trained else 0
-
-    @property
-    def sampled_length(self) -> int:
-        """The number of tokens that the engine sampled, trained or not."""
-        return sum([span.end - span.start for span in self._spans if span.owner is Owner.MODEL])
 
     @property
     def routed_length(self) -> int:
@@ -284,30 +277,28 @@ class Responses(NamedTuple):
 
 def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = MappingProxyType({})) -> Responses:
     """Return what the ``response_…`` methods return, for all streams at once: for thousands, that is much quicker."""
-    # 1. One line for each span of the responses; step 3 repeats it for each token of the span.
-    by_span = np.array(
-        [
-            (span.end - span.start, model := span.owner is Owner.MODEL, model and stream.trained, span.version,
-             span.turn, state_ids.get(span.state, -1))
-            for stream in streams
-            for span in stream._spans[1:]
-        ],
-        dtype=np.int32,
-    ).reshape(-1, 6)  # fmt: skip
-    lengths, sampled, mask, versions, turns, states = by_span.T
-    # 2. The tokens themselves.
-    ids, logprobs = (
-        np.concatenate([np.zeros(0, kind), *(np.frombuffer(values, kind)[start:] for values, start in parts)])
-        for kind, parts in (
-            (np.int32, [(stream._ids, stream.prompt_length) for stream in streams]),
-            (np.float32, [(stream._logprobs, stream.prompt_length) for stream in streams]),
-        )
-    )
-    # 3. All of it as one array each.
+    # 1. The tokens themselves, and one line for each span, which step 2 repeats for each token of the span.
+    lines: list[tuple[int, ...]] = []
+    ids = [np.zeros(0, np.int32)]
+    logprobs = [np.zeros(0, np.float32)]
+    lengths_of_streams: list[int] = []
+    for stream in streams:
+        start = stream.prompt_length
+        ids.append(np.frombuffer(stream._ids, np.int32)[start:])
+        logprobs.append(np.frombuffer(stream._logprobs, np.float32)[start:])
+        lengths_of_streams.append(len(ids[-1]))
+        for span in stream._spans[1:]:
+            model = span.owner is Owner.MODEL
+            lines.append(
+                (span.end - span.start, model, model and stream.trained, span.version,
+                 span.turn, state_ids.get(span.state, -1))
+            )  # fmt: skip
+    lengths, sampled, mask, versions, turns, states = np.array(lines, dtype=np.int32).reshape(-1, 6).T
+    # 2. All of it as one array each.
     return Responses(
-        ends=np.cumsum([stream.response_length for stream in streams], dtype=np.int64),
-        ids=ids,
-        logprobs=logprobs,
+        ends=np.cumsum(lengths_of_streams, dtype=np.int64),
+        ids=np.concatenate(ids),
+        logprobs=np.concatenate(logprobs),
         mask=np.repeat(mask.astype(np.int8), lengths),
         versions=np.repeat(versions, lengths),
         turns=np.repeat(turns, lengths),

@@ -8,6 +8,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import get_args
 
 import msgspec
@@ -164,9 +165,8 @@ class Trajectory(msgspec.Struct):
         first = next(iterator, None)
         if not isinstance(first, events.Prompted):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
-        own = {name: getattr(first, name) for name in first.__struct_fields__ if name in cls.__struct_fields__}
-        own["prompt_messages"] = first.messages
-        own["spent"] = dict(first.spent)
+        own = dict(zip(_PROMPTED, attrgetter(*_PROMPTED)(first), strict=True))
+        own |= {"prompt_messages": first.messages, "spent": dict(first.spent)}
         trajectory = cls(**own, state=first.initial, visits={first.initial: 1}, started_at=first.at, latest_at=first.at)
         for event in iterator:
             trajectory.apply(event)
@@ -248,8 +248,10 @@ class Trajectory(msgspec.Struct):
         return max(0.0, self.elapsed(self.latest_at if self.ended_at is None else self.ended_at) - self._seconds("any"))
 
     def _seconds(self, kind: str) -> float:
-        present_visit = [(start, end) for name, start, end in self.stretches if kind in (name, "any")]
-        return self.earlier_seconds.get(kind, 0.0) + covered(present_visit)
+        seconds = self.earlier_seconds.get(kind, 0.0)
+        if self.stretches:
+            seconds += covered([(start, end) for name, start, end in self.stretches if kind in (name, "any")])
+        return seconds
 
     def _took(self, kind: str, start: float, end: float) -> None:
         start = max(start, self.started_at)
@@ -287,12 +289,12 @@ class Trajectory(msgspec.Struct):
     @property
     def response_tokens(self) -> int:
         """Tokens after the opening prompts, over all streams."""
-        return sum([stream.tokens.response_length for stream in self.streams])
+        return sum(map(attrgetter("tokens.response_length"), self.streams))
 
     @property
     def trained_tokens(self) -> int:
         """Tokens with mask 1, over all streams."""
-        return sum(stream.tokens.trained_length for stream in self.streams)
+        return sum(map(attrgetter("tokens.trained_length"), self.streams))
 
     def apply(self, event: AnyEvent) -> None:
         """Take one event in.
@@ -359,14 +361,14 @@ class Trajectory(msgspec.Struct):
 
     def _generated(self, event: events.Generated) -> None:
         stream = self._open_stream(event.context)
-        length, versioned = len(stream.tokens), sum([count for count, _ in event.versions])
+        length, versioned = len(stream.tokens), sum(map(itemgetter(0), event.versions))
         if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
             raise StreamError(
                 f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
                 f"for {versioned} tokens; there must be one of each for every token"
             )
         end = length + len(event.ids)
-        if (noted := max([note.end for note in event.notes], default=0)) > end:
+        if (noted := max(map(attrgetter("end"), event.notes), default=0)) > end:
             raise StreamError(f"a generation came with notes on {noted} tokens; there are {end}")
         if stream.glued < len(stream.messages):
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
@@ -454,8 +456,9 @@ class Trajectory(msgspec.Struct):
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         if self.stretches:  # the visit's times, added to those of the earlier ones
-            of_kind: dict[str, list[tuple[float, float]]] = {"any": [(start, end) for _, start, end in self.stretches]}
+            of_kind: dict[str, list[tuple[float, float]]] = {"any": []}
             for kind, start, end in self.stretches:
+                of_kind["any"].append((start, end))
                 of_kind.setdefault(kind, []).append((start, end))
             for kind, stretches in of_kind.items():
                 self.earlier_seconds[kind] = self.earlier_seconds.get(kind, 0.0) + covered(stretches)
@@ -525,3 +528,5 @@ DONE_IN_A_VISIT = frozenset({
     events.ContextOpened, events.MessagesAppended, events.Generated, events.CallBegun, events.Called,
     events.ModelQueried, events.UserReplied, events.LimitCharged, events.Scored,
 })  # fmt: skip
+# The fields that it has as `Prompted` has them.
+_PROMPTED = tuple(name for name in events.Prompted.__struct_fields__ if name in Trajectory.__struct_fields__)
