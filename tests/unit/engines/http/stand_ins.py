@@ -197,14 +197,7 @@ class VLLMStandIn(StandIn):
         super().__init__()
 
     def answer(self, path: str, body: Any) -> Any:
-        permission = {"id": "modelperm-1", "object": "model_permission", "allow_sampling": True, "organization": "*"}
-        cards = [
-            {
-                "id": name, "object": "model", "created": 1762000000, "owned_by": "vllm", "root": name,
-                "parent": None, "max_model_len": WINDOW, "permission": [permission],
-            }
-            for name in self.models
-        ]  # fmt: skip
+        cards = [{"id": name, "object": "model", "owned_by": "vllm", "max_model_len": WINDOW} for name in self.models]
         return {"object": "list", "data": cards}
 
     def events(self, body: Any) -> Iterator[dict[str, Any]]:
