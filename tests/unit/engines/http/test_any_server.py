@@ -36,7 +36,7 @@ class Kind:
     """One kind of engine, and how its server's events are changed."""
 
     stand_in: Callable[[], StandIn]
-    engine: Callable[[str], HTTPEngine]
+    engine: Callable[[str], Any]
     described: str
     count: Callable[[dict[str, Any], int], object]
     """Have an event say how many tokens of the prompt were read."""
