@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from asyncio import timeout
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import ReplicaLost, Request
+from fsm_rollout.engines.protocol import ReplicaLost, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids
@@ -135,6 +135,15 @@ class Endpoint(ABC):
             Whether there is a way to say so; else closing their connections does it.
         """
         return False
+
+    @abstractmethod
+    async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
+        """Check new weights, and return what has the server load them by a version; without any it has a new version.
+
+        Raises:
+            EngineError: they cannot be right, or cannot reach it; it has not been asked. What is returned raises it
+                when the server refuses and has its old weights, and ReplicaLost when nobody knows which it has.
+        """
 
     @abstractmethod
     async def sleep(self) -> None:

@@ -17,7 +17,7 @@ from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.http.endpoint import Endpoint
 from fsm_rollout.engines.http.link import OwnProcess, ServerLink
-from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.protocol import Chunk, Load, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number, stop_tokens_in
 from fsm_rollout.model.folders import load_tokenizer
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class HTTPEngine:
-    """What all engines share that speak to a server; each loads weights in its own way.
+    """The engine for a server; the kinds differ in how they come to its endpoint.
 
     Args:
         folder: the model's, for its tokenizer and what its configuration says.
@@ -86,6 +86,18 @@ class HTTPEngine:
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests soon; what was sampled stays."""
         self._link.abandon(request_ids)
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Load new weights, of which the server has heard nothing unless they have passed; see the protocol.
+
+        Raises:
+            EngineError: they cannot be right, cannot reach the server, or it refuses them. ReplicaLost: it has failed
+                half-way, and the engine with it.
+        """
+        load = await self._endpoint.loader(weights)
+        number = self.weight_version + 1 if version is None else version
+        await self._order(self._link.update(lambda: load(number), number))
+        return number
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""

@@ -8,17 +8,20 @@ to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from fsm_rollout.engines.http.endpoint import AnswerPart, Endpoint, Entry, refusal_in, second_answer, shown
-from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams
+from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams, Weights
 from fsm_rollout.errors import EngineError
+from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
+# `update(url, weights, version)`, sync or async: loads a folder or tensors into the server at `url`.
+LoadWeights = Callable[..., Awaitable[None] | None]
 HOT = 2.0  # the temperature at which a server's logprobs are looked at
 CERTAIN = -0.05  # tokens that are more likely than this (by logprob) do not show what a temperature changes
 SAME = 1e-3  # how far two logprobs that ought to be equal may be apart
@@ -76,14 +79,16 @@ class CompletionsEndpoint(Endpoint):
 
     Args:
         model: what the server calls its model; default: the only one that it has.
+        load: what loads new weights into it.
     """
 
     name, kind, described = "the server", "server", "a server of OpenAI's protocol"
     health, generate = "/v1/models", "/v1/completions"
 
-    def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, model: str | None, load: LoadWeights | None) -> None:
         super().__init__(url.rstrip("/").removesuffix("/v1"), api_key)
         self._model = model or ""
+        self._load = load
         self._logprobs_of = LogprobsOf.MODEL  # what the server's logprobs are of
 
     async def meet(self, max_context: int | None, probes: Sequence[int]) -> None:
@@ -120,6 +125,25 @@ class CompletionsEndpoint(Endpoint):
                 elif abs(hot[1] - greedy[1]) > SAME:
                     self._logprobs_of = LogprobsOf.TEMPERATURE
                 return
+
+    async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
+        """Return a call of the user's function; with no tensors at all there is only a new version."""
+        function = self._load
+        changes = not isinstance(weights, Mapping) or bool(weights)
+        if changes and function is None:
+            raise EngineError(
+                f"OpenAI's protocol has no way to load weights into {self.url}; name a function that does it: "
+                "`update_weights: module:function`, called with the url, the weights and their version"
+            )
+
+        async def load(version: int) -> None:
+            if changes and function is not None:
+                try:
+                    await invoke(function, {"url": self.url, "weights": weights, "version": version})
+                except Exception as error:  # the user's code
+                    raise EngineError(f"update_weights failed: {type(error).__name__}: {error}") from error
+
+        return load
 
     async def sleep(self) -> None:
         """Do nothing: the protocol has no way to have memory given back."""

@@ -21,20 +21,15 @@ Beside the protocol:
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from fsm_rollout.engines.http.engine import HTTPEngine
-from fsm_rollout.engines.openai.endpoint import CompletionsEndpoint
-from fsm_rollout.engines.protocol import Weights
+from fsm_rollout.engines.openai.endpoint import CompletionsEndpoint, LoadWeights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.tools.bounded_call import invoke
 
 PROBES = 8  # how many tokens a server is asked about at most, to find out what its logprobs are of
-# `update(url, weights, version)`, sync or async: loads a folder or tensors into the server at `url`.
-LoadWeights = Callable[..., Awaitable[None] | None]
 
 
 class OpenAIEngine(HTTPEngine):
@@ -71,34 +66,8 @@ class OpenAIEngine(HTTPEngine):
         found = load_object(update_weights) if isinstance(update_weights, str) else update_weights
         if found is not None and not callable(found):
             raise EngineError(f"update_weights: '{update_weights}' is no function")
-        self._load_weights: LoadWeights | None = found
         super().__init__(model_folder(model))
-        endpoint = CompletionsEndpoint(url, api_key, served_as)
+        endpoint = CompletionsEndpoint(url, api_key, served_as, found)
         self._connect(endpoint, replica)
         probes = [*sorted(self.eos_ids)[:1], *range(1, PROBES)]  # SGLang takes [0] for an empty prompt
         self._meet(endpoint.meet(max_context, probes))
-
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Have the user's function load the weights; with no tensors at all there is only a new version.
-
-        Raises:
-            EngineError: there is no such function, or it failed: the server is believed to have its old weights.
-        """
-        function, url = self._load_weights, self._endpoint.url
-        changes = not isinstance(weights, Mapping) or bool(weights)
-        if changes and function is None:
-            raise EngineError(
-                f"OpenAI's protocol has no way to load weights into {url}; name a function that does it: "
-                "`update_weights: module:function`, called with the url, the weights and their version"
-            )
-        number = self.weight_version + 1 if version is None else version
-
-        async def load() -> None:
-            if changes and function is not None:
-                try:
-                    await invoke(function, {"url": url, "weights": weights, "version": number})
-                except Exception as error:  # the user's code
-                    raise EngineError(f"update_weights failed: {type(error).__name__}: {error}") from error
-
-        await self._order(self._link.update(load, number))
-        return number

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Collection, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
 from fsm_rollout.engines.http.endpoint import ANSWER_WITHIN, AnswerPart, Endpoint, Entry, refusal_in, second_answer
-from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.engines.protocol import ReplicaLost, Weights
+from fsm_rollout.engines.weights import StoredTensors, check_complete, check_folder, check_shapes, shapes_in
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
@@ -95,6 +100,7 @@ class SGLangEndpoint(Endpoint):
 
     def __init__(self, url: str, api_key: str | None, folder: Path, send_every: int, *, alone: bool = False) -> None:
         super().__init__(url, api_key)
+        self._folder = folder
         self._send_every = send_every
         self._alone = alone
         self._vocabulary = config_number(folder, "vocab_size")
@@ -134,12 +140,29 @@ class SGLangEndpoint(Endpoint):
 
     # -- weights and memory ------------------------------------------------------------------------------------------
 
-    async def load_weights(self, folder: Path | None, version: int) -> None:
-        """Have it load a folder that it can read, or (without) call its weights by a new version.
+    async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
+        """Check a folder that the server reads under the same path, or tensors, which travel through a stored folder.
 
-        Raises:
-            EngineError: it refuses, and has its old ones. ReplicaLost: it failed half-way, and has no copy of those.
+        Tensors that are not named stay as they are.
         """
+        folder, shapes = None, shapes_in(self._folder)
+        if not isinstance(weights, Mapping):
+            folder = model_folder(weights).resolve()
+            check_complete(folder, shapes)
+            await asyncio.to_thread(check_folder, folder)
+        elif weights:
+            if not self.is_here:
+                raise EngineError(
+                    f"tensors reach a server through a folder of this host, and {self.url} is on another host; "
+                    f"save_pretrained them into a folder that it reads under the same path, and give that path"
+                )
+            check_shapes(weights, shapes)
+            weights = weights if isinstance(weights, StoredTensors) else await asyncio.to_thread(StoredTensors, weights)
+            folder = weights.folder
+        return partial(self._load, weights, folder)
+
+    async def _load(self, _: Weights, folder: Path | None, version: int) -> None:
+        """Have it load a folder, which stays as long as its tensors do, or (without) call its weights anew."""
         label = str(version)
         if folder is None:
             await self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -148,9 +171,20 @@ class SGLangEndpoint(Endpoint):
             path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": label}
             loaded = self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
             if not loaded.success:
+                # Half-way, it has no copy of the old ones.
                 kind = ReplicaLost if "Rolling back" in loaded.message else EngineError
                 raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
         self._label = label
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether the server's address is one of this host's: only such an address can be bound here."""
+        host = urlsplit(self.url).hostname or ""
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                probe.bind(address)
+                return True
+        return False
 
     async def _flush_cache(self) -> None:
         """Wait until it has nothing to do, and have it forget what it has computed."""

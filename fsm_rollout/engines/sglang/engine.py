@@ -19,7 +19,6 @@ from pathlib import Path
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
-from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number
@@ -36,7 +35,7 @@ READY_EVERY = 0.1  # seconds between two looks whether a server that starts is r
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
 
 
-class SGLangEngine(SGLangHTTPEngine):
+class SGLangEngine(HTTPEngine):
     """See the module.
 
     Args:
@@ -90,7 +89,7 @@ class SGLangEngine(SGLangHTTPEngine):
         folder = model_folder(model)
         if "load_format" not in args:
             check_weights_there(folder)
-        HTTPEngine.__init__(self, folder)
+        super().__init__(folder)
         # 2. SGLang's arguments; what is not said here is its own choice.
         window = config_number(folder, "max_position_embeddings") or sys.maxsize
         context = None if max_context is None else min(max_context + KEPT_BY_SGLANG, window)
@@ -117,16 +116,16 @@ class SGLangEngine(SGLangHTTPEngine):
         endpoint = SGLangEndpoint(self._process.url, self._process.api_key, folder, send_every, alone=True)
         self._connect(endpoint, replica, self._process)
         try:
-            self._await_start(start_timeout)
+            self._await_start(endpoint, start_timeout)
         except BaseException:
             self._stop()
             raise
         endpoint.max_context = min(max_context or sys.maxsize, endpoint.max_context)
 
-    def _await_start(self, timeout: float) -> None:
+    def _await_start(self, endpoint: SGLangEndpoint, timeout: float) -> None:
         """Wait until SGLang has started, saying so now and then; EngineError if it fails, or the time is up."""
         began = time.monotonic()
-        ready = self._link.do(self._ready())
+        ready = self._link.do(self._ready(endpoint))
         while (waited := time.monotonic() - began) < timeout:
             try:
                 return wait_for(ready, min(PROGRESS_EVERY, timeout - waited))
@@ -139,13 +138,13 @@ class SGLangEngine(SGLangHTTPEngine):
             f"SGLang did not start '{self._folder}' within {timeout:g} s; raise start_timeout, or see what it waits for"
         )
 
-    async def _ready(self) -> None:
+    async def _ready(self, endpoint: SGLangEndpoint) -> None:
         """Wait until the server is ready, and meet it; EngineError if its process ends."""
         while not self._process.exited.done():
             with suppress(EngineError):
-                await self._endpoint.call("/ready")
+                await endpoint.call("/ready")
                 break
             await asyncio.sleep(READY_EVERY)
         else:
             raise self._process.failure()
-        await self._endpoint.meet()
+        await endpoint.meet()

@@ -26,18 +26,10 @@ do, beyond or beside the protocol:
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from fsm_rollout.engines.http.engine import HTTPEngine
-from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
-from fsm_rollout.engines.weights import StoredTensors, check_complete, check_folder, check_shapes, shapes_in
-from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 
 
@@ -55,8 +47,6 @@ class SGLangHTTPEngine(HTTPEngine):
         EngineError: there is no such folder, or no SGLang server at the url.
     """
 
-    _endpoint: SGLangEndpoint
-
     def __init__(
         self,
         url: str,
@@ -71,45 +61,3 @@ class SGLangHTTPEngine(HTTPEngine):
         endpoint = SGLangEndpoint(url, api_key, folder, send_every)
         self._connect(endpoint, replica)
         self._link.version = self._meet(endpoint.meet())
-
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Load a folder that the server reads under the same path, or tensors; see the protocol.
-
-        Tensors that are not named stay as they are. They travel through a folder, in memory where that has room.
-
-        Raises:
-            EngineError: a folder lacks a tensor, a name or shape does not fit, a tensor is not finite, or tensors are
-                for a server of another host (then the server was not asked); or it refuses. ReplicaLost: it failed
-                half-way, and the engine with it.
-        """
-        folder, shapes = None, shapes_in(self._folder)
-        if not isinstance(weights, Mapping):
-            folder = model_folder(weights).resolve()
-            check_complete(folder, shapes)
-            await asyncio.to_thread(check_folder, folder)
-        elif weights:
-            if not self._is_here:
-                raise EngineError(
-                    f"tensors reach a server through a folder of this host, and {self._endpoint.url} is on another "
-                    f"host; save_pretrained them into a folder that it reads under the same path, and give that path"
-                )
-            check_shapes(weights, shapes)
-            weights = weights if isinstance(weights, StoredTensors) else await asyncio.to_thread(StoredTensors, weights)
-            folder = weights.folder
-        version = self.weight_version + 1 if version is None else version
-        number = version
-        await self._order(self._link.update(lambda: self._endpoint.load_weights(folder, number), number))
-        return version
-
-    @cached_property
-    def _is_here(self) -> bool:
-        """Whether the server's address is one of this host's: only such an address can be bound here."""
-        host = urlsplit(self._endpoint.url).hostname or ""
-        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:
-                try:
-                    probe.bind(address)
-                except OSError:
-                    continue
-                return True
-        return False

@@ -131,7 +131,7 @@ def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_
 def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: str, here: bool) -> None:
     async def body(engine: SGLangHTTPEngine) -> None:
         engine._endpoint.url = f"http://{host}:{server.port}"
-        assert engine._is_here is here
+        assert engine._endpoint.is_here is here
         if not here:
             with pytest.raises(EngineError, match=r"192\.0\.2\.1:.* is on another host; save_pretrained them into"):
                 await engine.update_weights(TENSORS)
