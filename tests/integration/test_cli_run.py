@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
-from tests.kit import ROOT
+from tests.kit import CONFIGS, cases
 from tests.programs import fsm_rollout
 
-CONFIGS = ROOT / "configs"
 AGENT = (CONFIGS / "agents/tool_user.yaml").read_text("utf-8").replace("{system: solver.md}", "{}")
 PROMPT = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "interaction_kwargs": {"turns": []}}
 RUN = """
@@ -32,6 +33,33 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text("utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), "utf-8")
+
+
+def set_engine(place: Path, engine: str) -> None:
+    """Give the run another engine, in its fourth line."""
+    edit(place / "run.yaml", (place / "run.yaml").read_text("utf-8").splitlines()[3], engine)
+
+
+def write_prompts(place: Path, *prompts: Mapping[str, object]) -> None:
+    (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), "utf-8")
+
+
+def ran(place: Path, *options: str, code: int = 0) -> str:
+    """Run, and return what was printed."""
+    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def summary_of(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place / "out/summary.json").read_text("utf-8"))
+    return found
+
+
 def refused(place: Path, *overrides: str) -> str:
     done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *overrides])
     assert done.exit_code == 2, done.output
@@ -42,41 +70,17 @@ def refused(place: Path, *overrides: str) -> str:
 
 
 def test_the_place_is_sound(place: Path) -> None:
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
-    assert done.exit_code == 0, done.output
+    ran(place)
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "says"),
-    [
-        ("run.yaml", "agent.yaml", "agnet.yaml", "agnet.yaml"),
-        ("run.yaml", "prompts.jsonl", "nothing.jsonl", "nothing.jsonl"),
-        ("run.yaml", "engine:", "engin:", "did you mean 'engine'"),
-        ("run.yaml", "engine:", "limits: {}\nengine:", "'limits' is the agent's, not the run's; set it in"),
-        ("run.yaml", "kind: scripted", "kind: skripted", "scripted"),
-        ("run.yaml", "{kind: scripted, turns: ", "{kind: transformers, model: no/such/model, x: ", "x"),
-        ("run.yaml", 'kind: scripted, turns: ["The answer is 3."]', "kind: transformers, model: no/such", "no/such"),
-        ("run.yaml", "prompts.jsonl", "prompts.csv", "prompts.csv"),
-        ("run.yaml", "out:", 'reward: "fsm_rollout.rewards:exact_anser"\nout:', "did you mean 'exact_answer'"),
-        ("agent.yaml", "GENERATING: {", "GENERATNG: {", "GENERATING"),
-        ("agent.yaml", "calculator:calculate", "calculator:calculat", "did you mean 'calculate'"),
-        ("agent.yaml", "fsm_rollout.tools.calculator:calculate", "json:dumps", "json:dumps"),
-        ("agent.yaml", "dest: TERMINATED", "dest: TERMINTED", "did you mean 'TERMINATED'"),
-        ("prompts.jsonl", "messages", "mesages", "'messages' is missing; is it 'mesages'?"),
-        ("run.yaml", "out:", 'reward: "fsm_rollout.rewards:exact_answer"\nout:', "has no 'answer', which reward"),
-        ("run.yaml", "out:", 'group_filter: "fsm_rollout.rewards:scores_difer"\nout:', "run.yaml:5: 'fsm_rollout.rewa"),
-        ("prompts.jsonl", '{"messages"', '{"messages', "prompts.jsonl:1"),
-        ("prompts.jsonl", "turns", "turn", "turn"),
-        ("prompts.jsonl", '"turns": []', '"turns": "not a list"', "turns"),
-        ("prompts.jsonl", '"role": "user"', '"role": "usr"', "usr"),
-    ],
-)  # fmt: skip
-def test_one_mistake_one_clear_message(place: Path, file: str, old: str, new: str, says: str) -> None:
-    text = (place / file).read_text("utf-8")
-    assert old in text
-    (place / file).write_text(text.replace(old, new), "utf-8")
-    shown = refused(place)
-    assert says in shown
+@pytest.mark.parametrize("case", cases("run_mistakes"), ids=str)
+def test_one_mistake_one_clear_message(place: Path, case: dict[str, Any]) -> None:
+    if "file" in case:
+        edit(place / case["file"], case["old"], case["new"])
+    if "prompt" in case:
+        write_prompts(place, PROMPT | case["prompt"])
+    shown = refused(place, *([case["override"]] if "override" in case else []))
+    assert case["said"] in shown
     assert "starting the engines" not in shown or "interaction_kwargs" in shown  # it is found before that
 
 
@@ -86,29 +90,7 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
         f"override 'engine.kind=openai': engine 'policy': unknown key 'turns' ({place / 'run.yaml'}:4; "
         "engine.turns=null takes it out)",
     ]
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "engine.kind=transformers", "engine.turns=null"])
-    assert done.exit_code == 0, done.output
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("sed=4", "did you mean 'seed'"),
-        ("n=zero", "n"),
-        ("n=0", "n"),
-        ("engine.kindd=x", "kindd"),
-        ("agent.limits.tool_cals=3", "override 'agent.limits.tool_cals=3': limits: unknown key 'tool_cals'; did"),
-        ("agent.limits.tool_calls=many", "override 'agent.limits.tool_calls=many': limits.tool_calls"),
-        ("engine.kind=vllm", "override 'engine.kind=vllm': engine 'policy': engine kind 'vllm' does not exist; use"),
-        ("engine.tokenizer=no/such", "override 'engine.tokenizer=no/such': engine 'policy': model 'no/such': there"),
-        ("track=wandbb", "override 'track=wandbb': track: tracker 'wandbb' does not exist; did you mean 'wandb'?"),
-        ("nonsense", "nonsense"),
-        ("limits.tool_calls=3", "is the agent's; write agent.limits.tool_calls=3"),
-        ("states.GENERATING.timeout=3", "is the agent's; write agent.states.GENERATING.timeout=3"),
-    ],
-)
-def test_wrong_overrides(place: Path, override: str, says: str) -> None:
-    assert says in refused(place, override)
+    ran(place, "engine.kind=transformers", "engine.turns=null")
 
 
 def test_an_agent_and_a_run_are_told_apart(place: Path) -> None:
@@ -130,76 +112,41 @@ def test_empty_and_missing_files(place: Path) -> None:
 def test_a_prompt_longer_than_the_window_ends_alone(place: Path) -> None:
     """It is no mistake of form: its trajectories end with their own stop reason, the others go on."""
     long = {**PROMPT, "messages": [{"role": "user", "content": "many words " * 400}]}
-    (place / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(long) + "\n", "utf-8")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "engine.max_context=300"])
-    assert done.exit_code == 0, done.output
-    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
-    assert summary["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
+    write_prompts(place, PROMPT, long)
+    ran(place, "engine.max_context=300")
+    assert summary_of(place)["stop_reasons"] == {"answered": 1, "prompt_too_long": 1}
 
 
-@pytest.mark.parametrize(("setting", "says"), [("null", "not set"), ("4096", "4,096")])
-def test_a_window_that_ends_a_trajectory_is_named(place: Path, setting: str, says: str) -> None:
-    talks = 'engine: {kind: scripted, turns: ["' + "word " * 200 + '"], max_context: 200}'
-    (place / "run.yaml").write_text(
-        (place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], talks), "utf-8"
-    )
-    options = [f"agent.limits.context_tokens={setting}", "agent.states.GENERATING.sampling.max_tokens=null"]
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
-    assert done.exit_code == 0, done.output
+@pytest.mark.parametrize(("setting", "says"), [("null", "not set"), ("4096", "4,096"), ("200", None)])
+def test_a_window_that_ends_a_trajectory_is_named(place: Path, setting: str, says: str | None) -> None:
+    """A limit of the agent needs no explanation."""
+    set_engine(place, 'engine: {kind: scripted, turns: ["' + "word " * 200 + '"], max_context: 200}')
+    shown = ran(place, f"agent.limits.context_tokens={setting}", "agent.states.GENERATING.sampling.max_tokens=null")
+    assert "limit:context_tokens 1" in shown
     line = f"the window of engine 'policy' is 200 tokens, and context_tokens is {says}"
-    assert f"limit:context_tokens (1 of 1): {line}" in done.output
-    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
-    assert summary["details"] == {"limit:context_tokens": line}
-
-
-def test_a_limit_of_the_agent_needs_no_explanation(place: Path) -> None:
-    talks = 'engine: {kind: scripted, turns: ["' + "word " * 200 + '"], max_context: 200}'
-    (place / "run.yaml").write_text(
-        (place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], talks), "utf-8"
-    )
-    options = ["agent.limits.context_tokens=200", "agent.states.GENERATING.sampling.max_tokens=null"]
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
-    assert "limit:context_tokens 1" in done.output
-    assert "window" not in done.output
+    assert (f"limit:context_tokens (1 of 1): {line}" in shown) == ("the window of" in shown) == (says is not None)
+    assert summary_of(place).get("details", {}) == ({} if says is None else {"limit:context_tokens": line})
 
 
 ESCAPES = "[/x]\x1b[31m"
 
 
 def test_names_from_files_are_printed_as_text(place: Path) -> None:
-    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | {"prompt_id": ESCAPES}) + "\n", "utf-8")
-    failing = ["reward=json:dumps"]
-    for options in ([], ["--replace", *failing]):
-        done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
-        assert done.exit_code == (1 if options else 0), done.output
-        assert "[/x]␛[31m/0" in done.output
-        assert "\x1b" not in done.output
-    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | {"prompt_id": ESCAPES, "tools_kwargs": {"x": 1}}) + "\n")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "--replace"])
-    assert (done.exit_code, "\x1b" in done.output, "␛[31m" in done.output) == (2, False, True)
-
-
-@pytest.mark.parametrize(
-    ("field", "says"),
-    [
-        ({"tool_kwargs": {}}, ":1: nothing reads 'tool_kwargs'; did you mean 'tools_kwargs'?"),
-        ({"interactions_kwargs": {}}, ":1: nothing reads 'interactions_kwargs'; did you mean 'interaction_kwargs'?"),
-        ({"tools_kwargs": 7}, ":1: tools_kwargs must be a mapping, got 7"),
-        ({"interaction_kwargs": [1]}, ":1: interaction_kwargs must be a mapping, got [1]"),
-    ],
-)
-def test_misspelt_and_wrong_kwargs_of_prompts(place: Path, field: dict[str, object], says: str) -> None:
-    (place / "prompts.jsonl").write_text(json.dumps(PROMPT | field) + "\n", "utf-8")
-    assert f"prompts.jsonl{says}" in refused(place)
+    write_prompts(place, PROMPT | {"prompt_id": ESCAPES})
+    for options in ([], ["--replace", "reward=json:dumps"]):
+        shown = ran(place, *options, code=1 if options else 0)
+        assert "[/x]␛[31m/0" in shown
+        assert "\x1b" not in shown
+    write_prompts(place, PROMPT | {"prompt_id": ESCAPES, "tools_kwargs": {"x": 1}})
+    shown = ran(place, "--replace", code=2)
+    assert ("\x1b" in shown, "␛[31m" in shown) == (False, True)
 
 
 def test_what_a_prompt_replaces_or_nearly_says_is_told_once(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     (place / "agent.yaml").write_text(AGENT.replace("main: {}", 'main: {system: "Be brief."}'), "utf-8")
     own = {"messages": [{"role": "system", "content": "Shout."}, *PROMPT["messages"]], "limit": 3}
-    (place / "prompts.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in (PROMPT, PROMPT | own) * 2), "utf-8"
-    )
-    assert CliRunner().invoke(app, ["run", str(place / "run.yaml")]).exit_code == 0
+    write_prompts(place, *(PROMPT, PROMPT | own) * 2)
+    ran(place)
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "system message" in line] == [
         "2 prompts (the first is '1') have a system message of their own; it replaces that of agent 'tool_user' "
@@ -218,7 +165,7 @@ def test_out_must_be_a_folder(place: Path) -> None:
 
 def test_a_run_that_replaces_another_leaves_other_files_alone(place: Path) -> None:
     for options in ([], ["--replace"]):
-        assert CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options]).exit_code == 0
+        ran(place, *options)
         (place / "out" / "notes.txt").write_text("mine", "utf-8")
     assert (place / "out" / "notes.txt").exists()
 
@@ -232,14 +179,12 @@ def test_help_teaches_by_example(arguments: list[str]) -> None:
 
 def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
     prompts = [PROMPT | {"prompt_id": str(i), "answer": 3 if i % 2 else 4} for i in range(8)]
-    (place / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), "utf-8")
-    kept = 'engine: {kind: scripted, max_running: 1, turns: [{text: "The answer is 3.", delay: 0.01}]}'
-    (place / "run.yaml").write_text((place / "run.yaml").read_text("utf-8").replace(RUN.splitlines()[3], kept), "utf-8")
+    write_prompts(place, *prompts)
+    set_engine(place, 'engine: {kind: scripted, max_running: 1, turns: [{text: "The answer is 3.", delay: 0.01}]}')
     asked = ["target_groups=2", "over_sample=4", "group_filter=tests.integration.test_cli_run:solved"]
     asked.append("reward=fsm_rollout.rewards:exact_answer")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
-    assert done.exit_code == 0, done.output
-    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    ran(place, *asked)
+    summary = summary_of(place)
     aside = summary["stop_reasons"]["suspended"]
     assert 1 <= aside <= 8 - 4, "on a busy machine another one may end before the rest is set aside"
     assert summary["stop_reasons"]["answered"] == 8 - aside
@@ -257,14 +202,13 @@ def correct(trajectory):
 
 def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
     (place / "rewards_of_mine.py").write_text(REWARD, "utf-8")
-    (place / "prompts.jsonl").write_text((json.dumps(PROMPT) + "\n") * 8, "utf-8")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "reward=rewards_of_mine:correct"])
-    assert done.exit_code == 1
-    assert "score           1.000 (scored 2 of 8); length 5.000" in done.output
+    write_prompts(place, *[PROMPT] * 8)
+    shown = ran(place, "reward=rewards_of_mine:correct", code=1)
+    assert "score           1.000 (scored 2 of 8); length 5.000" in shown
     first = "scored 2 of 8; the first without a score: 1/0: KeyError: 'answer' (at rewards_of_mine.py:4, in correct)"
-    assert first in done.output
-    assert "the reward failed for 6 of 8" in done.output
-    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    assert first in shown
+    assert "the reward failed for 6 of 8" in shown
+    summary = summary_of(place)
     assert (summary["scored"], summary["reward_parts"], len(summary["reward_errors"])) == (2, {"length": 5.0}, 6)
     batch = TrajectoryBatch.load(place / "out/batch").tensordict
     assert batch["token_level_scores"].sum(1).isnan().tolist() == [bool(i % 4) for i in range(8)]
@@ -277,8 +221,7 @@ def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
 
 def test_a_reward_that_never_worked_may_be_replaced(place: Path) -> None:
     (place / "broken_rewards.py").write_text("def broken(trajectory):\n    return 1 / 0\n", "utf-8")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), "reward=broken_rewards:broken"])
-    assert (done.exit_code, "scored 0 of 1" in done.output) == (1, True)
+    assert "scored 0 of 1" in ran(place, "reward=broken_rewards:broken", code=1)
     again = CliRunner().invoke(app, ["resume", str(place / "out"), "reward=tests.integration.test_cli_run:always"])
     assert (again.exit_code, "score           1.000" in again.output) == (0, True), again.output
 
@@ -288,13 +231,13 @@ def always(trajectory: object) -> float:
 
 
 def test_a_filter_that_turns_everything_down_fails_the_run(place: Path) -> None:
-    (place / "prompts.jsonl").write_text((json.dumps(PROMPT) + "\n") * 8, "utf-8")
-    asked = ["target_groups=1", "max_filtered=3", "group_filter=fsm_rollout.rewards:scores_differ", "n=2"]
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *asked])
-    assert done.exit_code == 1
-    assert "group filter 'scores_differ' has turned down 4 groups, and 0 of the 1 that were asked for" in done.output
-    assert f"to continue: fsm-rollout resume {place / 'out'} max_filtered=" in done.output
-    assert "Traceback" not in done.output
+    write_prompts(place, *[PROMPT] * 8)
+    shown = ran(
+        place, "target_groups=1", "max_filtered=3", "group_filter=fsm_rollout.rewards:scores_differ", "n=2", code=1
+    )
+    assert "group filter 'scores_differ' has turned down 4 groups, and 0 of the 1 that were asked for" in shown
+    assert f"to continue: fsm-rollout resume {place / 'out'} max_filtered=" in shown
+    assert "Traceback" not in shown
 
 
 def solved(group: list[object]) -> bool:
@@ -308,19 +251,14 @@ def test_a_folder_of_somebody_else_s_is_left_alone(place: Path) -> None:
     assert "holds 'batch', and no journal" in refused(place, f"out={mine}")
     assert (mine / "batch/precious.txt").read_text("utf-8") == "keep me"
     for options in ([], ["--replace"]):  # a run's own folder is written again
-        done = CliRunner().invoke(app, ["run", str(place / "run.yaml"), *options])
-        assert done.exit_code == 0, done.output
+        ran(place, *options)
 
 
 def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> None:
-    text = (
-        (place / "run.yaml").read_text("utf-8").replace('"The answer is 3."', '{text: x, error: "Overload: no room"}')
-    )
-    (place / "run.yaml").write_text(text + "failures: {engine: {attempts: 1}}\n", "utf-8")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
-    assert done.exit_code == 1
-    assert "failed:Overload (1 of 1): Overload: no room" in done.output
-    assert "every trajectory failed" in done.output
+    edit(place / "run.yaml", '"The answer is 3."', '{text: x, error: "Overload: no room"}')
+    shown = ran(place, "failures={engine: {attempts: 1}}", code=1)
+    assert "failed:Overload (1 of 1): Overload: no room" in shown
+    assert "every trajectory failed" in shown
 
 
 GRADED = """
@@ -349,7 +287,7 @@ def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Pa
     folder = place / "elsewhere"
     folder.mkdir()
     (place / "agent.yaml").write_text(GRADED, "utf-8")
-    (place / "prompts.jsonl").write_text(json.dumps({"messages": PROMPT["messages"]}) + "\n", "utf-8")
+    write_prompts(place, {"messages": PROMPT["messages"]})
     (place if beside == "the agent" else folder).joinpath("grader_of_mine.py").write_text(GRADER, "utf-8")
 
     def command(*arguments: str, cwd: Path) -> str:
@@ -365,9 +303,7 @@ def test_code_is_found_beside_the_agent_and_where_the_command_is_given(place: Pa
 
 
 def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
-    text = (place / "run.yaml").read_text("utf-8")
-    several = "engine: {kind: scripted, trns: []}\nengines:\n  judge:\n    kind: skripted\n"
-    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], several), "utf-8")
+    set_engine(place, "engine: {kind: scripted, trns: []}\nengines:\n  judge:\n    kind: skripted\n")
     first, second = refused(place).splitlines()
     assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'trns'; did you mean 'turns'" in first
     assert f"{place / 'run.yaml'}:7: engine 'judge': engine kind 'skripted' does not exist" in second
@@ -389,15 +325,13 @@ class Echo(ScriptedEngine):
 
 def test_an_engine_of_ones_own_runs_from_the_run_file(place: Path) -> None:
     (place / "engine_of_mine.py").write_text(OWN_ENGINE, "utf-8")
-    text = (place / "run.yaml").read_text("utf-8")
     own = 'engine: {kind: "engine_of_mine:Echo", says: The answer is 3., replicas: 2}'
-    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own), "utf-8")
+    set_engine(place, own)
     for changes, line in (("engine.times=many", "times should be"), ("engine.sayz=a", "did you mean 'says'?")):
         assert line in refused(place, changes)
-    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own.replace("says", "sayz")), "utf-8")
+    set_engine(place, own.replace("says", "sayz"))
     assert f"{place / 'run.yaml'}:4: engine 'policy': unknown key 'sayz'; did you mean 'says'?" in refused(place)
-    (place / "run.yaml").write_text(text.replace(text.splitlines()[3], own), "utf-8")
-    done = CliRunner().invoke(app, ["run", str(place / "run.yaml")])
-    assert done.exit_code == 0, done.output
-    summary = json.loads((place / "out/summary.json").read_text("utf-8"))
+    set_engine(place, own)
+    ran(place)
+    summary = summary_of(place)
     assert (summary["trajectories"], summary["stop_reasons"]) == (1, {"answered": 1})
