@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ from fsm_rollout.agent.graph import AgentGraph, ToolSpec
 from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.names.objects import path_of
+from fsm_rollout.names import objects
+from fsm_rollout.names.objects import load_object, path_of
 from fsm_rollout.tools.bound_tools import tool_schema_of
 from tests.embedded import tokenizer
-from tests.kit import ROOT
 
 TEXT = """
 agent: adder
@@ -93,16 +91,16 @@ def test_what_is_no_tool_is_refused(tools: dict[str, Any], says: str) -> None:
         load_agent(TEXT).with_tools(**tools)
 
 
-def test_a_function_that_only_this_process_knows_is_told_apart() -> None:
+def test_a_function_that_only_this_process_knows_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = local()
     name = str(path_of(tool))
     assert path_of(tool) == name, "one object, one name"
     agent = load_agent(TEXT).with_tools(add={"use": tool, "placement": "process"})
     (problem,) = verify(agent)
     assert "write it into a module and name that, or leave `placement` out" in problem.message
-    script = f"from fsm_rollout.names.objects import load_object; load_object({name!r})"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "was given as an object to the process that began with it" in done.stderr
+    monkeypatch.delattr(objects.given, name.rpartition(".")[2])  # as in any other process
+    with pytest.raises(ConfigError, match="was given as an object to the process that began with it"):
+        load_object(name)
 
 
 def test_an_agent_is_loaded_from_text_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
