@@ -20,13 +20,19 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import UnionType
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class RolloutError(Exception):
@@ -209,3 +215,32 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     if 0 < len(pool) <= 12:
         return f"; known: {', '.join(pool)}"
     return ""
+
+
+def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ConfigError if a name that was given is not known, before anything is done."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown argument '{name}'{hint}")
+
+
+def checked_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Return an ``__init__`` that answers a misspelt argument with a hint."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        check_names(init.__qualname__.partition(".")[0], kwargs, known)
+        init(*args, **kwargs)
+
+    return checked
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Have every problem of a ConfigError begin with what it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([Problem(f"{what}: {p.message}", p.file, p.line, p.rule) for p in error.problems]) from error

@@ -12,37 +12,34 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from functools import partial, wraps
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.loader import dump, load_agent
-from fsm_rollout.agent.proof import prove
-from fsm_rollout.agent.verify import verify
-from fsm_rollout.concurrency.loop_thread import LoopThread, close_at_exit
+from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.agent.loader import dump
+from fsm_rollout.agent.sound import AgentLike, sound_agents
+from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine, Weights
 from fsm_rollout.engines.specs import ENGINES
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
-from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least, did_you_mean
+from fsm_rollout.errors import ConfigError, EngineError, about, check_at_least, check_names, checked_names
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
-from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.group import Group, log_failures
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
 from fsm_rollout.scheduler.worker_pool import WorkerPool
-from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
-from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.settings import Sampling, as_sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -51,46 +48,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-P = ParamSpec("P")
-# An agent: a graph, the path of its YAML, or the mapping that stands in one.
-AgentLike = AgentGraph | Mapping[str, Any] | str | Path
 PromptLike = Prompt | Mapping[str, object] | str
 Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
 
 
-def _plain(
-    form: Callable[Concatenate[Rollout, P], Coroutine[object, object, T]],
-) -> Callable[Concatenate[Rollout, P], T]:
-    """Return the plain form of an async method, which waits for it on the rollout's own event loop."""
-
-    @wraps(form)
-    def wait(self: Rollout, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_open()
-        return self._loop().call(lambda: form(self, *args, **kwargs))
-
-    wait.__name__ = form.__name__.removeprefix("a")
-    wait.__doc__ = f"""Do what :meth:`{form.__name__}` does, from ordinary code and from notebooks alike.
-
-    Ctrl-C cancels what runs and waits until that has ended; a second one does not wait. Other threads may make calls
-    meanwhile (``update_weights`` while ``run`` runs).
-    """
-    return wait
-
-
-def _checked_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Return an ``__init__`` that answers a misspelt argument with a hint."""
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        _check_names("Rollout", kwargs, known)
-        init(*args, **kwargs)
-
-    return checked
-
-
-class Rollout:
+class Rollout(OwnLoop):
     """Runs prompts through one or more agents.
 
     Args:
@@ -130,7 +92,7 @@ class Rollout:
         EngineError: an engine cannot start.
     """
 
-    @_checked_names
+    @checked_names
     def __init__(
         self,
         agent: AgentLike | Mapping[str, AgentLike],
@@ -155,16 +117,13 @@ class Rollout:
         base: Path | None = None,
     ) -> None:
         # 1. The agents are sound, and end.
-        self.agents = _agents(agent)
-        problems = [problem for graph in self.agents.values() for problem in verify(graph)]
-        if problems:
-            raise ConfigError(problems)
-        for graph in self.agents.values():
-            prove(graph)
+        self.agents = sound_agents(agent)
+        graphs = self.agents.values()
+        self._states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))  # numbered in each batch
         # 2. How to sample, and where trajectories run.
         self.validate = validate
-        greedy, training_sampling = Sampling(temperature=0.0), _sampling(sampling, "sampling")
-        validation = greedy if validation_sampling is None else _sampling(validation_sampling, "validation_sampling")
+        greedy, training_sampling = Sampling(temperature=0.0), as_sampling(sampling, "sampling")
+        validation = greedy if validation_sampling is None else as_sampling(validation_sampling, "validation_sampling")
         self._evaluation_sampling = validation.over(training_sampling)
         run_sampling = self._evaluation_sampling if validate else training_sampling
         check_at_least(1, "process", "workers", workers)
@@ -172,11 +131,12 @@ class Rollout:
             raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
         # 3. What engines and schedulers are made from; nothing has been started yet.
         self._closed = False
-        self._loop_thread: LoopThread | None = None
         self._owned: list[Engine] = []
         base = base or Path.cwd()
-        engine_likes = {POLICY: engine, **(engines or {})}
-        specs = {name: _engine_or_spec(name, engine_like, base) for name, engine_like in engine_likes.items()}
+        specs: dict[str, Engine | Mapping[str, Any]] = {}
+        for name, engine_like in {POLICY: engine, **(engines or {})}.items():
+            with about(f"engine '{name}'"):
+                specs[name] = as_engine_or_spec(engine_like, base)
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
         self._client = partial(
             EngineClient,
@@ -219,7 +179,7 @@ class Rollout:
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
             self.journal = journal
         except BaseException:
-            self._close(self._close_engines if self._owned else None)
+            self._end_loop(self._close_engines if self._owned else None)
             raise
         close_at_exit(self)
 
@@ -239,7 +199,7 @@ class Rollout:
     def _engine(self, name: str, spec: Engine | Mapping[str, Any], base: Path) -> Engine:
         if not isinstance(spec, Mapping):
             return spec
-        with _named(f"engine '{name}'"):
+        with about(f"engine '{name}'"):
             engine = build_engine(spec, base)
         self._owned.append(engine)
         return engine
@@ -281,14 +241,13 @@ class Rollout:
                 tools that are placed there.
             TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
-        options |= {"max_filtered": max_filtered, "resume": resume}
-        async with aclosing(self._groups_of(self.scheduler, prompts, n, **options)) as groups:
+        options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
+        async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as groups:
             async for group in groups:
                 yield group
 
     async def _groups_of(
-        self, scheduler: Scheduler, prompts: Prompts, n: int, *, target_groups: int | None = None, **options: Any
+        self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, client in scheduler.clients.items():
@@ -335,19 +294,12 @@ class Rollout:
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
-        _check_batch_options("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume"))
-        options: dict[str, Any] = {"target_groups": target_groups, "over_sample": over_sample}
-        options |= {"max_filtered": max_filtered, "resume": resume}
-        async with aclosing(self._groups_of(self.scheduler, prompts, n, deliver_at_end=True, **options)) as stream:
+        check_names("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume", *BATCH_OPTIONS))
+        options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
+        scheduled = self._groups_of(self.scheduler, prompts, n, target_groups, deliver_at_end=True, **options)
+        async with aclosing(scheduled) as stream:
             groups = [group async for group in stream]
-        samples = [trajectory for group in groups for trajectory in group.trajectories]
-        if failed := [each for each in samples if each.failure not in (None, FailureClass.POLICY)]:
-            text = "%d of %d trajectories failed, and not through the policy; the first: %s: %s: %s"
-            first = failed[0]
-            logger.warning(text, len(failed), len(samples), first.trajectory_id, first.stop_reason, first.detail)
-        if errors := [error for group in groups for error in group.reward_errors]:
-            scored = sum(trajectory.score is not None for trajectory in samples)
-            logger.warning("scored %d of %d; the first without a score: %s", scored, len(samples), errors[0])
+        log_failures(groups)
         return self.batch(groups, **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
@@ -355,23 +307,13 @@ class Rollout:
 
         What was dropped is listed in the batch's ``dropped``, and counted in its ``figures``.
         """
-        from fsm_rollout.batch.batch import TrajectoryBatch  # torch: only when there are tensors to make
-        from fsm_rollout.batch.step_figures import step_figures
+        from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        ordered = sorted(groups, key=lambda group: group.index)
-        kept = [group for group in ordered if not group.dropped]
-        trajectories: list[Trajectory] = [trajectory for group in kept for trajectory in group.all]
         tokenizer = self.engines[POLICY].tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        graphs = [agent.graph for agent in self.scheduler.agents.all]
-        states = dict.fromkeys(name for graph in graphs for name in graph.states)  # the same numbers in every step
-        options = {"state_names": tuple(states), "pad_id": pad_id or 0} | options
-        batch = TrajectoryBatch.from_trajectories(trajectories, **options)
-        batch.dropped = {group.group_id: group.drop_reason for group in ordered if group.drop_reason is not None}
-        batch.figures = step_figures(ordered)
-        return batch
+        return batch_of(groups, **{"state_names": self._states, "pad_id": pad_id or 0} | options)
 
-    run = _plain(arun)
+    run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
 
     async def aevaluate(
@@ -389,11 +331,11 @@ class Rollout:
             sampling: comes before the rollout's ``validation_sampling`` (greedy unless given).
             **batch: as for :meth:`arun`.
         """
-        _check_batch_options("evaluate", batch, ("n", "sampling"))
+        check_names("evaluate", batch, ("n", "sampling", *BATCH_OPTIONS))
         scheduler = Scheduler(
             self.agents,
             {name: client.paused_with(self._client(client.engine)) for name, client in self.clients.items()},
-            sampling=_sampling(sampling, "sampling").over(self._evaluation_sampling),
+            sampling=as_sampling(sampling, "sampling").over(self._evaluation_sampling),
             validate=True,
             **self._common,
         )
@@ -404,7 +346,7 @@ class Rollout:
         async with aclosing(self._groups_of(scheduler, named, n, deliver_at_end=True)) as groups:
             return self.batch([group async for group in groups], **batch)
 
-    evaluate = _plain(aevaluate)
+    evaluate = plain(aevaluate)
     """Do what :meth:`aevaluate` does and wait for it."""
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
@@ -425,7 +367,7 @@ class Rollout:
         """
         return await self.scheduler.update_weights(weights, version)
 
-    update_weights = _plain(aupdate_weights)
+    update_weights = plain(aupdate_weights)
     """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
 
     async def asleep(self) -> None:
@@ -435,7 +377,7 @@ class Rollout:
         for engine in self.engines.values():
             await engine.sleep()
 
-    sleep = _plain(asleep)
+    sleep = plain(asleep)
     """Do what :meth:`asleep` does and wait for it."""
 
     async def awake(self) -> None:
@@ -445,7 +387,7 @@ class Rollout:
         for client in self.clients.values():
             await client.resume("asleep")
 
-    wake = _plain(awake)
+    wake = plain(awake)
     """Do what :meth:`awake` does and wait for it."""
 
     def page(self, trajectory: Trajectory | str) -> Page:
@@ -482,22 +424,10 @@ class Rollout:
         if self._closed:
             raise EngineError("this rollout is closed, and its engines with it; make another")
 
-    def _loop(self) -> LoopThread:
-        if self._loop_thread is None or not self._loop_thread.alive:
-            self._loop_thread = LoopThread()
-        return self._loop_thread
-
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
-        self._close(self.aclose if self._owned or self._workers or self.scheduler.carried else None)
-
-    def _close(self, clean_up: Callable[[], Coroutine[object, object, None]] | None) -> None:
         self._closed = True
-        if clean_up is not None:
-            self._loop().call(clean_up)
-        if self._loop_thread is not None:
-            self._loop_thread.close()
-            self._loop_thread = None
+        self._end_loop(self.aclose if self._owned or self._workers or self.scheduler.carried else None)
 
     async def __aenter__(self) -> Rollout:
         return self
@@ -505,71 +435,9 @@ class Rollout:
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    def __enter__(self) -> Rollout:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Have every problem begin with what it is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([Problem(f"{what}: {p.message}", p.file, p.line, p.rule) for p in error.problems]) from error
-
-
-def _agents(agents: AgentLike | Mapping[str, AgentLike]) -> dict[str, AgentGraph]:
-    """Return the agents by name: one by its own, several by those that they were given."""
-    if isinstance(agents, Mapping) and not {"states", "transitions"} & agents.keys():
-        if not agents:
-            raise ConfigError("agent: got an empty mapping; give an agent, or several by name")
-        return {name: _agent(agent) for name, agent in agents.items()}
-    graph = _agent(agents)
-    return {graph.agent: graph}
-
-
-def _agent(agent: AgentLike) -> AgentGraph:
-    if isinstance(agent, AgentGraph):
-        return agent
-    if isinstance(agent, str | Path | Mapping):
-        return load_agent(agent)
-    raise ConfigError(
-        f"agent: got a {type(agent).__name__}; give what load_agent returns, the path of an agent's YAML, or a mapping "
-        "from names to them"
-    )
-
-
-def _engine_or_spec(name: str, engine: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
-    with _named(f"engine '{name}'"):
-        return as_engine_or_spec(engine, base)
-
 
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
-
-
-def _check_batch_options(method: str, options: Iterable[str], own: tuple[str, ...]) -> None:
-    """Refuse an argument that nothing takes before anything is sampled, not when the batch is made."""
-    _check_names(method, options, (*own, *BATCH_OPTIONS))
-
-
-def _check_names(method: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-            raise ConfigError(f"{method}: unknown argument '{name}'{hint}")
-
-
-def _sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sampling:
-    if isinstance(value, Sampling):
-        return value
-    if not isinstance(value, Mapping | None):
-        raise ConfigError(f'{what}: got {value!r}; give a mapping: {{"temperature": 0.7}}')
-    with _named(what):
-        return Sampling(**(value or {}))
 
 
 def _describe(engine: Engine, spec: Engine | Mapping[str, Any]) -> dict[str, object]:

@@ -73,7 +73,6 @@ LONGER = {  # modules that are still to be cut
     "chat.glue_cache",
     "engines.client",
     "engines.pool",
-    "rollout",
     "trajectory.trajectory",
 }
 

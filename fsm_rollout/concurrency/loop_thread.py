@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.concurrency.loop_end import run_to_end
@@ -27,6 +28,8 @@ from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
+O = TypeVar("O", bound="OwnLoop")  # noqa: E741  # an object
 
 
 class LoopThread:
@@ -110,6 +113,56 @@ def _serve(loop: asyncio.AbstractEventLoop, enough: asyncio.Event, calls: set[as
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
     with suppress(RuntimeError):  # the loop is closed, and all its tasks have ended
         loop.call_soon_threadsafe(function)
+
+
+class OwnLoop:
+    """What has plain forms of its async methods: they wait on an event loop of its own, begun when it is needed."""
+
+    _loop_thread: LoopThread | None = None
+
+    def close(self) -> None:
+        """Close what the object has, with its last work, and the loop; safe to call twice."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        """Raise an error if it takes no calls any more."""
+
+    def _wait_for(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
+        """Run ``work()`` on the loop and wait for its result."""
+        if self._loop_thread is None or not self._loop_thread.alive:
+            self._loop_thread = LoopThread()
+        return self._loop_thread.call(work)
+
+    def _end_loop(self, last: Callable[[], Coroutine[object, object, None]] | None) -> None:
+        """Run the last work, if there is any, and end the loop."""
+        if last is not None:
+            self._wait_for(last)
+        if self._loop_thread is not None:
+            self._loop_thread.close()
+            self._loop_thread = None
+
+
+def plain(form: Callable[Concatenate[O, P], Coroutine[object, object, T]]) -> Callable[Concatenate[O, P], T]:
+    """Return the plain form of an async method, which waits for it on the loop of its object."""
+
+    @wraps(form)
+    def wait(self: O, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_open()
+        return self._wait_for(lambda: form(self, *args, **kwargs))
+
+    wait.__name__ = form.__name__.removeprefix("a")
+    wait.__doc__ = f"""Do what :meth:`{form.__name__}` does, from ordinary code and from notebooks alike.
+
+    Ctrl-C cancels what runs and waits until that has ended; a second one does not wait. Other threads may make calls
+    meanwhile (``update_weights`` while ``run`` runs).
+    """
+    return wait
 
 
 class Closeable(Protocol):

@@ -6,7 +6,8 @@ in ``discarded`` and in no batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from operator import attrgetter
@@ -15,9 +16,11 @@ from weakref import WeakSet
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
-from fsm_rollout.trajectory.enums import DropReason
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class GroupState(StrEnum):
@@ -213,3 +216,15 @@ class GroupTable(dict[str, Group]):
         group.state = GroupState.DELIVERED
         group.active.clear()
         self.delivered.add(group)
+
+
+def log_failures(groups: Sequence[Group]) -> None:
+    """Say in the log what failed in some groups and was not the policy's fault, and which samples have no score."""
+    samples = [trajectory for group in groups for trajectory in group.trajectories]
+    if failed := [each for each in samples if each.failure not in (None, FailureClass.POLICY)]:
+        text = "%d of %d trajectories failed, and not through the policy; the first: %s: %s: %s"
+        first = failed[0]
+        logger.warning(text, len(failed), len(samples), first.trajectory_id, first.stop_reason, first.detail)
+    if errors := [error for group in groups for error in group.reward_errors]:
+        scored = sum(trajectory.score is not None for trajectory in samples)
+        logger.warning("scored %d of %d; the first without a score: %s", scored, len(samples), errors[0])

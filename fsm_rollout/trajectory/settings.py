@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
 
-from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.errors import ConfigError, Problem, about
 from fsm_rollout.names.objects import path_of
 from fsm_rollout.trajectory.config_errors import explanations
 
@@ -130,3 +130,13 @@ class Limits(StrictModel):
         return Limits(
             **{name: min((v for v in (own[name], lower[name]) if v is not None), default=None) for name in own}
         )
+
+
+def as_sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sampling:
+    """Return sampling parameters that were given as ``what``, in whatever form; ConfigError if they are wrong."""
+    if isinstance(value, Sampling):
+        return value
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f'{what}: got {value!r}; give a mapping: {{"temperature": 0.7}}')
+    with about(what):
+        return Sampling(**(value or {}))
