@@ -8,7 +8,8 @@ begun anew where its class says so, within a budget; what still fails then has n
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -172,6 +173,11 @@ class Failures(StrictModel):
         300.0, description="after so many seconds without any event the log says what is waited for; null: never"
     )
 
+    @cached_property
+    def window(self) -> int:
+        """How many of the latest attempts the breaker looks at."""
+        return 0 if self.breaker is None else self.breaker.window
+
     @property
     def engine_attempts(self) -> int:
         """How often one generation is tried."""
@@ -218,13 +224,12 @@ def is_the_policys(trajectory: Trajectory) -> bool:
 class Watch:
     """What has failed in a run so far: says when it is to stop."""
 
-    def __init__(self, failures: Failures) -> None:
+    def __init__(self, failures: Failures, latest: Collection[Trajectory]) -> None:
         self._failures = failures
-        breaker = failures.breaker
-        # The latest attempts that have ended. Those that failed are looked at when one has failed.
-        self.latest: deque[Trajectory] = deque(maxlen=breaker.window if breaker is not None else 0)
+        # The latest attempts that have ended, as many as the breaker looks at. They are looked at when one has failed.
+        self._latest = latest
         # Why the reward failed, of the latest trajectories that it was asked about.
-        self._judged: deque[str | None] = deque(maxlen=self.latest.maxlen)
+        self._judged: deque[str | None] = deque(maxlen=failures.window)
 
     def failed(self, trajectory: Trajectory) -> RunStopped | None:
         """Return why the run is to stop now that an attempt has failed, if it is."""
@@ -234,11 +239,11 @@ class Watch:
                 f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
                 f"{trajectory.stop_reason} ({_first_line(trajectory)})"
             )
-        failed = [latest for latest in self.latest if latest.failure is not None and not is_the_policys(latest)]
-        if not self._breaks(len(failed), len(self.latest)):
+        failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]
+        if not self._breaks(len(failed), len(self._latest)):
             return None
         return RunStopped(
-            f"the run stops: {len(failed)} of the latest {len(self.latest)} trajectories failed through no fault of "
+            f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
             f"the policy's: {_told(failed)} (failures.breaker)"
         )
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import repeat
 from typing import Protocol
 
 from fsm_rollout.scheduler.failure_policy import Failures
@@ -112,7 +113,7 @@ class SampleRunner:
         samples = group.to_start()
         group.unfinished = len(samples)
         self._groups.put(group, GroupState.RUNNING)
-        self.to_start += [(group, sample) for sample in samples]
+        self.to_start += zip(repeat(group), samples)
         if not samples:
             tasks.create_task(self._finish(run, group))
         return True
@@ -152,14 +153,15 @@ class SampleRunner:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
         if run.stop is not None:
             return
-        if self._scoring.judges or group.active:
+        scoring = self._scoring
+        if scoring.reward is not None or scoring.group_filter is not None or group.active:
             self._groups.put(group, GroupState.SCORING)
-            if not await self._scoring.score(run, group):
+            if not await scoring.score(run, group):
                 return
         self._groups.put(group, GroupState.DONE)
         if run.filtered > run.most_filtered:
             counted = run.counts_with(self._groups.of(GroupState.DONE).values())
-            run.stopped_by = run.stopped_by or self._scoring.target_not_reached(run, counted)
+            run.stopped_by = run.stopped_by or scoring.target_not_reached(run, counted)
         run.changed.set()
 
     # -- one sample -----------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class SampleRunner:
             trajectory = live.trajectory
             if not live.restart or trajectory.stop_reason != StopReason.CANCELLED:
                 if trajectory.ended:
-                    run.watch.latest.append(trajectory)
+                    run.latest.append(trajectory)
                 if trajectory.failure is None:
                     break
                 run.stopped_by = run.stopped_by or run.watch.failed(trajectory)

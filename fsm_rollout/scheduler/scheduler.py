@@ -35,7 +35,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
-from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
+from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import History, resumed_groups
@@ -168,7 +168,7 @@ class Scheduler:
         self._mark_delivered()
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
-            frozenset(self.groups), Watch(self.failures), self.recorder.journal,
+            frozenset(self.groups), self.failures, self.recorder.journal,
         )  # fmt: skip
         if histories := list(resume):
             self._resume(run, histories)

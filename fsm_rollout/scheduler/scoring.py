@@ -26,11 +26,6 @@ class Scoring:
         self.group_filter = group_filter
         self._record = record
 
-    @property
-    def judges(self) -> bool:
-        """Whether there is anything to ask."""
-        return self.reward is not None or self.group_filter is not None
-
     async def score(self, run: RunState, group: Group) -> bool:
         """Score a group; return whether that came to its end, which it does not when the run is stopped."""
         task = asyncio.current_task()

@@ -23,6 +23,7 @@ from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.errors import ConfigError, EngineError, describe, single
 from fsm_rollout.scheduler.failure_policy import Failures, class_of, class_of_timeout
+from fsm_rollout.states import built_in
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
@@ -142,7 +143,7 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
         async with ctx.deadline:
             await ctx.enter()
             work = handler.run(live.trajectory, ctx)
-            if ":" not in live.agent.graph.handler_of(ctx.state):  # a built-in handler
+            if type(handler).__module__ == built_in.__name__:
                 return await work
             return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:
