@@ -235,20 +235,6 @@ STATE_KEYS = frozenset(StateSpec.model_fields) - {"options"}
 """The YAML keys of every state; a custom handler's options are written beside them."""
 
 
-def as_predicates(value: object) -> object:
-    """Return conditions as a YAML spells them (``name``, ``{name: argument}``, or a list) as mappings."""
-    return tuple(_as_predicate(item) for item in (value if isinstance(value, list | tuple) else (value,)))
-
-
-def _as_predicate(item: object) -> object:
-    if isinstance(item, str):
-        return {"name": item, "argument": None}
-    if isinstance(item, dict) and len(item) == 1:
-        ((name, argument),) = item.items()
-        return {"name": name, "argument": argument}
-    return item
-
-
 class Predicate(StrictModel):
     """A condition by name, with its argument (``None`` when it takes none)."""
 
@@ -271,9 +257,19 @@ class Predicate(StrictModel):
 
 
 def _spelled_out(value: object) -> object:
-    """Return conditions as mappings; one with the key ``name`` alone is spelled out already."""
+    """Return conditions as a YAML spells them (``name``, ``{name: argument}``, or a list) as mappings."""
     items = value if isinstance(value, list | tuple) else (value,)
-    return tuple(item if isinstance(item, dict) and item.keys() == {"name"} else _as_predicate(item) for item in items)
+    return tuple(_predicate(item) for item in items)
+
+
+def _predicate(item: object) -> object:
+    match item:
+        case str():
+            return {"name": item}
+        case dict() if len(item) == 1 and "name" not in item:
+            ((name, argument),) = item.items()
+            return {"name": name, "argument": argument}
+    return item
 
 
 Conditions = Annotated[tuple[Predicate, ...], BeforeValidator(_spelled_out)]

@@ -19,10 +19,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph, as_predicates
+from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.words import HANDLERS
@@ -87,21 +88,7 @@ def recorded_agent(text: str, name: str = "<journal>") -> AgentGraph:
     Raises:
         ConfigError: it has not the form of an agent.
     """
-    source = SourceMap(name)
-    data, problems = read_yaml(text, source)
-    data = in_texts(unescape_interpolation, data)
-    if not isinstance(data, dict):
-        raise ConfigError(problems or [Problem(f"an agent is a mapping, got {type(data).__name__}", name)])
-    _NormalForm(source, problems, recorded=True).agent(data, (), Path(), ())
-    try:
-        graph = AgentGraph.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        problems += [source.problem(*explained) for explained in explanations(error, AgentGraph)]
-    except (ValueError, TypeError, RecursionError) as error:  # what JSON cannot say
-        problems.append(Problem(f"is not plain data: {error}", name))
-    if problems:
-        raise ConfigError(in_file_order(problems))
-    return graph
+    return _graph(_read(text, SourceMap(name), Path(), (), (), recorded=True))
 
 
 def read_agent(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
@@ -120,7 +107,10 @@ def _graph(reading: Reading) -> AgentGraph:
     return reading.graph
 
 
-def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], inside: tuple[Path, ...]) -> Reading:
+def _read(
+    text: str, source: SourceMap, base: Path, overrides: Sequence[str], inside: tuple[Path, ...], *,
+    recorded: bool = False,
+) -> Reading:  # fmt: skip
     # 1. YAML.
     data, problems = read_yaml(text, source)
     if not isinstance(data, dict):
@@ -136,9 +126,12 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
         what = "is a run's YAML, which `fsm-rollout run` takes; an agent's is what it names under `agent`"
         return Reading(None, source, (Problem(what, source.file),))
     # 2. What changes it, and the normal form.
-    problems += apply_overrides(data, overrides, source)
-    problems += interpolate(data, source)
-    _NormalForm(source, problems).agent(data, (), base, inside)
+    if recorded:
+        data = cast(ConfigData, in_texts(unescape_interpolation, data))
+    else:
+        problems += apply_overrides(data, overrides, source)
+        problems += interpolate(data, source)
+    _NormalForm(source, problems, recorded=recorded).agent(data, (), base, inside)
     # 3. The form. Where it is wrong, the wrong pieces are taken out, and the names in the rest are still checked.
     graph = None
     left_out: set[ConfigPath] = set()
@@ -154,8 +147,13 @@ def _read(text: str, source: SourceMap, base: Path, overrides: Sequence[str], in
             pieces = error.errors(include_url=False)
             if not all(_leave_out(data, item["loc"], left_out, item["type"] == "missing") for item in pieces):
                 break
+        except (ValueError, TypeError, RecursionError) as error:  # what JSON cannot say
+            problems.append(Problem(f"is not plain data: {error}", source.file))
+            break
     # 4. The rules; where something else is wrong, those about names alone.
-    if graph is not None and not problems:
+    if recorded:
+        pass
+    elif graph is not None and not problems:
         problems = verify(graph, source)
     elif graph is not None:
         for finding in findings(graph, names_only=True):
@@ -220,11 +218,6 @@ class _NormalForm:
                 self._read_sub_agent(entry, (*at, "agent"), base, inside)
             elif isinstance(entry.get("agent"), dict):
                 self.agent(entry["agent"], (*at, "agent"), base, inside)
-        rows = data.get("transitions")
-        for row in rows if isinstance(rows, list) else ():
-            for key in ("conditions", "unless"):
-                if isinstance(row, dict) and key in row:
-                    row[key] = as_predicates(row[key])
 
     def _report(self, path: ConfigPath, message: str) -> None:
         self.problems.append(self.source.problem(path, f"{describe_path(path)}: {message}"))

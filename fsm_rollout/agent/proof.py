@@ -24,7 +24,6 @@ of them, and each call is counted at the largest bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -90,19 +89,12 @@ def _proven(graph: AgentGraph, situations: int) -> Bound:
     children = [prove(tool.agent, situations=situations) for tool in tools if tool.agent is not None]
     calls = bound.tool_calls * max(tool.retry.attempts for tool in tools)
 
-    def with_children(own: int | None, additions: Sequence[int | None]) -> int | None:
-        numbers = [number for number in additions if number is not None]
-        return None if own is None or len(numbers) < len(additions) else own + calls * max(numbers)
+    def with_children(figure: str) -> int | None:
+        own, numbers = getattr(bound, figure), [getattr(child, figure) for child in children]
+        return None if own is None or None in numbers else own + calls * max(numbers)
 
-    return replace(
-        bound,
-        transitions=bound.transitions + calls * max(child.transitions for child in children),
-        generations=with_children(bound.generations, [child.generations for child in children]),
-        tool_calls=with_children(bound.tool_calls, [child.tool_calls for child in children]),
-        user_turns=with_children(bound.user_turns, [child.user_turns for child in children]),
-        response_tokens=with_children(bound.response_tokens, [child.response_tokens for child in children]),
-        exact=False,
-    )
+    figures = ("transitions", "generations", "tool_calls", "user_turns", "response_tokens")
+    return replace(bound, exact=False, **{figure: with_children(figure) for figure in figures})
 
 
 def reachable_rows(graph: AgentGraph, *, situations: int = 40_000) -> frozenset[int] | None:

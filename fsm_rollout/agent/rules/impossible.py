@@ -37,7 +37,9 @@ def reached_limits(structure: Structure, state: str) -> Collection[str]:
 
 
 def never_raised(structure: Structure, state: str, trigger: str) -> str | None:
-    """Return why the scheduler never raises a trigger in a state, or ``None`` if it may."""
+    """Return why a trigger is never raised in a state, or ``None`` if it may be."""
+    if not structure.may_raise(state, trigger):
+        return f"its handler raises {', '.join(structure.specs[state].triggers)}"
     if trigger == Trigger.TIMED_OUT and structure.graph.states[state].timeout is None:
         return "it has no timeout; give it one"
     if trigger == Trigger.LIMIT_REACHED and not reached_limits(structure, state):

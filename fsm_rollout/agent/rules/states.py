@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, InteractionSpec, StateSpec
@@ -139,39 +138,28 @@ def _templates(structure: Structure) -> Iterator[Finding]:
             hint = did_you_mean(fact, TEMPLATE_FACTS) or f"; known: {', '.join(TEMPLATE_FACTS)}"
             yield Finding(20, path, f"state '{name}': prompt names '{fact}', which no trajectory has{hint}")
         for fact, part, line in _parts_of_facts(environment.parse(state.prompt)):
-            known = _known_parts(structure, fact)
-            if known is not None and part not in known.names and not hasattr(known.kind, part):
-                message = f"state '{name}': prompt names '{fact}.{part}', and {known.what}"
-                yield Finding(20, path, message + did_you_mean(part, known.names), line)
+            kind, known_names, what = _known_parts(structure).get(fact, (object, (part,), ""))
+            if part not in known_names and not hasattr(kind, part):
+                message = f"state '{name}': prompt names '{fact}.{part}', and {what}"
+                yield Finding(20, path, message + did_you_mean(part, known_names), line)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a fact of templates has: a Python type's own methods, and names."""
+def _known_parts(structure: Structure) -> Mapping[str, tuple[type, Collection[str], str]]:
+    """Return what may stand behind a fact's dot: a type's methods, and names; with what to say of all else.
 
-    kind: type
-    names: Collection[str]
-    what: str
-
-
-def _known_parts(structure: Structure, fact: str) -> _Known | None:
-    """Return what may stand behind the dot of a fact; ``None``: anything, as far as is known before the run."""
+    Behind those that are left out, anything may stand, as far as is known before the run.
+    """
     graph = structure.graph
     contexts = {MAIN, *graph.contexts, *(state.context for state in graph.states.values())}
-    names: Mapping[str, Collection[str]] = {
-        "texts": contexts,
-        "history": contexts,
-        "visits": [*graph.states, TERMINATED],
-        "spent": [*COUNTED_LIMITS, LimitName.BAD_CALLS],
+    limits = [*COUNTED_LIMITS, LimitName.BAD_CALLS]
+    return {
+        **dict.fromkeys(("texts", "history"), (dict, contexts, "there is no such context")),
+        "visits": (dict, [*graph.states, TERMINATED], "there is no such state"),
+        "spent": (dict, limits, "there is no such limit"),
+        **{fact: (str, (), f"'{fact}' is a text") for fact in ("agent", "state", "task", "text")},
+        **{fact: (list, (), f"'{fact}' is a list") for fact in ("messages", "turn_scores")},
+        **{fact: (float, (), f"'{fact}' is a number") for fact in ("generations", "score")},
     }
-    if fact in names:
-        kind = "state" if fact == "visits" else "limit" if fact == "spent" else "context"
-        return _Known(dict, names[fact], f"there is no such {kind}")
-    if fact in ("agent", "state", "task", "text"):
-        return _Known(str, (), f"'{fact}' is a text")
-    if fact in ("messages", "turn_scores"):
-        return _Known(list, (), f"'{fact}' is a list")
-    return _Known(float, (), f"'{fact}' is a number") if fact in ("generations", "score") else None
 
 
 def _parts_of_facts(template: nodes.Template) -> Iterator[tuple[str, str, int]]:

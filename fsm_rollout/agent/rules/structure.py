@@ -47,14 +47,10 @@ class Structure:
             except ConfigError as error:
                 self.without_handler[state] = f"state '{state}': {error}"
         # Every transition (`on_error` too) that may fire in a working state and leads somewhere, with its place.
-        self.edges = {state: tuple(self._edges(state)) for state in graph.working_states}
-
-    def _edges(self, state: str) -> Iterable[tuple[int | None, TransitionSpec]]:
-        for trigger in dict.fromkeys([*(row.trigger for row in self.graph.transitions), Trigger.FAILED]):
-            if trigger != Trigger.CANCELLED and self.may_raise(state, trigger):
-                for place, row in self.graph.rows_of(state, trigger):
-                    if row.dest in self.graph.states or row.dest == TERMINATED:
-                        yield place, row
+        self.edges: dict[str, list[tuple[int | None, TransitionSpec]]] = {state: [] for state in graph.working_states}
+        for state, trigger, place, row in graph.table():
+            if row is not None and self.may_raise(state, trigger) and row.dest in (*graph.states, TERMINATED):
+                self.edges[state].append((place, row))
 
     def is_custom(self, state: str) -> bool:
         """Whether a state runs code of the user's, a class or a foreign agent: it may generate, call tools and wait."""
