@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsm_rollout.trajectory.events import pack
-
 APPLICATION_ID = 0x46534D52  # "FSMR"
 FORMAT = 4
 PAGE = 16_384  # bytes; what a turn adds, often 2 kB, takes twice the time on SQLite's own 4,096
@@ -28,7 +26,6 @@ CREATE TABLE events (
 CREATE TABLE delivered (group_id TEXT PRIMARY KEY, yes INTEGER NOT NULL, crc INTEGER NOT NULL);
 CREATE TABLE blobs (sha256 TEXT PRIMARY KEY, data BLOB NOT NULL);
 """
-INSERT_EVENTS = "INSERT INTO events (trajectory_id, seq, ended, payload, crc) VALUES (?, ?, ?, ?, ?)"
 
 # What `run` holds about a run, and in which form; programs may add to it.
 FACTS: Mapping[str, Any] = {
@@ -53,11 +50,6 @@ def summed(*values: object) -> tuple[object, ...]:
 def is_sound(row: Sequence[object]) -> bool:
     """Say whether a row, the last column of which is its checksum, is what was written."""
     return checksum(*row[:-1]) == row[-1]
-
-
-def events_row(trajectory_id: str, seq: int, encoded: Sequence[bytes], ended: bool) -> tuple[object, ...]:
-    """Return the row of events that follow one another in a trajectory, the first of which has the place ``seq``."""
-    return summed(trajectory_id, seq, int(ended), pack(encoded))
 
 
 def facts(metadata: Mapping[str, object]) -> Iterator[tuple[object, ...]]:

@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,11 +23,11 @@ import msgspec
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, unpack
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, pack, unpack
 from fsm_rollout.trajectory.journal.folder import is_journal
 from fsm_rollout.trajectory.journal.reader import DAMAGED, blobs, delivered, events_written, logger, opened, recordings
 from fsm_rollout.trajectory.journal.reader import metadata as read_metadata
-from fsm_rollout.trajectory.journal.schema import INSERT_EVENTS, PAGE, SCHEMA, events_row, facts, is_sound, summed
+from fsm_rollout.trajectory.journal.schema import PAGE, SCHEMA, facts, is_sound, summed
 
 LOG_BYTES = 16 << 20  # a log longer than this is moved into the file, in one go with what is appended meanwhile
 
@@ -36,6 +36,7 @@ _Insertion = tuple[str, tuple[object, ...]]  # a statement and its values
 _Appended = tuple[str, int, bytes, bool]
 _ROW = 16  # so many events are in a row of a journal that is written anew
 
+_EVENTS = "INSERT INTO events (trajectory_id, seq, ended, payload, crc) VALUES (?, ?, ?, ?, ?)"
 _FACT = "INTO run VALUES (?, ?, ?)"
 _DELIVERED = "INSERT OR REPLACE INTO delivered VALUES (?, ?, ?)"
 _BLOB = "INSERT OR IGNORE INTO blobs VALUES (?, ?)"
@@ -48,7 +49,8 @@ class Journal(AbstractContextManager["Journal"]):
     Args:
         path: the file, ``journal.sqlite`` in a run's folder.
         metadata: plain data about the run to keep with it: the agents' YAML, the run's configuration. The package's
-            version is added as ``code_version``, and a random ``run_id``, which the run keeps when it goes on.
+            version is added as ``code_version``, and a random ``run_id``, which the run keeps when it goes on, unless
+            there is one: all journals of a run have the same.
         interval: seconds over which events are gathered into one transaction where nobody asks for one sooner.
         append: the file is there, and the run in it goes on; else it must be new. One that is damaged is written anew
             without what is damaged, and kept beside that as it was.
@@ -76,8 +78,8 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             if append:
                 self._next = _made_sound(self.path)
-            known = read_metadata(self.path) if append else {}
-            self.run_id: str = known.get("run_id") or uuid4().hex
+            known = read_metadata(self.path) if append else metadata or {}
+            self.run_id = str(known.get("run_id") or uuid4().hex)
             """A random name of the run, which it keeps when it goes on."""
             own = {"code_version": __version__, "run_id": self.run_id}
             self._connection = _connect(self.path, {**(metadata or {}), **own}, append)
@@ -216,7 +218,7 @@ class Journal(AbstractContextManager["Journal"]):
                             self._connection.execute(*row)
                         else:
                             events.setdefault(row[0], []).append(row)
-                    self._connection.executemany(INSERT_EVENTS, map(_packed, events.values()))
+                    self._connection.executemany(_EVENTS, map(_row, events.values()))
                 self._written += sum(map(len, events.values()))
             # 3. One file, which can be read from read-only media too; a reader that is busy with it keeps the log.
             if last and self._failure is None:
@@ -235,10 +237,10 @@ class Journal(AbstractContextManager["Journal"]):
             self._committing.release()
 
 
-def _packed(events: Sequence[_Appended]) -> tuple[object, ...]:
+def _row(events: Sequence[_Appended]) -> tuple[object, ...]:
     """Return the row of some events of one trajectory that follow one another."""
-    _, _, encoded, ended = zip(*events, strict=True)
-    return events_row(events[0][0], events[0][1], encoded, any(ended))
+    ids, places, encoded, ended = zip(*events, strict=True)
+    return summed(ids[0], places[0], int(any(ended)), pack(encoded))
 
 
 def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite3.Connection:
@@ -255,7 +257,16 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
                 "remove it"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_new(path, lambda connection: connection.executemany(f"INSERT {_FACT}", facts(metadata)))
+        partial = path.with_name(f"{path.name}.new")
+        try:
+            partial.unlink(missing_ok=True)
+            with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
+                connection.executescript(f"PRAGMA page_size = {PAGE}; BEGIN; {SCHEMA}")
+                connection.executemany(f"INSERT {_FACT}", facts(metadata))
+                connection.execute("COMMIT")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA busy_timeout = 5000")
@@ -272,20 +283,6 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
         connection.close()
         raise
     return connection
-
-
-def _write_new(path: Path, fill: Callable[[sqlite3.Connection], object]) -> None:
-    """Write a journal's file beside its place, and put it there whole."""
-    partial = path.with_name(f"{path.name}.new")
-    try:
-        partial.unlink(missing_ok=True)
-        with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
-            connection.executescript(f"PRAGMA page_size = {PAGE}; BEGIN; {SCHEMA}")
-            fill(connection)
-            connection.execute("COMMIT")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 # -- one that is to go on -----------------------------------------------------------------------------------------
@@ -351,29 +348,22 @@ def _set_aside(path: Path) -> None:
 def _rewrite(path: Path) -> dict[str, int]:
     """Write a journal anew with what can be read of it as it was set aside. Return its lengths."""
     damages: list[str] = []
-    lengths: dict[str, int] = {}
-    kept = _damaged(path)
-
-    def fill(connection: sqlite3.Connection) -> None:
+    kept, sound = _damaged(path), path.with_name(f"{path.name}.sound")
+    sound.unlink(missing_ok=True)
+    with Journal(sound, read_metadata(kept, damages.append), interval=3600.0) as anew:
         for trajectory, history in recordings(kept, report=damages.append):
-            for seq in range(0, len(history), _ROW):
-                events = history[seq : seq + _ROW]
-                ended = any(isinstance(event, Ended) for event in events)
-                row = events_row(trajectory.trajectory_id, seq, list(map(encode, events)), ended)
-                connection.execute(INSERT_EVENTS, row)
-            lengths[trajectory.trajectory_id] = len(history)
-        described = read_metadata(kept, damages.append) | {"events": sum(lengths.values())}
-        connection.executemany(f"INSERT {_FACT}", facts(described))
-        connection.executemany(_BLOB, blobs(kept, damages.append))
+            for number, event in enumerate(history, 1):
+                anew.append(trajectory.trajectory_id, event)
+                if number % _ROW == 0 or number == len(history):
+                    anew.persist()
         for group_id, yes in delivered(kept, damages.append).items():
-            connection.execute(_DELIVERED, summed(group_id, int(yes)))
-
-    sound = path.with_name(f"{path.name}.sound")
-    _write_new(sound, fill)
+            anew.delivered(group_id, yes)
+        for _, data in blobs(kept, damages.append):
+            anew.keep(data)
     for end in ("", "-wal", "-shm"):
         path.with_name(path.name + end).unlink(missing_ok=True)
     sound.replace(path)
     for damage in dict.fromkeys(damages):
         logger.warning("%s", damage)
     logger.warning("the journal goes on without what is damaged; as it was, it is kept as %s", kept)
-    return lengths
+    return anew._next

@@ -524,6 +524,8 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
         assert first.run_id != other.run_id
     with Journal(path, {"run_id": "mine"}, append=True) as again:
         assert again.run_id == first.run_id == metadata(tmp_path)["run_id"], "a folder's journal is the one in it"
+    with Journal(tmp_path / "shard.sqlite", {"run_id": first.run_id}) as shard:
+        assert shard.run_id == first.run_id, "a run may have several journals"
     assert JournalFolder(tmp_path).journals() == JournalFolder(path).journals() == [path]
 
 
