@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.batch.rows import turns_of
+from fsm_rollout.report.spans import PARTS, parts_of
 from fsm_rollout.report.texts import shortened, visible
-from fsm_rollout.report.times import PARTS, parts_of
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 

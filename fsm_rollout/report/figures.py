@@ -16,8 +16,8 @@ import numpy as np
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
+from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of, wall_seconds
 from fsm_rollout.report.texts import number, percent
-from fsm_rollout.report.times import BUSY, Clock, Kind, Stretch, parts_of, wall_seconds
 
 BINS = 120  # points of a course over time
 BARS = 24
@@ -33,7 +33,7 @@ class Line:
     """What a report keeps of one trajectory."""
 
     def __init__(self, recording: Recording) -> None:
-        trajectory, times = recording.trajectory, recording.times
+        trajectory = recording.trajectory
         self.trajectory_id = trajectory.trajectory_id
         self.group_id = trajectory.group_id
         self.agent = trajectory.agent
@@ -57,8 +57,8 @@ class Line:
         self.end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
         self.parts = parts_of(trajectory)  # seconds by what they went into
         self.away = trajectory.suspended_seconds
-        self.longest = max(times.of(*BUSY), key=lambda stretch: stretch.seconds, default=None)
-        away = Clock((stretch.start, stretch.end) for stretch in times.of("away"))
+        self.longest = max(recording.intervals(*BUSY), key=lambda interval: interval.seconds, default=None)
+        away = Clock((interval.start, interval.end) for interval in recording.intervals("away"))
         # When it was under way: from its start to its end without the times for which it was suspended.
         self.lives = tuple(away.runs(self.start, self.end))
         self.wall = sum(end - start for start, end in self.lives)  # seconds for which it was under way
@@ -112,7 +112,7 @@ class Figures:
     def __init__(self, recordings: Iterable[Recording] = ()) -> None:
         self.lines: list[Line] = []
         self.tools: dict[str, ToolUse] = {}
-        self.generations: list[Stretch] = []
+        self.generations: list[Interval] = []
         self.queued: defaultdict[str, float] = defaultdict(float)  # seconds that generations waited, by replica
         for recording in recordings:
             self.add(recording)
@@ -120,14 +120,14 @@ class Figures:
     def add(self, recording: Recording) -> None:
         """Take one trajectory in."""
         self.lines.append(Line(recording))
-        self.generations += recording.times.of("generate")
-        for stretch in recording.times.of("queue"):
-            self.queued[stretch.replica] += stretch.seconds
-        for stretch in recording.times.of("tool"):
-            use = self.tools.setdefault(stretch.label, ToolUse(stretch.label))
-            use.seconds.append(stretch.seconds)
-            if stretch.failure is not None:
-                use.failures[stretch.failure] += 1
+        self.generations += recording.intervals("generate")
+        for interval in recording.intervals("queue"):
+            self.queued[interval.replica] += interval.seconds
+        for interval in recording.intervals("tool"):
+            use = self.tools.setdefault(interval.label, ToolUse(interval.label))
+            use.seconds.append(interval.seconds)
+            if interval.failure is not None:
+                use.failures[interval.failure] += 1
 
     @cached_property
     def own(self) -> list[Line]:
@@ -174,27 +174,27 @@ class Figures:
 
     def load(self) -> list[float]:
         """Return the mean number of generations under way in each part."""
-        return self._busy([(stretch.start, stretch.end) for stretch in self.generations])
+        return self._busy([(interval.start, interval.end) for interval in self.generations])
 
     def replicas(self) -> list[ReplicaUse]:
         """Return what each replica did, by name; generations that name no replica are those of one without a name."""
-        by_name: defaultdict[str, list[Stretch]] = defaultdict(list)
-        for stretch in self.generations:
-            by_name[stretch.replica].append(stretch)
+        by_name: defaultdict[str, list[Interval]] = defaultdict(list)
+        for interval in self.generations:
+            by_name[interval.replica].append(interval)
         return [
             ReplicaUse(
                 name=name,
                 generations=len(generations),
-                tokens=sum(stretch.tokens for stretch in generations),
+                tokens=sum(interval.tokens for interval in generations),
                 busy=wall_seconds(generations),
                 queued=self.queued[name],
                 throughput=self._rate(generations),
-                under_way=self._busy([(stretch.start, stretch.end) for stretch in generations]),
+                under_way=self._busy([(interval.start, interval.end) for interval in generations]),
             )
             for name, generations in sorted(by_name.items())
         ]
 
-    def _rate(self, generations: Sequence[Stretch]) -> list[float]:
+    def _rate(self, generations: Sequence[Interval]) -> list[float]:
         return self._course([(s.start, s.end) for s in generations], [s.tokens for s in generations])
 
     def _busy(self, times: Sequence[tuple[float, float]]) -> list[float]:

@@ -20,8 +20,8 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
 from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
+from fsm_rollout.report.spans import Interval, Kind, intervals_of
 from fsm_rollout.report.texts import TokenTexts
-from fsm_rollout.report.times import Times, times_of
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed, Transitioned
 from fsm_rollout.trajectory.journal import JournalFolder, events, histories, metadata, trajectory_ids
@@ -64,9 +64,12 @@ class Recording:
             raise JournalError(f"a trajectory cannot be rebuilt from its events: {error}") from error
 
     @cached_property
-    def times(self) -> Times:
-        """When what happened."""
-        return times_of(self.events)
+    def _intervals(self) -> tuple[Interval, ...]:
+        return tuple(intervals_of(self.events))
+
+    def intervals(self, *kinds: Kind) -> list[Interval]:
+        """Return when what happened; only of some kinds, if any are named."""
+        return [interval for interval in self._intervals if not kinds or interval.kind in kinds]
 
     @property
     def state_names(self) -> list[str]:

@@ -16,8 +16,8 @@ from fsm_rollout.report.figures import Figures, Line, histogram
 from fsm_rollout.report.flow import Flow, traffic_picture
 from fsm_rollout.report.pages import REPORT, Links, page_path, render_page, write_page
 from fsm_rollout.report.recording import EndKind, RunFolder, open_run
+from fsm_rollout.report.spans import PARTS
 from fsm_rollout.report.texts import duration, number, visible
-from fsm_rollout.report.times import PARTS
 from fsm_rollout.report.trajectory import page_of_run
 
 TAIL = 8

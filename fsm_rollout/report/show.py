@@ -23,8 +23,8 @@ from fsm_rollout.report.folding import folded_repeats
 from fsm_rollout.report.pages import Links, write_page
 from fsm_rollout.report.recording import Recording, RunFolder, kind_of_end, open_run
 from fsm_rollout.report.report import write_report
+from fsm_rollout.report.spans import totals_of
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shortened, visible
-from fsm_rollout.report.times import KINDS
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
 from fsm_rollout.trajectory.content import text_of
@@ -129,7 +129,7 @@ class _Slowest:
 def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
     """Return what one trajectory did: its path, and its tokens, trained ones underlined; ConfigError: no such id."""
     recording = run.recording(trajectory_id)
-    trajectory, times = recording.trajectory, recording.times
+    trajectory = recording.trajectory
     graph = run.agents.get(trajectory.agent)
     order = [*(graph.states if graph else ()), *recording.state_names]
     texts = {stream.engine: run.texts(stream.engine) for stream in trajectory.streams}
@@ -142,12 +142,11 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
     )
     path = Text(" → ").join(
         _repeated(Text(" → ").join(_chip(state, order) for state in block.items), block.times)
-        for block in folded_repeats([visit.state for visit in times.visits])
+        for block in folded_repeats([visit.state for visit in recording.intervals("visit")])
     )
     parts: list[RenderableType] = [*_notes(run.notes), head, Text(shortened(visible(ending_of(recording)))), path]
-    if times.stretches:
-        totals = times.totals()
-        spent = [f"{kind} {duration(totals[kind])}" for kind in KINDS if times.of(kind)]
+    if totals := totals_of(recording.intervals()):
+        spent = [f"{kind} {duration(seconds)}" for kind, seconds in totals.items()]
         parts.append(Text(", ".join(spent), style="dim"))
     spread = [
         token_texts.spread(stream.tokens) if (token_texts := texts[stream.engine]) is not None else {}

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.spans import Interval, packed
 from fsm_rollout.report.texts import replica_name
-from fsm_rollout.report.times import Stretch, packed
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 TRAJECTORIES = 1  # process number of the trajectories; the replicas' follow
 # Thread numbers apart from one replica to the next: viewers take some numbers (0, a process's own) for special.
@@ -30,23 +30,14 @@ def trace(recordings: Iterable[Recording]) -> dict[str, object]:
     begun = [recording for recording in recordings if recording.events]
     origin = min((recording.events[0].at for recording in begun), default=0.0)
     events: list[TraceEvent] = [_named("process_name", TRAJECTORIES, "trajectories")]
-    replicas: defaultdict[str, list[tuple[Stretch, str]]] = defaultdict(list)
+    replicas: defaultdict[str, list[tuple[Interval, str]]] = defaultdict(list)
     for recording in begun:
         events += _trajectory(recording, origin)
-        for stretch in recording.times.of("generate"):
-            replicas[stretch.replica].append((stretch, recording.trajectory.trajectory_id))
+        for interval in recording.intervals("generate"):
+            replicas[interval.replica].append((interval, recording.trajectory.trajectory_id))
     for process, (name, generations) in enumerate(sorted(replicas.items()), TRAJECTORIES + 1):
         events += _replica(process, name, generations, origin)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    name: str
-    start: float
-    end: float
-    rank: int  # which of those that begin together lies around the others: the lowest
-    args: dict[str, object]
 
 
 def _trajectory(recording: Recording, origin: float) -> Iterator[TraceEvent]:
@@ -55,22 +46,32 @@ def _trajectory(recording: Recording, origin: float) -> Iterator[TraceEvent]:
     Viewers sort by time and then close what was opened last. So what overlaps without nesting (tools side by side) is
     given a further track, by its category.
     """
+    # 1. The trajectory lies around its visits, and these around the rest; a visit that took no time was over before the
+    #    next began.
+    trajectory, inside = recording.trajectory, recording.intervals()
+    end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
+    end = max([end, *(interval.end for interval in inside)])
+    whole = Interval("visit", "", recording.events[0].at, end, trajectory.trajectory_id)
 
-    def mark(phase: str, span: _Span, track: int) -> TraceEvent:
+    def rank(span: Interval) -> int:
+        return 0 if span is whole else 3 if span.kind != "visit" else 1 if span.start == span.end else 2
+
+    def mark(phase: str, span: Interval, track: int) -> TraceEvent:
         return {
             "ph": phase,
-            "name": span.name,
+            "name": f"tool {span.label}" if span.kind == "tool" else span.label,
             "cat": f"trajectory +{track}" if track else "trajectory",
-            "id2": {"local": recording.trajectory.trajectory_id},  # not "id", which would be shared by all processes
+            "id2": {"local": trajectory.trajectory_id},  # not "id", which would be shared by all processes
             "pid": TRAJECTORIES,
             "tid": LANES * TRAJECTORIES,
             "ts": _microseconds((span.start if phase == "b" else span.end) - origin),
-        } | ({"args": span.args} if phase == "b" else {})
+        } | ({"args": _facts(trajectory) if span is whole else _details(span)} if phase == "b" else {})
 
-    tracks: list[list[_Span]] = []
-    for span in sorted(_spans(recording), key=lambda span: (span.start, span.rank, -span.end)):
+    # 2. Each on the first track on which what is open lies around it.
+    tracks: list[list[Interval]] = []
+    for span in sorted([whole, *inside], key=lambda span: (span.start, rank(span), -span.end)):
         for track, around in enumerate(tracks):
-            while around and around[-1].rank and around[-1].end <= span.start:
+            while around and rank(around[-1]) and around[-1].end <= span.start:
                 yield mark("e", around.pop(), track)
             if not around or span.end <= around[-1].end:
                 break
@@ -84,43 +85,28 @@ def _trajectory(recording: Recording, origin: float) -> Iterator[TraceEvent]:
             yield mark("e", around.pop(), track)
 
 
-def _spans(recording: Recording) -> Iterator[_Span]:
-    trajectory, times = recording.trajectory, recording.times
-    end = recording.events[-1].at if trajectory.ended_at is None else trajectory.ended_at
-    end = max(end, times.end)
-    facts: dict[str, object] = {
-        "agent": trajectory.agent,
-        "group": trajectory.group_id,
-        "stop_reason": trajectory.stop_reason,
-        "score": trajectory.score,
-        "trained_tokens": trajectory.trained_tokens,
-        "parent": trajectory.parent_id,
-    }
-    yield _Span(trajectory.trajectory_id, recording.events[0].at, end, 0, facts)
-    for visit in times.visits:  # one that took no time was over before the next began
-        yield _Span(
-            visit.state, visit.start, visit.end, 1 if visit.start == visit.end else 2, {"trigger": visit.trigger}
-        )
-    for stretch in times.stretches:
-        facts = {
-            "state": stretch.state,
-            "tokens": stretch.tokens,
-            "generation": stretch.turn,
-            "failure": stretch.failure,
-        }
-        name = stretch.label if stretch.kind != "tool" else f"tool {stretch.label}"
-        yield _Span(name, stretch.start, stretch.end, 3, {k: v for k, v in facts.items() if v is not None})
+def _facts(trajectory: Trajectory) -> dict[str, object]:
+    names = ("agent", "stop_reason", "score", "trained_tokens")
+    facts = {name: getattr(trajectory, name) for name in names}
+    return facts | {"group": trajectory.group_id, "parent": trajectory.parent_id}
 
 
-def _replica(process: int, name: str, generations: list[tuple[Stretch, str]], origin: float) -> Iterator[TraceEvent]:
+def _details(span: Interval) -> dict[str, object]:
+    if span.kind == "visit":
+        return {"trigger": span.trigger}
+    facts = {"state": span.state, "tokens": span.tokens, "generation": span.turn, "failure": span.failure}
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _replica(process: int, name: str, generations: list[tuple[Interval, str]], origin: float) -> Iterator[TraceEvent]:
     yield _named("process_name", process, replica_name(name) if name else "engine")
-    lanes = packed([stretch for stretch, _ in generations])
+    lanes = packed([interval for interval, _ in generations])
     first = LANES * process
     for lane in range(max(lanes, default=-1) + 1):
         yield _named("thread_name", process, f"lane {lane}", tid=first + lane)
     changes: defaultdict[int, int] = defaultdict(int)
-    for (stretch, trajectory_id), lane in zip(generations, lanes, strict=True):
-        start, end = _microseconds(stretch.start - origin), _microseconds(stretch.end - origin)
+    for (interval, trajectory_id), lane in zip(generations, lanes, strict=True):
+        start, end = _microseconds(interval.start - origin), _microseconds(interval.end - origin)
         yield {
             "ph": "X",
             "name": trajectory_id,
@@ -129,7 +115,7 @@ def _replica(process: int, name: str, generations: list[tuple[Stretch, str]], or
             "tid": first + lane,
             "ts": start,
             "dur": end - start,
-            "args": {"state": stretch.state, "generation": stretch.turn, "tokens": stretch.tokens},
+            "args": {"state": interval.state, "generation": interval.turn, "tokens": interval.tokens},
         }
         changes[start] += 1
         changes[end] -= 1

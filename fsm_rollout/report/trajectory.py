@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -23,14 +22,13 @@ from fsm_rollout.report.flow import Flow, path_picture
 from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
+from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, totals_of, wall_seconds
 from fsm_rollout.report.texts import TokenTexts, visible
-from fsm_rollout.report.times import BUSY, Clock, Stretch, TimedVisit, Times, packed, wall_seconds
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-Item = TypeVar("Item", Stretch, TimedVisit)
 Texts = Callable[[str], TokenTexts | None]  # gives the token texts of an engine, by its name
 BLOCKS_SHOWN = 60  # steps of the path that are listed, repeated ones folded; the picture has them all
 TURN_LENGTH = 90  # characters of a turn that the index of turns says
@@ -228,17 +226,17 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What happened in one state: its visits, and the stretches in them, each in a row of its own."""
+    """What happened in one state: its visits, and the intervals in them, each in a row of its own."""
 
     state: str
-    visits: list[TimedVisit]
-    stretches: list[tuple[Stretch, int]]  # those that overlap are in different rows
-    marks: list[tuple[Stretch, float]]  # for how long it was suspended, and where that stands in the lane
+    visits: list[Interval]
+    intervals: list[tuple[Interval, int]]  # those that overlap are in different rows
+    marks: list[tuple[Interval, float]]  # for how long it was suspended, and where that stands in the lane
 
     @property
     def rows(self) -> int:
-        """How many rows its stretches take."""
-        return max((row for _, row in self.stretches), default=0) + 1
+        """How many rows its intervals take."""
+        return max((row for _, row in self.intervals), default=0) + 1
 
     @property
     def seconds(self) -> float:
@@ -252,13 +250,13 @@ class Lanes:
 
     seconds: float
     lanes: list[Lane]  # one per state that took time
-    totals: dict[str, float]  # seconds by kind of stretch, where there are any
+    totals: dict[str, float]  # seconds by kind of interval, where there are any
     ticks: int = TICKS
 
     @property
     def idle(self) -> float:
         """Seconds in which none of these was under way."""
-        return max(0.0, self.seconds - wall_seconds(stretch for lane in self.lanes for stretch, _ in lane.stretches))
+        return max(0.0, self.seconds - wall_seconds(interval for lane in self.lanes for interval, _ in lane.intervals))
 
     @property
     def largest(self) -> list[tuple[str, float]]:
@@ -269,25 +267,24 @@ class Lanes:
 
 def time_lanes(recording: Recording, names: Sequence[str]) -> Lanes | None:
     """Return the lanes of the states called ``names``; ``None`` when nothing took any time."""
-    times = recording.times
-    if not times.visits:
+    # 1. The clock stands still while the trajectory was away, and begins at 0.
+    away = recording.intervals("away")
+    clock = Clock((interval.start, interval.end) for interval in away)
+    start = clock(recording.events[0].at) if recording.events else 0.0
+    moved = [
+        replace(interval, start=clock(interval.start) - start, end=clock(interval.end) - start)
+        for interval in recording.intervals("visit", *BUSY)
+    ]
+    seconds = max((interval.end for interval in moved), default=0.0)
+    if seconds <= 0:
         return None
-    away = times.of("away")
-    clock = Clock((stretch.start, stretch.end) for stretch in away)
-    start = clock(times.visits[0].start)
-
-    def moved(item: Item) -> Item:
-        return replace(item, start=clock(item.start) - start, end=clock(item.end) - start)
-
-    present = Times(tuple(map(moved, times.of(*BUSY))), tuple(map(moved, times.visits)))
-    if present.end <= 0:
-        return None
+    # 2. A lane for each state that took time.
     lanes = []
     for state in names:
-        stretches = [stretch for stretch in present.stretches if stretch.state == state]
-        inside = [visit for visit in present.visits if visit.state == state]
-        if stretches or any(visit.end > visit.start for visit in inside):
-            rows = list(zip(stretches, packed(stretches), strict=True))
-            marks = [(stretch, clock(stretch.start) - start) for stretch in away if stretch.state == state]
-            lanes.append(Lane(state, inside, rows, marks))
-    return Lanes(present.end, lanes, {kind: total for kind, total in present.totals().items() if total > 0})
+        visits = [interval for interval in moved if interval.state == state and interval.kind == "visit"]
+        inside = [interval for interval in moved if interval.state == state and interval.kind != "visit"]
+        if inside or any(visit.end > visit.start for visit in visits):
+            rows = list(zip(inside, packed(inside), strict=True))
+            marks = [(interval, clock(interval.start) - start) for interval in away if interval.state == state]
+            lanes.append(Lane(state, visits, rows, marks))
+    return Lanes(seconds, lanes, {kind: total for kind, total in totals_of(moved).items() if total > 0})

@@ -15,7 +15,7 @@ from fsm_rollout.report.figures import BINS, Figures
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
-from fsm_rollout.report.times import Clock, times_of, wall_seconds
+from fsm_rollout.report.spans import KINDS, Clock, wall_seconds
 from fsm_rollout.report.trajectory import time_lanes
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
@@ -34,7 +34,7 @@ def interrupted(trajectory_id: str = "0/0", *, away: float = 7.0, clock: float |
 
 def test_time_away_is_neither_tools_nor_generation() -> None:
     recording = Recording.of(interrupted(away=7.0))
-    away = recording.times.of("away")
+    away = recording.intervals("away")
     assert [(s.state, s.start, s.end) for s in away] == [("PROCESSING_TOOLS", 105.0, 112.0)]
     figures = Figures([recording])
     (line,) = figures.lines
@@ -83,7 +83,7 @@ def test_a_clock_that_lies_behind_is_taken_to_have_stood_still() -> None:
     recording = Recording.of(interrupted(clock=-90.0))
     times = [event.at for event in recording.events]
     assert times == sorted(times)
-    assert wall_seconds(recording.times.stretches) == wall_seconds(times_of(history()).stretches)
+    assert wall_seconds(recording.intervals(*KINDS)) == wall_seconds(Recording.of(history()).intervals(*KINDS))
     assert recording.trajectory.ended_at == 110.0
     assert recording.trajectory.suspended_seconds == 0.0
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from fsm_rollout.report.figures import BINS, Figures, histogram
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.show import show
-from fsm_rollout.report.times import Stretch, packed, times_of, wall_seconds
+from fsm_rollout.report.spans import Interval, intervals_of, packed, wall_seconds
 from fsm_rollout.report.trace import trace
 from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
@@ -98,7 +98,7 @@ def test_tools_side_by_side_have_tracks_of_their_own() -> None:
 
 @given(several_event_sequences)
 def test_lanes_never_overlap_and_none_is_wasted(histories: list[list[AnyEvent]]) -> None:
-    found = [stretch for events in histories for stretch in times_of(events).stretches]
+    found = [interval for events in histories for interval in intervals_of(events) if interval.kind != "visit"]
     rows = packed(found)
     by_row: defaultdict[int, list[Any]] = defaultdict(list)
     for stretch, row in zip(found, rows, strict=True):
@@ -142,7 +142,8 @@ def test_equal_values_are_one_bar() -> None:
 
 def test_time_is_read_off_the_events() -> None:
     events = history()
-    assert [(s.state, s.end - s.start, s.trigger) for s in times_of(events).visits] == [
+    intervals = list(intervals_of(events))
+    assert [(s.state, s.seconds, s.trigger) for s in intervals if s.kind == "visit"] == [
         ("PENDING", 0.0, "prompted"),
         ("GENERATING", 3.0, "generated"),
         ("PROCESSING_TOOLS", 2.0, "tools_done"),
@@ -151,15 +152,16 @@ def test_time_is_read_off_the_events() -> None:
         ("TERMINATED", 0.0, None),
     ]
     seconds: Counter[str] = Counter()
-    for stretch in times_of(events).stretches:
-        seconds[stretch.kind] += stretch.seconds
+    inside = [interval for interval in intervals if interval.kind != "visit"]
+    for interval in inside:
+        seconds[interval.kind] += interval.seconds
     assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
-    assert wall_seconds(times_of(events).stretches) == 8.5
+    assert wall_seconds(inside) == 8.5
 
 
 def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:
     def lanes(*times: tuple[float, float]) -> list[int]:
-        return packed([Stretch("generate", "GENERATING", start, end, "generate") for start, end in times])
+        return packed([Interval("generate", "GENERATING", start, end, "generate") for start, end in times])
 
     assert lanes((0, 1), (1, 2), (2, 3)) == [0, 0, 0]
     assert lanes((0, 2), (1, 3), (2, 4)) == [0, 1, 0]

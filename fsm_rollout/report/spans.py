@@ -1,15 +1,15 @@
-"""When what happened: a trajectory's events as stretches of time and as visits.
+"""When what happened: a trajectory's events as intervals of time.
 
-Invariant: every stretch is read off exactly one event (every visit off two transitions) and lies within the
-trajectory's life; nothing is estimated. Times are seconds on the scheduler's clock.
+Invariant: every interval is read off exactly one event (a visit off two transitions) and lies within the trajectory's
+life; nothing is estimated. Timelines, pages, reports and tables show these and no others. Times are seconds on the
+scheduler's clock.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.trajectory import Trajectory
 from fsm_rollout.trajectory.wall_time import covered
 
-Kind = Literal["queue", "generate", "tool", "interact", "away"]
+Kind = Literal["visit", "queue", "generate", "tool", "interact", "away"]
 # `away`: from the last event before the trajectory was suspended until it was resumed.
 KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
 BUSY = KINDS[:-1]  # what a trajectory's time goes into while it is under way
@@ -27,7 +27,7 @@ PARTS = (*BUSY, "other")  # the same, and the time in which none of these was un
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Interval:
     """Something that took from ``start`` to ``end``."""
 
     kind: Kind
@@ -35,6 +35,7 @@ class Stretch:
     start: float
     end: float
     label: str
+    trigger: str | None = None  # what ended a visit; `None` for the last
     replica: str = ""
     tokens: int = 0
     failure: str | None = None
@@ -46,60 +47,25 @@ class Stretch:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class TimedVisit:
-    """One visit of a state; ``trigger`` is what ended it (``None`` for the last)."""
-
-    state: str
-    start: float
-    end: float
-    trigger: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What took how long."""
-
-    # All waiting, sampling, tool calling, interacting and being away, in the order in which it ended.
-    stretches: tuple[Stretch, ...] = ()
-    visits: tuple[TimedVisit, ...] = ()  # the visits, in order; a final state's lasts no time
-
-    def of(self, *kinds: Kind) -> list[Stretch]:
-        """Return the stretches of some kinds."""
-        return [stretch for stretch in self.stretches if stretch.kind in kinds]
-
-    @property
-    def end(self) -> float:
-        """When the last of it ended."""
-        ends = [visit.end for visit in self.visits] + [stretch.end for stretch in self.stretches]
-        return max(ends, default=-math.inf)
-
-    def totals(self) -> dict[str, float]:
-        """Return, for each kind, the seconds in which at least one such thing was under way."""
-        return {kind: wall_seconds(self.of(kind)) for kind in KINDS}
-
-
-def times_of(history: Sequence[AnyEvent]) -> Times:
-    """Return when what happened."""
-    stretches: list[Stretch] = []
-    visits: list[TimedVisit] = []
+def intervals_of(history: Sequence[AnyEvent]) -> Iterator[Interval]:
+    """Yield visits, waiting, sampling, tool calling, interacting and being away, in the order in which they ended."""
     origin = since = history[0].at if history else 0.0
     turn, turn_of, state, final = 0, dict[str, int](), "", False
 
-    def add(kind: Kind, state: str, start: float, end: float, label: str, replica: str = "", tokens: int = 0,
-            failure: str | None = None, turn: int | None = None) -> None:  # fmt: skip
-        start, end = max(start, origin), max(end, origin)
-        stretches.append(Stretch(kind, state, start, end, label, replica, tokens, failure, turn))
+    def took(kind: Kind, state: str, seconds: float, end: float, label: str, replica: str = "", tokens: int = 0,
+             failure: str | None = None, turn: int | None = None) -> Interval:  # fmt: skip
+        start = max(end - seconds, origin)
+        return Interval(kind, state, start, max(end, origin), label, None, replica, tokens, failure, turn)
 
     for event in history:
         match event:
             case events.Prompted():
                 state = event.initial
             case events.Transitioned():
-                visits.append(TimedVisit(state, since, event.at, event.trigger))
+                yield Interval("visit", state, since, event.at, state, event.trigger)
                 state, since, final = event.dest, event.at, event.stop_reason is not None
             case events.Resumed() if event.away > 0:
-                add("away", state, event.at - event.away, event.at, "suspended")
+                yield took("away", state, event.away, event.at, "suspended")
             case events.ContextOpened():
                 turn_of.pop(event.context, None)
             case events.Generated():
@@ -108,19 +74,25 @@ def times_of(history: Sequence[AnyEvent]) -> Times:
                 turn += not event.resumed
                 begun, replica, tokens = event.at - event.seconds, event.replica, len(event.ids)
                 if event.queue_seconds > 0:
-                    add("queue", event.state, begun - event.queue_seconds, begun, "queue", replica, turn=index)
+                    yield took("queue", event.state, event.queue_seconds, begun, "queue", replica, turn=index)
                 cut = None if event.finish_reason == FinishReason.STOP else event.finish_reason
-                add("generate", event.state, begun, event.at, f"generate {tokens} tokens", replica, tokens, cut, index)
+                label = f"generate {tokens} tokens"
+                yield took("generate", event.state, event.seconds, event.at, label, replica, tokens, cut, index)
             case events.Called():
-                name = event.name or "broken call"
-                add("tool", event.state, event.at - event.seconds, event.at, name, failure=event.failure)
+                label = event.name or "broken call"
+                yield took("tool", event.state, event.seconds, event.at, label, failure=event.failure)
             case events.UserReplied():
-                add("interact", event.state, event.at - event.seconds, event.at, "interaction")
+                yield took("interact", event.state, event.seconds, event.at, "interaction")
             case _:
                 pass
-    if history:
-        visits.append(TimedVisit(state, since, since if final else max(since, history[-1].at)))
-    return Times(tuple(stretches), tuple(visits))
+    if history:  # a final state's visit lasts no time
+        yield Interval("visit", state, since, since if final else max(since, history[-1].at), state)
+
+
+def totals_of(intervals: Sequence[Interval]) -> dict[str, float]:
+    """Return, for each kind that there is, the seconds in which at least one such thing was under way."""
+    by_kind = {kind: [interval for interval in intervals if interval.kind == kind] for kind in KINDS}
+    return {kind: wall_seconds(found) for kind, found in by_kind.items() if found}
 
 
 def parts_of(trajectory: Trajectory) -> dict[str, float]:
@@ -128,9 +100,9 @@ def parts_of(trajectory: Trajectory) -> dict[str, float]:
     return {part: getattr(trajectory, f"{part}_seconds") for part in PARTS}
 
 
-def wall_seconds(stretches: Iterable[Stretch]) -> float:
-    """Return the seconds in which at least one of the stretches was under way."""
-    return covered([(stretch.start, stretch.end) for stretch in stretches])
+def wall_seconds(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of the intervals was under way."""
+    return covered([(interval.start, interval.end) for interval in intervals])
 
 
 class Clock:
@@ -158,18 +130,18 @@ class Clock:
         return [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
 
 
-def packed(stretches: Sequence[Stretch]) -> list[int]:
-    """Return a row number for each stretch such that no two in one row overlap, with as few rows as can be."""
-    order = sorted(range(len(stretches)), key=lambda index: (stretches[index].start, stretches[index].end))
-    rows = [0] * len(stretches)
+def packed(intervals: Sequence[Interval]) -> list[int]:
+    """Return a row number for each interval such that no two in one row overlap, with as few rows as can be."""
+    order = sorted(range(len(intervals)), key=lambda index: (intervals[index].start, intervals[index].end))
+    rows = [0] * len(intervals)
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     used = 0
     for index in order:
-        while busy and busy[0][0] <= stretches[index].start:
+        while busy and busy[0][0] <= intervals[index].start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
             free, used = [used], used + 1
         rows[index] = heapq.heappop(free)
-        heapq.heappush(busy, (stretches[index].end, rows[index]))
+        heapq.heappush(busy, (intervals[index].end, rows[index]))
     return rows
