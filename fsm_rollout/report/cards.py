@@ -39,8 +39,6 @@ class Card:
     turn: int | None = None
     messages: list[Message] = field(default_factory=list)
     guarded: int = 0
-    # Whether it is unknown where its guarded markers stand: older journals hold their number only.
-    unplaced: bool = False
     generated: events.Generated | None = None
     calls: list[CallCard] = field(default_factory=list)
     scores: list[tuple[float, str]] = field(default_factory=list)
@@ -144,7 +142,7 @@ class _Dealer:
         self.lengths[stream] = end = start + len(event.ids)
         self.cards.append(card := Card(kind, event.state, stream, start, end, self.turn, messages))
         if not isinstance(event, events.Generated):
-            card.guarded, card.unplaced = event.guarded, event.guarded > 0 and not event.guarded_at
+            card.guarded = event.guarded
         return card
 
     def _generated(self, event: events.Generated) -> None:

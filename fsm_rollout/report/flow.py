@@ -1,15 +1,14 @@
 """Which transitions of a graph trajectories took: how often, in which order, how likely, and with which score.
 
 Invariants: an edge is one transition of the graph from one of its sources, taken or not; every one that fired is on
-exactly one edge, and one that the graph does not explain has an edge of its own. Older journals do not say which one
-fired: what fired counts for the transition with its source, trigger and dest where there is only one, else for an edge
-of its own. The picture's colours are the page's (CSS classes), so it follows light and dark.
+exactly one edge, and one that the graph does not explain has an edge of its own. The picture's colours are the page's
+(CSS classes), so it follows light and dark.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -64,7 +63,6 @@ class Flow:
         self.visits: Counter[str] = Counter()
         self.trajectories = 0
         self._edges: dict[_Key, Edge] = {}
-        self._rows: defaultdict[tuple[str, str, str], list[_Key]] = defaultdict(list)  # the transitions of each triple
         self._states: dict[str, None] = dict.fromkeys(graph.states if graph is not None else ())
         self._departures: Counter[str] = Counter()
         if graph is not None:
@@ -78,25 +76,21 @@ class Flow:
             for trigger in triggers
             for place, row in graph.rows_of(state, trigger)
         }
-        for key in rows:
-            self._rows[key[:3]].append(key)
+        alike = Counter(key[:3] for key in rows)
         many = len(graph.working_states) > FEW
         for key, row in rows.items():
             edge = self._edge(key)
             edge.shared = many and ANY in row.source
-            edge.conditions = " and ".join(conditions_of(row)) if len(self._rows[key[:3]]) > 1 else ""
+            edge.conditions = " and ".join(conditions_of(row)) if alike[key[:3]] > 1 else ""
 
     def add(self, recording: Recording) -> None:
         """Count one trajectory in."""
         self.trajectories += 1
         self.visits.update(recording.trajectory.visits)
         self._states |= dict.fromkeys(recording.state_names)
-        rows_known = any(step.row is not None for step in recording.steps)
         edges_taken: set[_Key] = set()
         for place, step in enumerate(recording.steps, 1):
-            triple = (step.source, step.trigger, step.dest)
-            candidates = self._rows.get(triple, [])
-            key = candidates[0] if not rows_known and len(candidates) == 1 else (*triple, step.row)
+            key = (step.source, step.trigger, step.dest, step.row)
             edge = self._edge(key)
             edge.count += 1
             self._departures[step.source] += 1

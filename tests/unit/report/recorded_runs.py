@@ -103,8 +103,8 @@ def history(
             **facts,
         )
 
-    def moved(when: float, trigger: str, source: str, dest: str, **facts: Any) -> Transitioned:
-        return Transitioned(at=at + when, trigger=trigger, source=source, dest=dest, spent={}, **facts)
+    def moved(when: float, row: int, trigger: str, source: str, dest: str, **facts: Any) -> Transitioned:
+        return Transitioned(at=at + when, trigger=trigger, source=source, dest=dest, spent={}, row=row, **facts)
 
     glued = encoder_for(tokenizer()).encode_parts([Part("\n"), Part(told, environment=True)], "guard")
     call = ToolCall(id="c1", name="calculate", arguments={"left": 1, "operator": told, "right": 2})
@@ -132,9 +132,9 @@ def history(
             trained=True,
             engine="policy",
         ),
-        moved(0.0, "prompted", "PENDING", "GENERATING"),
+        moved(0.0, 0, "prompted", "PENDING", "GENERATING"),
         generated(3.0, "<tool_call>\n{}\n</tool_call><|im_end|>", 2.5, attempts=[call]),
-        moved(3.0, "generated", "GENERATING", "PROCESSING_TOOLS"),
+        moved(3.0, 1, "generated", "GENERATING", "PROCESSING_TOOLS"),
         Called(
             at=at + 5.0,
             state="PROCESSING_TOOLS",
@@ -147,7 +147,7 @@ def history(
             seconds=2.0,
         ),
         MessagesAppended(at=at + 5.0, context="main", state="PROCESSING_TOOLS", messages=[answer]),
-        moved(5.0, "tools_done", "PROCESSING_TOOLS", "GENERATING"),
+        moved(5.0, 3, "tools_done", "PROCESSING_TOOLS", "GENERATING"),
         PromptExtended(
             at=at + 5.0,
             context="main",
@@ -157,10 +157,10 @@ def history(
             guarded_at=list(glued.guarded_at),
         ),
         generated(8.0, text, 2.0),
-        moved(8.0, "generated", "GENERATING", "INTERACTING"),
+        moved(8.0, 2, "generated", "GENERATING", "INTERACTING"),
         UserReplied(at=at + 9.0, context="main", state="INTERACTING", seconds=1.0),
         Scored(at=at + 9.0, value=0.25, turn=1, source="INTERACTING"),
-        moved(10.0, "interaction_done", "INTERACTING", "TERMINATED", stop_reason=stop_reason),
+        moved(10.0, 5, "interaction_done", "INTERACTING", "TERMINATED", stop_reason=stop_reason),
         Ended(at=at + 10.0, stop_reason=stop_reason),
     ]
     if score is not None:

@@ -72,20 +72,6 @@ def test_what_took_no_row_is_on_no_rows_edge() -> None:
     assert [e.count for e in failed] == [0, 1]
 
 
-def test_journals_without_rows_go_by_source_trigger_and_dest() -> None:
-    traffic = Flow("tool_user", two_ways())
-    traffic.add(Recording.of(history()))
-    rows_taken = [(e.source, e.trigger, e.dest, e.conditions) for e in traffic.edges if e.count]
-    assert rows_taken == [
-        ("PENDING", "prompted", "GENERATING", ""),
-        ("GENERATING", "generated", "PROCESSING_TOOLS", ""),
-        ("PROCESSING_TOOLS", "tools_done", "GENERATING", ""),
-        ("INTERACTING", "interaction_done", "TERMINATED", ""),
-        ("GENERATING", "generated", "INTERACTING", ""),  # one of two, nobody can tell which
-    ]
-    assert [e.count for e in traffic.edges if (e.source, e.dest) == ("GENERATING", "INTERACTING")] == [0, 0, 1]
-
-
 def test_sixty_states_are_drawn_in_every_view(tmp_path: Path) -> None:
     graph = sixty_states()
     assert len(graph.states) == 2 * STEPS + 2
