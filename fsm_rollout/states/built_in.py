@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
-from fsm_rollout.tools import CallResult, tool_messages
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import Called, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.outcome import Outcome
@@ -81,7 +81,7 @@ class CallTools(State):
             if attempt.id not in finished:
                 name = attempt.name if isinstance(attempt, ToolCall) else "call"
                 text = tool_messages.timed_out(name, self.spec.timeout)
-                ctx.record_call(attempt, CallResult(text, failure="timed_out"))
+                ctx.record_call(Called.of(attempt, text, "timed_out"))
         self._write_results(trajectory, ctx)
 
     def _write_results(self, trajectory: Trajectory, ctx: HandlerContext) -> None:

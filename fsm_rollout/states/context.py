@@ -27,7 +27,7 @@ from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.states.generation import Generation, OnTokens
 from fsm_rollout.states.sampler import ended, submit, without_stop
 from fsm_rollout.states.visit import Visit
-from fsm_rollout.tools import CallResult, tool_messages
+from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
@@ -188,31 +188,16 @@ class HandlerContext(Visit):
             )
             if self.resumed and begun:  # it may have been made before the visit was interrupted
                 text = tool_messages.interrupted(name)
-                return self.record_call(attempt, CallResult(text, failure="interrupted"))
+                return self.record_call(Called.of(attempt, text, "interrupted"))
             self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
-        return self.record_call(attempt, await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
+        return self.record_call(await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 
-    def record_call(self, attempt: ToolCall | MalformedCall, result: CallResult) -> Called:
-        """Record the result of a call and return the event."""
-        called = Called(
-            at=self.clock(),
-            state=self.state,
-            id=attempt.id,
-            name=attempt.name if isinstance(attempt, ToolCall) else "",
-            arguments=attempt.arguments if isinstance(attempt, ToolCall) else {},
-            result=result.text,
-            failure=result.failure,
-            bad=result.bad,
-            reward=result.reward,
-            seconds=result.seconds,
-            tries=result.tries,
-            truncated_tokens=result.truncated_tokens,
-            truncated_characters=result.truncated_characters,
-            child_id=result.child_id,
-        )
+    def record_call(self, called: Called) -> Called:
+        """Record what a call came to, here and now, and return the event."""
+        called = replace(called, at=self.clock(), state=self.state)
         self.emit(called)
         return called
 

@@ -4,7 +4,7 @@
 """
 
 from fsm_rollout.errors import BadArguments
-from fsm_rollout.tools.base import AgentAnswer, AgentCall, CallResult, Hidden, Tool, ToolContext, ToolResult
+from fsm_rollout.tools.base import AgentAnswer, AgentCall, Hidden, Tool, ToolContext, ToolResult
 from fsm_rollout.tools.bound_tools import RunAgent, tool_schema_of
 from fsm_rollout.tools.schema import tool_schema, validate_arguments
 from fsm_rollout.tools.tool_messages import truncate
@@ -14,7 +14,6 @@ __all__ = [
     "AgentAnswer",
     "AgentCall",
     "BadArguments",
-    "CallResult",
     "Hidden",
     "RunAgent",
     "Tool",

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar, cast
 
-import msgspec
-
 T = TypeVar("T")
 
 
@@ -96,22 +94,6 @@ class AgentAnswer:
 
     text: str
     failure: str | None = None
-    child_id: str | None = None
-
-
-class CallResult(msgspec.Struct, frozen=True, gc=False):
-    """One attempted call, at its end; the fields are those of :class:`fsm_rollout.trajectory.events.Called`."""
-
-    text: str  # what the model reads
-    # `None`, a slug (`unknown_tool`, `bad_arguments`, `timed_out`, a tool format's), or the error's class.
-    failure: str | None = None
-    bad: bool = False  # whether the model is to blame; charged to `bad_calls`
-    reward: float | None = None
-    # From the request to the answer: waiting for a free slot, every try, and the pauses between tries.
-    seconds: float = 0.0
-    tries: int = 0  # how often the tool was run; 0 when the call never reached it
-    truncated_tokens: int = 0  # how many tokens of the result `response_tokens` has cut away
-    truncated_characters: int = 0  # how many characters were cut away where the tool has no `response_tokens`
     child_id: str | None = None
 
 

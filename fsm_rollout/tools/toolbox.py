@@ -24,7 +24,7 @@ from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
-from fsm_rollout.tools.base import AgentAnswer, CallResult, ToolContext, ToolResult
+from fsm_rollout.tools.base import AgentAnswer, ToolContext, ToolResult
 from fsm_rollout.tools.bound_tools import (
     BoundTool,
     ClassTool,
@@ -39,7 +39,7 @@ from fsm_rollout.tools.bound_tools import (
 from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slots, ToolDied, bounded
 from fsm_rollout.tools.schema import Schema
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, bounded_result, described, error_text, truncate
-from fsm_rollout.trajectory.events import MalformedCall, ToolCall
+from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
 
 CORRECT = "correct the arguments and try again"
 GO_ON_LATER = "try again later or go on without it"
@@ -174,7 +174,7 @@ class ToolSession:
 
     async def call(
         self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
-    ) -> CallResult:
+    ) -> Called:
         """Carry out one attempted call; failures are results, never exceptions.
 
         Args:
@@ -194,29 +194,30 @@ class ToolSession:
             text = error_text(
                 f"the tool call cannot be read: {attempt.message}", "write it again, in the format of the tools"
             )
-            return CallResult(text, failure=attempt.kind, bad=True)
+            return Called.of(attempt, text, attempt.kind, bad=True)
         tools = self.toolbox.tools_of(context)
         tool = tools.get(attempt.name)
         if tool is None:
-            return CallResult(tool_messages.unknown_tool(attempt.name, list(tools)), failure="unknown_tool", bad=True)
+            text = tool_messages.unknown_tool(attempt.name, list(tools))
+            return Called.of(attempt, text, "unknown_tool", bad=True)
         # 2. Run, as often as its retry allows.
         self.under_way[attempt.id] = attempt.name
         try:
-            result = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+            called = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
         finally:
             self.under_way.pop(attempt.id, None)
         # 3. Cut to size.
         if tool.spec.response_tokens is None:
-            text, dropped = bounded_result(result.text, tool.spec.truncate)
-            return replace(result, text=text, truncated_characters=dropped) if dropped else result
+            text, dropped = bounded_result(called.result, tool.spec.truncate)
+            return replace(called, result=text, truncated_characters=dropped) if dropped else called
         if tokenizer is None:
             raise ToolError(f"tool '{tool.name}' has response_tokens, which only a tokenizer can count; give one")
-        arguments = (result.text, tokenizer, tool.spec.response_tokens, tool.spec.truncate)
-        if len(result.text) > LONG_TEXT:  # in a thread, where nothing waits for it
+        arguments = (called.result, tokenizer, tool.spec.response_tokens, tool.spec.truncate)
+        if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
             text, dropped = await asyncio.to_thread(truncate, *arguments)
         else:
             text, dropped = truncate(*arguments)
-        return replace(result, text=text, truncated_tokens=dropped)
+        return replace(called, result=text, truncated_tokens=dropped)
 
     async def release(self) -> list[str]:
         """Release every tool that was created, all at once, each exactly once; return what went wrong.
@@ -235,7 +236,7 @@ class ToolSession:
             raise
         return [failure for failure in failures if failure is not None]
 
-    async def _run(self, tool: BoundTool, call: ToolCall) -> CallResult:
+    async def _run(self, tool: BoundTool, call: ToolCall) -> Called:
         retry, number = tool.spec.retry, 0
         attempts = self.toolbox.attempts if retry.attempts == 1 and tool.spec.may_repeat else retry.attempts
         while True:
@@ -244,7 +245,7 @@ class ToolSession:
             try:
                 arguments = tool.read(call.arguments)
             except Exception as error:  # BadArguments, or whatever a validator of the tool's own types raises
-                return _failure(tool, error)[0]
+                return _failure(tool, call, error)[0]
             # 2. One try, in one of the tool's slots. What cannot be made text raises.
             try:
                 async with self.toolbox.slot(tool):
@@ -253,23 +254,23 @@ class ToolSession:
                         work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds
                     )
                 if isinstance(value, ToolResult):
-                    return CallResult(tool_messages.result(value.text), reward=value.reward, tries=number)
+                    return Called.of(call, tool_messages.result(value.text), reward=value.reward, tries=number)
                 if not isinstance(value, AgentAnswer):
                     if tool_messages.is_short(value):
-                        return CallResult(tool_messages.result(value), tries=number)
-                    return CallResult(await asyncio.to_thread(tool_messages.result, value), tries=number)
+                        return Called.of(call, tool_messages.result(value), tries=number)
+                    return Called.of(call, await asyncio.to_thread(tool_messages.result, value), tries=number)
                 if value.failure is None:
-                    return CallResult(tool_messages.clean(value.text), tries=number, child_id=value.child_id)
+                    return Called.of(call, tool_messages.clean(value.text), tries=number, child_id=value.child_id)
                 text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)
-                result = CallResult(text, value.failure, child_id=value.child_id)
+                called = Called.of(call, text, value.failure, child_id=value.child_id)
                 names = frozenset({value.failure, value.failure.rpartition(":")[2]})
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:  # tools may raise anything, pytest's and trio's own kinds included
-                result, names = _failure(tool, error)
+                called, names = _failure(tool, call, error)
             # 3. Done, unless it failed in a way that is to be tried again. The same arguments stay wrong.
-            if result.bad or number >= attempts or (retry.errors and names.isdisjoint(retry.errors)):
-                return replace(result, tries=number)
+            if called.bad or number >= attempts or (retry.errors and names.isdisjoint(retry.errors)):
+                return replace(called, tries=number)
             jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
             await asyncio.sleep(min(LONGEST_PAUSE, self.toolbox.first_pause * 2 ** (number - 1)) * jitter)
 
@@ -278,7 +279,7 @@ class ToolSession:
         return ToolContext(self.trajectory_id, self.group_id, rng, self.extra, call_id, number)
 
 
-def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozenset[str]]:
+def _failure(tool: BoundTool, call: ToolCall, error: BaseException) -> tuple[Called, frozenset[str]]:
     """Return the result of a try that raised, and the names that a retry may know the error by.
 
     The model is to blame for BadArguments alone, which the schema raises, and tools on purpose. Whatever else tools
@@ -289,9 +290,9 @@ def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozens
     failure, names, bad = kinds[0], frozenset(kinds), False
     match error:
         case NotReady(__cause__=BaseException() as cause):
-            result, names = _failure(tool, cause)
-            text = error_text(f"{name} is not available ({result.failure})", GO_ON_LATER)
-            return replace(result, text=text, bad=False), names
+            called, names = _failure(tool, call, cause)
+            text = error_text(f"{name} is not available ({called.failure})", GO_ON_LATER)
+            return replace(called, result=text, bad=False), names
         case BadArguments():
             failure, bad = "bad_arguments", True
             text = error_text(f"{name}: {tool_messages.message_of(error)}", CORRECT)
@@ -307,4 +308,4 @@ def _failure(tool: BoundTool, error: BaseException) -> tuple[CallResult, frozens
         case _:
             text = error_text(f"{name} failed: {described(error, failure)}", GO_ON_WITHOUT)
             tool.report(failure, error)
-    return CallResult(text, failure, bad), names
+    return Called.of(call, text, failure, bad=bad), names

@@ -192,6 +192,15 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     child_id: str | None = None
     """The trajectory of the sub-agent that answered."""
 
+    @classmethod
+    def of(
+        cls, attempt: ToolCall | MalformedCall, result: str, failure: str | None = None, *, tries: int = 0, **facts: Any
+    ) -> Called:
+        """Return what an attempted call came to; when, and in which state, says who records it."""
+        name, arguments = (attempt.name, attempt.arguments) if isinstance(attempt, ToolCall) else ("", {})
+        told: dict[str, Any] = {"id": attempt.id, "name": name, "arguments": arguments, "result": result}
+        return cls(at=0.0, state="", failure=failure, tries=tries, **told, **facts)
+
 
 class ModelQueried(Event, frozen=True, kw_only=True, tag="asked"):
     """The environment asked a model on a named engine, and this is what it said; it enters no stream by itself."""

@@ -20,7 +20,7 @@ import fsm_rollout as fr
 from fsm_rollout.agent.graph import MCP, ToolSpec
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError, ToolError
-from fsm_rollout.tools import CallResult, Toolbox, ToolSession
+from fsm_rollout.tools import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall
 
 pytestmark = pytest.mark.process
@@ -65,7 +65,7 @@ async def session(box: Toolbox, name: str = "t") -> AsyncIterator[Callable[..., 
         toolbox=box, trajectory_id=name, group_id="g", seed=0, tools_kwargs={}, extra={}, run_agent=no_agent
     )
 
-    async def call(tool: str, /, **arguments: Any) -> CallResult:
+    async def call(tool: str, /, **arguments: Any) -> Called:
         async with asyncio.timeout(PATIENCE):
             return await opened.call(ToolCall(id="c", name=tool, arguments=arguments))
 
@@ -127,19 +127,19 @@ def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but
 
     async def main() -> None:
         async with session(box) as call:
-            assert (await call("add", left=2)).text == "3"
+            assert (await call("add", left=2)).result == "3"
             wrong = await call("add", left="x")
             assert wrong.bad
-            assert wrong.text == (
+            assert wrong.result == (
                 "error: add: argument 'left': 'x' is not of type 'integer'; correct the arguments and try again"
             )
             missing = await call("add", lefft=1)
-            assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.text
+            assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.result
             failed = await call("read", path="/x")
             assert (failed.failure, failed.bad) == ("tool_error", False)
-            assert "there is no file /x; try again, or go on without it" in failed.text
+            assert "there is no file /x; try again, or go on without it" in failed.result
             assert (await call("count")).failure == "unknown_tool"
-            names = (await call("environment")).text
+            names = (await call("environment")).result
             assert "TOKEN" in names
             assert "PATH" in names
             assert "API_KEY" not in names
@@ -181,7 +181,7 @@ def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: b
 
     async def main() -> None:
         async with session(box, "a") as first, session(box, "b") as second:
-            answers = [(await call("count")).text.split() for call in (first, second, first)]
+            answers = [(await call("count")).result.split() for call in (first, second, first)]
             assert [number for _, number in answers] == (["1", "2", "3"] if shared else ["1", "1", "2"])
             assert len({process for process, _ in answers}) == (1 if shared else 2)
         await box.close()
@@ -196,16 +196,16 @@ def test_a_call_has_its_time_and_the_session_goes_on() -> None:
 
     async def main() -> None:
         async with session(box) as call:
-            before = (await call("count")).text.split()[0]
+            before = (await call("count")).result.split()[0]
             async with asyncio.TaskGroup() as tasks:
                 slow = tasks.create_task(call("hang", seconds=1e6))
-                assert (await call("count")).text == f"{before} 2"  # the other call holds up nobody
+                assert (await call("count")).result == f"{before} 2"  # the other call holds up nobody
                 slow.cancel()
-            assert (await call("count")).text == f"{before} 3"
+            assert (await call("count")).result == f"{before} 3"
         async with session(soon) as call:
             while (late := await call("hang", seconds=1e6)).failure != "timed_out":
                 pass
-            assert late.text.startswith("error: hang did not answer and was stopped after 0.2 s")
+            assert late.result.startswith("error: hang did not answer and was stopped after 0.2 s")
 
     asyncio.run(main())
 
@@ -215,10 +215,10 @@ def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.L
 
     async def main() -> None:
         async with session(box) as call:
-            first = (await call("count")).text.split()[0]
+            first = (await call("count")).result.split()[0]
             died = await call("die")
             assert (died.failure, died.bad, died.tries) == ("ToolDied", False, 1)
-            second = (await call("count")).text.split()
+            second = (await call("count")).result.split()
             assert second[0] != first
             assert second[1] == "1"
             # One that dies while nothing is asked costs no call.
@@ -227,7 +227,7 @@ def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.L
             while third.failure == "ToolDied":  # its death was not known yet
                 third = await call("count")
             assert third.failure is None
-            assert third.text.split()[0] != second[0]
+            assert third.result.split()[0] != second[0]
 
     asyncio.run(main())
     assert "the server has ended; it is started or connected to again" in caplog.text
@@ -238,17 +238,17 @@ def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPSe
 
     async def main() -> None:
         async with session(box) as call, session(box, "b") as other:
-            assert (await call("add", left=2, right=5)).text == "7"
-            assert (await other("add", left=2)).text == "3"
+            assert (await call("add", left=2, right=5)).result == "7"
+            assert (await other("add", left=2)).result == "3"
             http.stop()
             lost = await call("add", left=1)
             assert lost.failure in ("ToolDied", "ConnectionError")
             assert not lost.bad
             away = await call("add", left=1)
             assert away.failure == "Unreachable"
-            assert "add is not available (Unreachable); try again later" in away.text
+            assert "add is not available (Unreachable); try again later" in away.result
             http.start()
-            assert (await call("add", left=1)).text == "2"
+            assert (await call("add", left=1)).result == "2"
 
     asyncio.run(main())
 

@@ -26,8 +26,8 @@ import pytest
 from fsm_rollout.agent import graph
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.tools import AgentAnswer, AgentCall, CallResult, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
-from fsm_rollout.trajectory.events import ToolCall
+from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
+from fsm_rollout.trajectory.events import Called, ToolCall
 from tests.kit import ROOT
 from tests.programs import program
 
@@ -151,10 +151,10 @@ async def no_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
 
 def call_all(
     tool: dict[str, Any], /, *arguments: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any
-) -> list[CallResult]:
+) -> list[Called]:
     agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
 
-    async def main() -> list[CallResult]:
+    async def main() -> list[Called]:
         session = ToolSession(
             toolbox=Toolbox(agent),
             trajectory_id="t",
@@ -187,15 +187,15 @@ PLACES = [pytest.param("process", id="process"), pytest.param("ray", id="ray", m
 def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
     (here,) = call_all({"use": f"{HERE}:whoami"}, {"text": "hi"})
     elsewhere, again = call_all({"use": f"{HERE}:whoami", "placement": placement}, *[{"text": "hi"}] * 2)
-    text, pid, number = here.text.rsplit(" ", 2)
+    text, pid, number = here.result.rsplit(" ", 2)
     assert pid == str(os.getpid())
     for result in (elsewhere, again):
         assert result.reward == 0.5
-        assert result.text.rsplit(" ", 2)[0] == text == "hi t"
-        assert result.text.rsplit(" ", 2)[1] != pid
-    assert elsewhere.text.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
+        assert result.result.rsplit(" ", 2)[0] == text == "hi t"
+        assert result.result.rsplit(" ", 2)[1] != pid
+    assert elsewhere.result.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
     (shouted,) = call_all({"use": f"{HERE}:shout", "placement": placement}, {"text": "hé"})
-    assert shouted.text == '{"text": "HÉ"}'
+    assert shouted.result == '{"text": "HÉ"}'
 
 
 @pytest.mark.parametrize("placement", PLACES)
@@ -204,10 +204,10 @@ def test_arguments_arrive_elsewhere_as_the_functions_own_types(placement: str) -
     sent = {"trip": {"to": "Rome", "day": "2024-02-29", "stops": ["a", "b"]}, "kind": "fast"}, {"trip": {}, "kind": "x"}
     given: dict[str, Any] = {"extra": {"answer": [1, {"x": b"y"}]}, "tool": {"key": "from the prompt"}}
     here, elsewhere = call_all(tool, *sent, **given), call_all({**tool, "placement": placement}, *sent, **given)
-    assert "Trip(to='Rome', day=datetime.date(2024, 2, 29), stops=('a', 'b'))" in here[0].text
-    assert "from the prompt" in here[0].text
-    assert [(r.text, r.failure, r.bad, r.tries) for r in here] == [
-        (r.text, r.failure, r.bad, r.tries) for r in elsewhere
+    assert "Trip(to='Rome', day=datetime.date(2024, 2, 29), stops=('a', 'b'))" in here[0].result
+    assert "from the prompt" in here[0].result
+    assert [(r.result, r.failure, r.bad, r.tries) for r in here] == [
+        (r.result, r.failure, r.bad, r.tries) for r in elsewhere
     ]
     assert here[1].bad
 
@@ -227,7 +227,7 @@ def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: s
     tool = {"use": f"{HERE}:fails", "placement": placement}
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})
     assert failed.failure == failure
-    assert says in failed.text
+    assert says in failed.result
     assert failed.bad == (kind == "arguments"), "only BadArguments are the model's fault"
     assert good.failure == "ConnectionResetError", "the next call has a process"
     retried = call_all(tool | {"retry": {"attempts": 2, "errors": ["ConnectionError"]}}, {"kind": "connection"})
@@ -263,11 +263,11 @@ def test_a_pickle_that_a_tool_hands_over_runs_nowhere(raw: bool, tmp_path: Path)
     made = tmp_path / "made"
     (result,) = call_all({"use": f"{HERE}:smuggle", "placement": "process"}, {"path": str(made), "raw": raw})
     assert not made.exists()
-    assert (result.failure, result.text) == (
+    assert (result.failure, result.result) == (
         ("ToolDied", "error: tool: the tool broke down; try again, or go on without it") if raw else (None, str(made))
     )
     (fine,) = call_all({"use": f"{HERE}:shout", "placement": "process"}, {"text": "a"})
-    assert fine.text == '{"text": "A"}', "a worker that answers out of turn is not used again"
+    assert fine.result == '{"text": "A"}', "a worker that answers out of turn is not used again"
 
 
 @pytest.mark.parametrize("placement", PLACES)
@@ -311,8 +311,8 @@ def threading_wait(seconds: float) -> None:
 def test_a_class_on_ray_has_an_actor_for_each_trajectory() -> None:
     tool = {"use": f"{HERE}:Counter", "placement": "ray"}
     first, second = call_all(tool, {"by": 2}, {"by": 3}, tool={"start": 10})
-    assert [result.text.split()[0] for result in (first, second)] == ["12", "15"]
-    assert first.text.split()[1] == second.text.split()[1] != str(os.getpid())
+    assert [result.result.split()[0] for result in (first, second)] == ["12", "15"]
+    assert first.result.split()[1] == second.result.split()[1] != str(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_what_cannot_be_placed_or_repeated_says_so(tool: dict[str, Any], says: s
 
 @pytest.mark.parametrize("placement", PLACES)
 def test_what_a_tool_prints_does_not_matter(placement: str) -> None:
-    assert [r.text for r in call_all({"use": f"{HERE}:talks", "placement": placement}, {}, {})] == ["done"] * 2
+    assert [r.result for r in call_all({"use": f"{HERE}:talks", "placement": placement}, {}, {})] == ["done"] * 2
 
 
 def test_what_cannot_be_sent_is_not_the_models_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,7 +356,7 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "print('training')\n"
         "from tests.integration.test_process_placement import call_all\n"
-        f"print(call_all({{'use': '{HERE}:shout', 'placement': 'process'}}, {{'text': 'a'}})[0].text)\n",
+        f"print(call_all({{'use': '{HERE}:shout', 'placement': 'process'}}, {{'text': 'a'}})[0].result)\n",
         "utf-8",
     )
     printed = subprocess.run(

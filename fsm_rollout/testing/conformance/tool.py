@@ -26,7 +26,6 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
-from fsm_rollout.tools.base import CallResult
 from fsm_rollout.tools.schema import Arguments
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
@@ -126,7 +125,7 @@ class _Tool(Subject):
         self.prompt_fields: Mapping[str, object] = {}  # the prompt's fields as the latest session was given them
         self.failures: list[str] = []
         # What each call came to when a session began with it for the first time.
-        self.first_results: dict[str, CallResult] = {}
+        self.first_results: dict[str, Called] = {}
 
     def open(self) -> ToolSession:
         """Begin a trajectory's use of the tool; each is given the same."""
@@ -165,7 +164,7 @@ class _Tool(Subject):
         # 1. The call, in a session of its own.
         kept = copy.deepcopy(arguments)
 
-        async def main() -> CallResult:
+        async def main() -> Called:
             session = self.open()
             result = await self.in_time(session.call(_call(arguments)), f"{self.name}({kept}) did not return")
             await self.release(session)
@@ -173,17 +172,13 @@ class _Tool(Subject):
 
         result = self.run(main())
         # 2. What it came to can be told and kept.
-        text = result.text
+        text = result.result
         refused = result.bad and not result.tries
         demand(not refused, 2, f"{self.name} refused what its schema allows: {text}")
         unreadable = "cannot be shown to a model" in text or "not JSON serializable" in text
         demand(not unreadable, 4, f"what {self.name} returned for {kept} cannot be shown to a model: {text}")
-        event = Called(
-            at=0.0, state="CHECK", id="c1", name="tool", arguments=arguments, result=text,
-            failure=result.failure, bad=result.bad, reward=result.reward, seconds=0.0, tries=result.tries,
-        )  # fmt: skip
         try:
-            encode(event)
+            encode(result)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConformanceError(4, f"what {self.name} made of {kept} cannot be journalled: {error}") from None
         # 3. It changed nothing, and did what it always does.
@@ -195,13 +190,13 @@ class _Tool(Subject):
         if result.failure is not None:
             self.failures.append(f"{text} (arguments {arguments})")
 
-    def _as_ever(self, arguments: Arguments, result: CallResult) -> None:
+    def _as_ever(self, arguments: Arguments, result: Called) -> None:
         """Compare what a session's first call came to with what it came to when it was made for the first time."""
         first = self.first_results.setdefault(repr(arguments), _outcome(result))
         self._same(arguments, first, _outcome(result), "later")
 
-    def _same(self, arguments: Arguments, first: CallResult, second: CallResult, when: str) -> None:
-        gave = f"gave {first.text!r}, and {when} {second.text!r} (reward {first.reward}, {second.reward})"
+    def _same(self, arguments: Arguments, first: Called, second: Called, when: str) -> None:
+        gave = f"gave {first.result!r}, and {when} {second.result!r} (reward {first.reward}, {second.reward})"
         advice = "take randomness from ToolContext.rng, read no clock, and keep nothing between calls"
         demand(first == second, 8, f"{self.name}({arguments}) {gave}; {advice}")
 
@@ -212,7 +207,7 @@ class _Tool(Subject):
         def refuses(drawn: tuple[str, Arguments]) -> None:
             mistake, arguments = drawn
 
-            async def main() -> CallResult:
+            async def main() -> Called:
                 session = self.open()
                 result = await session.call(_call(arguments))
                 await session.release()
@@ -222,8 +217,8 @@ class _Tool(Subject):
             refused = result.failure is not None and not result.tries
             demand(refused, 3, f"{self.name} took {arguments}, though {mistake}")
             wrong = mistake.split("'")[1]
-            named = result.bad and result.text.startswith("error: ") and wrong in result.text
-            demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.text}")
+            named = result.bad and result.result.startswith("error: ") and wrong in result.result
+            demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.result}")
 
         return self.search(schema_values.spoiled(self.parameters), refuses)
 
@@ -269,7 +264,7 @@ class _Tool(Subject):
         return self.search(st.lists(self.calls, min_size=2, max_size=4), self._equal, 5)
 
     def _equal(self, listed: Sequence[Arguments]) -> None:
-        async def calls(together: bool) -> list[CallResult]:
+        async def calls(together: bool) -> list[Called]:
             session = self.open()
             sessions = [
                 session.call(_call(copy.deepcopy(arguments_copy), f"c{number}"))
@@ -279,7 +274,7 @@ class _Tool(Subject):
             await session.release()
             return [_outcome(result) for result in results]
 
-        async def main(seconds: float) -> tuple[list[CallResult], list[list[CallResult]]]:
+        async def main(seconds: float) -> tuple[list[Called], list[list[Called]]]:
             await asyncio.sleep(seconds)
             alone = await calls(False)
             return alone, await asyncio.gather(*(calls(True) for _ in range(2)))
@@ -298,7 +293,7 @@ def _call(arguments: Arguments, call_id: str = "c1") -> ToolCall:
     return ToolCall(id=call_id, name="tool", arguments=arguments)
 
 
-def _outcome(result: CallResult) -> CallResult:
+def _outcome(result: Called) -> Called:
     """Return what must be the same each time."""
     return replace(result, seconds=0.0, child_id=None)
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.agent import graph
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.tools import AgentAnswer, CallResult, Toolbox, ToolSession, truncate
+from fsm_rollout.tools import AgentAnswer, Toolbox, ToolSession, truncate
 from fsm_rollout.tools.tool_messages import EXACT_CHARACTERS
-from fsm_rollout.trajectory.events import ToolCall
+from fsm_rollout.trajectory.events import Called, ToolCall
 
 MARKER = re.compile(r"…\[(\d+) tokens cut\]…")
 SIDES = st.sampled_from(["left", "right", "middle"])
@@ -167,7 +167,7 @@ def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
     async def no_agent(*_: Any) -> AgentAnswer:
         raise AssertionError
 
-    async def main() -> CallResult:
+    async def main() -> Called:
         session = ToolSession(
             toolbox=Toolbox(agent), trajectory_id="t", group_id="g", seed=0, tools_kwargs=None, extra={},
             run_agent=no_agent,
@@ -175,6 +175,6 @@ def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
         return await session.call(ToolCall(id="c", name="t", arguments={}), tokenizer=tokenizer())
 
     result = run_virtual(main())
-    assert count(result.text, tokenizer()) <= 40
+    assert count(result.result, tokenizer()) <= 40
     assert result.truncated_tokens > 0
-    assert result.text.endswith(f"…[{result.truncated_tokens} tokens cut]…")
+    assert result.result.endswith(f"…[{result.truncated_tokens} tokens cut]…")
