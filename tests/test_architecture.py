@@ -69,10 +69,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 MOST_LINES = 450
 LONGER = {  # modules that are still to be cut
-    "chat.glue_cache",
     "engines.client",
     "engines.pool",
-    "trajectory.trajectory",
 }
 
 

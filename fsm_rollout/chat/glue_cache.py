@@ -14,7 +14,7 @@ import json
 import marshal
 import re
 import secrets
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsm_rollout.chat.derive import Glue, Slot, Step, draw_word, fit
 from fsm_rollout.chat.glue_template import MOST_ENTRIES, GlueTemplate
 from fsm_rollout.chat.markers import Encoded, Place, places_of
-from fsm_rollout.chat.messages import Dialect, Messages, made_id
+from fsm_rollout.chat.messages import Messages, made_id
 from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
 from fsm_rollout.chat.render import Tools, shown_tools
-from fsm_rollout.chat.turn_ends import probe_call, probe_result
+from fsm_rollout.chat.turn_ends import probe_histories
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.content import media_of, text_of
-from fsm_rollout.trajectory.events import Message
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -239,7 +238,7 @@ class GlueCache:
 
     def _same_everywhere(self, step: Step) -> Glue | None:
         """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
-        histories = _probe_histories(self._reference.dialect, tools=bool(step.tools))
+        histories = probe_histories(self._reference.dialect, tools=bool(step.tools))
         variants = [replace(step, base=base) for base in histories]
         probe, content = variants[0], text_of(step.turn)
         variants.append(replace(probe, now=step.now + timedelta(days=400)))
@@ -404,31 +403,6 @@ def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], froz
 
 
 # --- probes
-
-
-def _probe_histories(dialect: Dialect, *, tools: bool) -> Iterator[list[Message]]:
-    """Yield conversations that end where an assistant turn may follow, as unlike each other as they come."""
-
-    def user(text: str = "u") -> Message:
-        return {"role": "user", "content": text}
-
-    def call(index: int) -> list[Message]:
-        turn, result = probe_call(dialect, "v"), probe_result("r")
-        turn["tool_calls"][0]["id"] = result["tool_call_id"] = made_id(index, 0)
-        return [turn, result]
-
-    system: Message = {"role": "system", "content": "s"}
-    answer: Message = {"role": "assistant", "content": "a"}
-    thought: Message = {"role": "assistant", "content": "<think>\nt\n</think>\n\na"}
-    yield [user()]
-    yield [system, user()]
-    yield [user(), answer, user("u2")]
-    if tools:
-        yield [user(), *call(1)]
-        yield [system, user(), *call(2), *call(4)]
-        yield [user(), *call(1), answer, user("u2")]
-        yield [user(), thought, user("u2"), *call(3)]
-        yield [user(), answer, user("u2"), answer, user("u3"), *call(5), answer, user("u4")]
 
 
 def _texts(step: Step) -> list[str]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsm_rollout.chat.markers import Marker, MarkerEncoder
-from fsm_rollout.chat.messages import Dialect
+from fsm_rollout.chat.messages import Dialect, made_id
 from fsm_rollout.chat.render import Renderer
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.events import Message
@@ -80,6 +80,31 @@ def probe_call(dialect: Dialect, value: str = TURN) -> Message:
 def probe_result(text: str = NEXT) -> Message:
     """Return the tool message that answers :func:`probe_call`."""
     return {"role": "tool", "content": text, "name": "probe", "tool_call_id": "c00001000"}
+
+
+def probe_histories(dialect: Dialect, *, tools: bool) -> Iterator[list[Message]]:
+    """Yield conversations that end where an assistant turn may follow, as unlike each other as they come."""
+
+    def user(text: str = "u") -> Message:
+        return {"role": "user", "content": text}
+
+    def call(index: int) -> list[Message]:
+        turn, result = probe_call(dialect, "v"), probe_result("r")
+        turn["tool_calls"][0]["id"] = result["tool_call_id"] = made_id(index, 0)
+        return [turn, result]
+
+    system: Message = {"role": "system", "content": "s"}
+    answer: Message = {"role": "assistant", "content": "a"}
+    thought: Message = {"role": "assistant", "content": "<think>\nt\n</think>\n\na"}
+    yield [user()]
+    yield [system, user()]
+    yield [user(), answer, user("u2")]
+    if tools:
+        yield [user(), *call(1)]
+        yield [system, user(), *call(2), *call(4)]
+        yield [user(), *call(1), answer, user("u2")]
+        yield [user(), thought, user("u2"), *call(3)]
+        yield [user(), answer, user("u2"), answer, user("u3"), *call(5), answer, user("u4")]
 
 
 def learn_dialect(renderer: Renderer, now: datetime) -> Dialect:

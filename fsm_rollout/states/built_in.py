@@ -103,7 +103,8 @@ class Interact(State):
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Ask, score the turn that was judged, write the reply."""
-        judged = trajectory.last_turn(self.spec.context)
+        stream = trajectory.stream(self.spec.context)
+        judged = stream.turn if stream is not None else None
         reply = await ctx.interact(self.spec.context)
         if reply.score is not None and judged is not None:
             ctx.score_turn(reply.score, judged)

@@ -153,10 +153,9 @@ class Generation:
         }
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
-        number = sum(other.context == bound.name for other in trajectory.streams)  # of this stream in its context
         pending = submit(
             self.visit, bound, stream.tokens.ids, settings, index=index, sampled=sampled,
-            name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{number}",
+            name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{stream.number + 1}",
             max_tokens=max(1, int(bounds[cut_by])),
             seed=derive_seed(trajectory.seed, bound.name, index),
             routed=stream.tokens.routed_length if stream.tokens.notes else 0,

@@ -5,10 +5,13 @@ Invariant: only :meth:`fsm_rollout.trajectory.trajectory.Trajectory.apply` chang
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import msgspec
 
+from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
@@ -35,6 +38,8 @@ class Stream(msgspec.Struct):
 
     context: str
     """The context that it belongs to."""
+    number: int
+    """How many streams of the context were opened before it."""
     engine: str
     """The engine that samples it: ``policy``, or another of the run's."""
     messages: list[Message]
@@ -74,6 +79,79 @@ class Stream(msgspec.Struct):
         """Whether anything was sampled in it. It was not if messages came before its first turn: they open another."""
         return self.turn is not None
 
+    @classmethod
+    def begun(cls, event: events.ContextOpened, number: int, turn: int) -> Stream:
+        """Return the stream that an event opened before the generation ``turn``."""
+        return cls(
+            context=event.context,
+            number=number,
+            engine=event.engine,
+            messages=list(event.messages),
+            glued=len(event.messages),
+            opening=len(event.messages),
+            tokens=TokenStream(event.ids, state=event.state, turn=turn, trained=event.trained),
+            turn_at=len(event.ids),
+            guarded_at=list(event.guarded_at),
+            parts=list(event.parts),
+            sampled_with=[],
+        )
+
+    def extend(self, event: events.PromptExtended, turn: int) -> None:
+        """Take in the glue before the generation ``turn``."""
+        length = len(self.tokens)
+        self.guarded_at.extend([length + at for at in event.guarded_at])
+        self.parts.extend([part.moved(length, self.glued) for part in event.parts])
+        self.tokens.write(event.ids, state=event.state, turn=turn)
+        self.awaiting = True
+        self.glued = len(self.messages)
+        self.pending_state = None
+
+    def sample(self, event: events.Generated, turn: int) -> None:
+        """Take in what a generation, the ``turn``-th unless it is one that goes on, has sampled.
+
+        Raises:
+            StreamError: its logprobs, versions or notes do not fit its ids, or messages never entered the tokens.
+        """
+        # 1. Whether it fits.
+        length, versioned = len(self.tokens), sum(map(itemgetter(0), event.versions))
+        end = length + len(event.ids)
+        if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
+            raise StreamError(
+                f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
+                f"for {versioned} tokens; there must be one of each for every token"
+            )
+        if (noted := max(map(attrgetter("end"), event.notes), default=0)) > end:
+            raise StreamError(f"a generation came with notes on {noted} tokens; there are {end}")
+        if self.glued < len(self.messages):
+            raise StreamError(f"context '{event.context}' has messages that never entered its stream")
+        # 2. Its message.
+        if event.continued:
+            self.messages[-1] = event.message
+            del self.parts[-1:]
+        else:
+            self.turn_at = length
+            self.messages.append(event.message)
+        self.glued = len(self.messages)
+        self.parts.append(MessagePart(self.glued - 1, self.turn_at, end - self.turn_at))
+        # 3. Its tokens.
+        if event.resumed and self.turn is not None:
+            turn = self.turn
+        sampled_with = SampledWith(turn, length, event.temperature, event.top_p, event.top_k)
+        latest = self.sampled_with[-1] if self.sampled_with else None
+        if latest is None or latest.turn != turn or latest[2:] != sampled_with[2:]:
+            self.sampled_with.append(sampled_with)
+        self.tokens.notes.extend(event.notes)
+        start = 0
+        for count, version in event.versions:
+            ids, logprobs, after = event.ids, event.logprobs, start + count
+            if count < len(ids):
+                ids, logprobs = ids[start:after], logprobs[start:after]
+            self.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
+            start = after
+        self.awaiting = False
+        self.finish_reason = event.finish_reason
+        self.turn = turn
+
     @property
     def turn_ids(self) -> Ids:
         """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
@@ -106,6 +184,19 @@ class AssistantTurn(msgspec.Struct, gc=False):
     def text(self) -> str:
         """Its text, without tool calls."""
         return text_of(self.message)
+
+
+def whole_conversation(streams: Iterable[Stream]) -> list[Message]:
+    """Return all messages of a context's streams, in order, those before a ``reset`` too, none twice."""
+    messages: list[Message] = []
+    for stream in streams:
+        opening = stream.messages[: stream.opening]
+        if opening[: len(messages)] == messages:  # it goes on from there
+            messages = list(stream.messages)
+        else:
+            messages += [message for message in opening if message not in messages]
+            messages += stream.messages[stream.opening :]
+    return messages
 
 
 # A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:

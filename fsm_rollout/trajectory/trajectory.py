@@ -8,7 +8,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import get_args
 
 import msgspec
@@ -18,9 +18,8 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, SampledWith, Stream
-from fsm_rollout.trajectory.tokens import MessagePart, TokenStream
-from fsm_rollout.trajectory.wall_time import covered
+from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, whole_conversation
+from fsm_rollout.trajectory.wall_time import TimeSpent
 
 
 class Trajectory(msgspec.Struct):
@@ -130,10 +129,8 @@ class Trajectory(msgspec.Struct):
     """The latest kept state of each tool that has one: the name of its bytes in the journal."""
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
-    earlier_seconds: dict[str, float] = {}
-    """Seconds that earlier visits spent in ``queue``, ``generate``, ``tool``, ``interact``, and in ``any`` of these."""
-    stretches: list[tuple[str, float, float]] = []
-    """``(kind, start, end)`` of what the present visit has spent time in, in the order in which it was recorded."""
+    time_spent: TimeSpent = msgspec.field(default_factory=TimeSpent)
+    """What it has spent time in."""
 
     # How good it is
     score: float | None = None
@@ -200,16 +197,7 @@ class Trajectory(msgspec.Struct):
 
         A context that was never used has none, except ``main``: it has the prompt's.
         """
-        messages: list[Message] = []
-        for stream in self.streams:
-            if stream.context != context:
-                continue
-            opening = stream.messages[: stream.opening]
-            if opening[: len(messages)] == messages:  # it goes on from there
-                messages = list(stream.messages)
-            else:
-                messages += [message for message in opening if message not in messages]
-                messages += stream.messages[stream.opening :]
+        messages = whole_conversation(stream for stream in self.streams if stream.context == context)
         return messages if messages or context != "main" else list(self.prompt_messages)
 
     @property
@@ -225,38 +213,32 @@ class Trajectory(msgspec.Struct):
     @property
     def queue_seconds(self) -> float:
         """Seconds in which it waited for an engine to begin a generation; what ran side by side counts once."""
-        return self._seconds("queue")
+        return self.time_spent.seconds("queue")
 
     @property
     def generate_seconds(self) -> float:
         """Seconds in which an engine sampled for it; what ran side by side counts once."""
-        return self._seconds("generate")
+        return self.time_spent.seconds("generate")
 
     @property
     def tool_seconds(self) -> float:
         """Seconds in which a tool ran, sub-agents included; what ran side by side counts once."""
-        return self._seconds("tool")
+        return self.time_spent.seconds("tool")
 
     @property
     def interact_seconds(self) -> float:
         """Seconds in which an interaction made its reply."""
-        return self._seconds("interact")
+        return self.time_spent.seconds("interact")
 
     @property
     def other_seconds(self) -> float:
         """Seconds until its end (or its latest event) in which none of these was under way."""
-        return max(0.0, self.elapsed(self.latest_at if self.ended_at is None else self.ended_at) - self._seconds("any"))
-
-    def _seconds(self, kind: str) -> float:
-        seconds = self.earlier_seconds.get(kind, 0.0)
-        if self.stretches:
-            seconds += covered([(start, end) for name, start, end in self.stretches if kind in (name, "any")])
-        return seconds
+        end = self.latest_at if self.ended_at is None else self.ended_at
+        return max(0.0, self.elapsed(end) - self.time_spent.seconds("any"))
 
     def _took(self, kind: str, start: float, end: float) -> None:
-        start = max(start, self.started_at)
-        if end > start:
-            self.stretches.append((kind, start, end))
+        if end > (start := max(start, self.started_at)):
+            self.time_spent.intervals.append((kind, start, end))
 
     @property
     def attempts(self) -> Sequence[ToolCall | MalformedCall]:
@@ -267,11 +249,6 @@ class Trajectory(msgspec.Struct):
     def text(self) -> str:
         """The content of the latest assistant turn (without its tool calls), of any context."""
         return text_of(self.last.message) if self.last else ""
-
-    def last_turn(self, context: str) -> int | None:
-        """Return the index of the latest generation in a context's open stream, if there has been one."""
-        stream = self.open_streams.get(context)
-        return stream.turn if stream is not None else None
 
     def assistant_texts(self, context: str = "main") -> Iterator[str]:
         """Yield the content of every assistant turn of a context, in order, across its streams."""
@@ -327,75 +304,23 @@ class Trajectory(msgspec.Struct):
         before = self.open_streams.get(event.context)
         if before is not None:
             before.open = False
-        stream = Stream(
-            context=event.context,
-            engine=event.engine,
-            messages=list(event.messages),
-            glued=len(event.messages),
-            opening=len(event.messages),
-            tokens=TokenStream(event.ids, state=event.state, turn=self.generations, trained=event.trained),
-            turn_at=len(event.ids),
-            guarded_at=list(event.guarded_at),
-            parts=list(event.parts),
-            sampled_with=[],
-        )
+        number = sum(stream.context == event.context for stream in self.streams)
+        stream = Stream.begun(event, number, self.generations)
         self.streams.append(stream)
         self.open_streams[event.context] = stream
         self.guarded += event.guarded
 
     def _wrote(self, event: events.MessagesAppended) -> None:
         stream = self._open_stream(event.context)
-        if stream.pending_state is None:
-            stream.pending_state = event.state
+        stream.pending_state = stream.pending_state or event.state
         stream.messages.extend(event.messages)
 
     def _extended(self, event: events.PromptExtended) -> None:
-        stream = self._open_stream(event.context)
-        stream.guarded_at.extend(len(stream.tokens) + at for at in event.guarded_at)
-        stream.parts.extend([part.moved(len(stream.tokens), stream.glued) for part in event.parts])
-        stream.tokens.write(event.ids, state=event.state, turn=self.generations)
-        stream.awaiting = True
-        stream.glued = len(stream.messages)
-        stream.pending_state = None
+        self._open_stream(event.context).extend(event, self.generations)
         self.guarded += event.guarded
 
     def _generated(self, event: events.Generated) -> None:
-        stream = self._open_stream(event.context)
-        length, versioned = len(stream.tokens), sum(map(itemgetter(0), event.versions))
-        if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
-            raise StreamError(
-                f"a generation of {len(event.ids)} tokens came with {len(event.logprobs)} logprobs and versions "
-                f"for {versioned} tokens; there must be one of each for every token"
-            )
-        end = length + len(event.ids)
-        if (noted := max(map(attrgetter("end"), event.notes), default=0)) > end:
-            raise StreamError(f"a generation came with notes on {noted} tokens; there are {end}")
-        if stream.glued < len(stream.messages):
-            raise StreamError(f"context '{event.context}' has messages that never entered its stream")
-        if event.continued:
-            stream.messages[-1] = event.message
-            del stream.parts[-1:]
-        else:
-            stream.turn_at = length
-            stream.messages.append(event.message)
-        stream.parts.append(MessagePart(len(stream.messages) - 1, stream.turn_at, end - stream.turn_at))
-        turn = stream.turn if event.resumed and stream.turn is not None else self.generations
-        sampled_with = SampledWith(turn, length, event.temperature, event.top_p, event.top_k)
-        latest = stream.sampled_with[-1] if stream.sampled_with else None
-        if latest is None or latest.turn != turn or latest[2:] != sampled_with[2:]:
-            stream.sampled_with.append(sampled_with)
-        stream.tokens.notes.extend(event.notes)
-        start = 0
-        for count, version in event.versions:
-            ids, logprobs, after = event.ids, event.logprobs, start + count
-            if count < len(ids):
-                ids, logprobs = ids[start:after], logprobs[start:after]
-            stream.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
-            start = after
-        stream.glued = len(stream.messages)
-        stream.awaiting = False
-        stream.finish_reason = event.finish_reason
-        stream.turn = turn
+        self._open_stream(event.context).sample(event, self.generations)
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
@@ -455,14 +380,7 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        if self.stretches:  # the visit's times, added to those of the earlier ones
-            of_kind: dict[str, list[tuple[float, float]]] = {"any": []}
-            for kind, start, end in self.stretches:
-                of_kind["any"].append((start, end))
-                of_kind.setdefault(kind, []).append((start, end))
-            for kind, stretches in of_kind.items():
-                self.earlier_seconds[kind] = self.earlier_seconds.get(kind, 0.0) + covered(stretches)
-            self.stretches = []
+        self.time_spent.end_visit()
         self.visit_events = []
         self.interrupted = False
         self.time_up = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 
 def covered(stretches: Sequence[tuple[float, float]]) -> float:
     """Return the seconds in which at least one of the stretches ``(start, end)`` was under way."""
@@ -20,3 +22,23 @@ def covered(stretches: Sequence[tuple[float, float]]) -> float:
             total += end - max(start, reached)
             reached = end
     return total
+
+
+class TimeSpent(msgspec.Struct):
+    """What a trajectory has spent time in: ``queue``, ``generate``, ``tool`` and ``interact``."""
+
+    earlier: dict[str, float] = {}
+    """Seconds in earlier visits, by kind, and in ``any`` of the kinds."""
+    intervals: list[tuple[str, float, float]] = []
+    """``(kind, start, end)`` of what the present visit has spent time in, in the order in which it was recorded."""
+
+    def end_visit(self) -> None:
+        """Add the present visit's times to those of the earlier ones; clocks may differ from one to the next."""
+        if self.intervals:
+            self.earlier = {kind: self.seconds(kind) for kind in ("any", "queue", "generate", "tool", "interact")}
+            self.intervals = []
+
+    def seconds(self, kind: str) -> float:
+        """Return the seconds in which something of the kind, or of ``any``, was under way."""
+        present = [(start, end) for name, start, end in self.intervals if kind in (name, "any")]
+        return self.earlier.get(kind, 0.0) + covered(present)
