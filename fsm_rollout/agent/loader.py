@@ -151,14 +151,12 @@ def _read(
             problems.append(Problem(f"is not plain data: {error}", source.file))
             break
     # 4. The rules; where something else is wrong, those about names alone.
-    if recorded:
-        pass
-    elif graph is not None and not problems:
-        problems = verify(graph, source)
-    elif graph is not None:
-        for finding in findings(graph, names_only=True):
-            if not any(finding.path[: len(path)] == path for path in left_out):
-                problems.append(source.problem(finding.path, finding.message, finding.rule))
+    if graph is not None and not recorded:
+        if not problems:
+            problems = verify(graph, source)
+        else:
+            kept = (f for f in findings(graph, names_only=True) if not any(f.path[: len(p)] == p for p in left_out))
+            problems += [source.problem(finding.path, finding.message, finding.rule) for finding in kept]
     return Reading(None if left_out else graph, source, tuple(in_file_order(problems)))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, TransitionSpec
+from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, ToolSpec, TransitionSpec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.rules.structure import Structure
@@ -107,10 +107,7 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
     state, limits = graph.states[name], graph.limits.model_dump()
     calls = spends == LimitName.TOOL_CALLS or (":" in handler and spends == LimitName.ASSISTANT_TURNS)
     if calls and (tools := graph.tools_of(state.context)):
-        kinds = {name: f" (agent {tool.agent.agent})" for name, tool in graph.tools.items() if tool.agent is not None}
-        kinds |= {name: " (MCP)" for name, tool in graph.tools.items() if tool.mcp is not None}
-        kinds |= {name: " (verifiers)" for name, tool in graph.tools.items() if tool.verifiers is not None}
-        yield ", ".join(f"{name}{kinds.get(name, '')}" for name in tools)
+        yield ", ".join(f"{name}{_kind(graph.tools[name])}" for name in tools)
     if handler == "external":
         yield " ".join(map(str, state.options.get("command") or [state.options.get("use")]))
         yield f"speaks {state.options.get('dialect', 'openai')}"
@@ -121,14 +118,17 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
             yield f"{limit} ≤ {limits[limit]}"
         elif limit == spends:
             yield f"{limit}, no limit"
-    if state.max_visits is not None:
-        yield f"max_visits ≤ {state.max_visits}"
-    if state.sampling.max_tokens is not None:
-        yield f"max_tokens ≤ {state.sampling.max_tokens:,}"
-    if state.timeout is not None:
-        yield f"timeout {state.timeout:,g} s"
+    bounds = {"max_visits ≤ {}": state.max_visits, "max_tokens ≤ {:,}": state.sampling.max_tokens}
+    bounds["timeout {:,g} s"] = state.timeout
+    yield from (text.format(bound) for text, bound in bounds.items() if bound is not None)
     if state.reset:
         yield "opens a new stream"
+
+
+def _kind(tool: ToolSpec) -> str:
+    if tool.agent is not None:
+        return f" (agent {tool.agent.agent})"
+    return " (MCP)" if tool.mcp is not None else " (verifiers)" if tool.verifiers is not None else ""
 
 
 def _arrows(structure: Structure) -> Iterator[Arrow]:
