@@ -9,8 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.journal import Journal
 
@@ -22,12 +20,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
 CONFIGS = ROOT / "configs"
-
-
-def cases(name: str) -> list[Any]:
-    """Return the table of cases of that name."""
-    found: list[Any] = yaml.safe_load((ROOT / "tests" / "cases" / f"{name}.yaml").read_text("utf-8"))
-    return found
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
-from tests.kit import CONFIGS, cases
+from tests.cases import table
+from tests.kit import CONFIGS
 from tests.programs import fsm_rollout
 
 AGENT = (CONFIGS / "agents/tool_user.yaml").read_text("utf-8").replace("{system: solver.md}", "{}")
@@ -73,7 +74,7 @@ def test_the_place_is_sound(place: Path) -> None:
     ran(place)
 
 
-@pytest.mark.parametrize("case", cases("run_mistakes"), ids=str)
+@pytest.mark.parametrize("case", table("run_mistakes")["cases"], ids=str)
 def test_one_mistake_one_clear_message(place: Path, case: dict[str, Any]) -> None:
     if "file" in case:
         edit(place / case["file"], case["old"], case["new"])

@@ -7,12 +7,10 @@ names, so a test of that law fails.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import chain
 
-import yaml
+from tests.cases import table
 
-TABLE = Path(__file__).resolve().parents[1] / "cases" / "mutants.yaml"
 DEFAULT = ["LAWS"]
 """The tests of a mutant that names none."""
 
@@ -33,15 +31,13 @@ class Mutant:
 
 def catalogue() -> tuple[Mutant, ...]:
     """Return all mutants, in the order of the file."""
-    table: dict[str, Any] = yaml.safe_load(TABLE.read_text("utf-8"))
-    lists = table["tests"]
-    return tuple(
-        Mutant(
-            **entry | {"tests": tuple(test for name in entry.get("tests", DEFAULT) for test in lists.get(name, [name]))}
-        )
-        for section in table["mutants"].values()
-        for entry in section
-    )
+    found = table("mutants")
+    lists = found["tests"]
+    mutants: list[Mutant] = []
+    for entry in chain.from_iterable(found["mutants"].values()):
+        tests = [test for name in entry.pop("tests", DEFAULT) for test in lists.get(name, [name])]
+        mutants.append(Mutant(**entry, tests=tuple(tests)))
+    return tuple(mutants)
 
 
 MUTANTS = catalogue()

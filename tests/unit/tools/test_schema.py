@@ -24,6 +24,7 @@ from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import Hidden, ToolContext, tool_schema, tool_schema_of, validate_arguments
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.tools.schema import Parameters
+from tests.cases import table
 
 
 class Unit(enum.Enum):
@@ -332,22 +333,11 @@ def test_a_tool_says_what_it_does():
         tool_schema(max)
 
 
-@pytest.mark.parametrize(
-    ("tool", "says"),
-    [
-        ({"use": "fsm_rollout.tools.calculator:calcluate"}, "did you mean 'calculate'"),
-        ({"use": "nowhere.at_all:f"}, "cannot import 'nowhere.at_all'"),
-        ({"use": "random:Random"}, "has no method `execute`"),
-        ({"use": f"{__name__}:GOOGLE"}, "is a str; a tool is a function or a class"),
-        ({}, "give either `use`"),
-        ({"use": "fsm_rollout.tools.calculator:calculate", "kwargs": {"lfet": 1}}, "'lfet' is given by kwargs.*'left'"),
-        ({"use": f"{__name__}:Half"}, "is abstract; it lacks finish"),
-        ({"use": f"{__name__}:Configured", "kwargs": {"siez": 1}}, r"kwargs do not fit .*unexpected.*'siez'"),
-    ],
-)
-def test_a_tool_that_cannot_be_built_says_why(tool: dict[str, Any], says: str):
-    with pytest.raises(ToolError, match=f"tool 't'.*{says}"):
-        tool_schema_of("t", graph.ToolSpec(**tool))
+@pytest.mark.parametrize("case", table("tool_schemas")["tools"], ids=str)
+def test_a_tool_that_cannot_be_built_says_why(case: dict[str, Any]):
+    spec = {key: value.replace("HERE", __name__) if key == "use" else value for key, value in case["tool"].items()}
+    with pytest.raises(ToolError, match=f"tool 't'.*{case['says']}"):
+        tool_schema_of("t", graph.ToolSpec(**spec))
 
 
 def test_a_module_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -387,39 +377,11 @@ def test_an_agent_takes_a_task():
     assert silent["function"]["description"] == "Hand a task to the agent 'helper'."
 
 
-HERE = {"city": "Rome"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "argument 'place' is missing"),
-        ({"place": "Rome"}, "argument 'place' should be an object (got \"Rome\")"),
-        ({"place": {"city": 3}}, "argument 'place.city' should be a valid string (got 3)"),
-        ({"place": {}}, "argument 'place.city' is missing"),
-        ({"place": HERE, "unit": "kelvin"}, "argument 'unit' should be 'celsius' or 'fahrenheit' (got \"kelvin\")"),
-        (
-            {"place": HERE, "days": 2.5},
-            "argument 'days' should be a valid integer, got a number with a fractional part (got 2.5)",
-        ),
-        ({"place": HERE, "plcae": 1}, "argument 'plcae' is not a parameter; did you mean 'place'?"),
-        (
-            {"place": HERE, "tree": {"value": 1, "children": [{"value": "x"}]}},
-            "argument 'tree.children[0].value' should be a valid integer, unable to parse string as an integer"
-            ' (got "x")',
-        ),
-        (
-            {"place": HERE, "either": "x"},
-            "argument 'either' should be a valid integer, unable to parse string as an integer or should be an object"
-            ' or should be a valid list (got "x")',
-        ),
-        ({"place": {"city": ["long"] * 100}}, 'argument \'place.city\' should be a valid string (got ["long", "long"'),
-    ],
-)
-def test_a_model_is_told_which_argument_what_was_got_and_what_is_expected(arguments: dict[str, Any], message: str):
+@pytest.mark.parametrize("case", table("tool_schemas")["arguments"], ids=str)
+def test_a_model_is_told_which_argument_what_was_got_and_what_is_expected(case: dict[str, Any]):
     with pytest.raises(BadArguments) as caught:
-        validate_arguments(forecast, arguments)
-    assert str(caught.value).startswith(message)
+        validate_arguments(forecast, case["given"])
+    assert str(caught.value).startswith(case["says"])
     assert len(str(caught.value)) < 250
 
 

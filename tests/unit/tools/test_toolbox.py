@@ -20,6 +20,7 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Tool, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.tools.bound_tools import FunctionTool
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
+from tests.cases import table
 
 # The tools, by what they do. They are loaded by name, as any user's tools are.
 
@@ -338,57 +339,21 @@ def test_a_good_call(use: str):
 BROKEN = MalformedCall(id="c1", kind="unclosed", message="the call has no end")
 
 
-@pytest.mark.parametrize(
-    ("attempt", "failure", "text"),
-    [
-        (
-            BROKEN,
-            "unclosed",
-            "error: the tool call cannot be read: the call has no end; write it again, in the format of the tools",
-        ),
-        (
-            a_call("ad", left=1),
-            "unknown_tool",
-            "error: there is no tool 'ad'; did you mean 'add'? the tools are: add, fail, give",
-        ),
-        (a_call("zzzzz"), "unknown_tool", "error: there is no tool 'zzzzz'; the tools are: add, fail, give"),
-        (
-            a_call("add", left=1.5, right=1),
-            "bad_arguments",
-            "error: add: argument 'left' should be a valid integer, got a number with a fractional part (got 1.5); "
-            "correct the arguments and try again",
-        ),
-    ],
-)
-def test_a_call_that_reaches_no_tool_is_the_models_fault_and_it_is_told_why(
-    attempt: ToolCall | MalformedCall, failure: str, text: str
-):
-    tools = box(add="sync_add", fail="fail", give="give")
-    assert facts(made(tools, attempt)) == {"result": text, "failure": failure, "bad": True}
+@pytest.mark.parametrize("case", table("tool_results")["reaches no tool"], ids=str)
+def test_a_call_that_reaches_no_tool_is_the_models_fault_and_it_is_told_why(case: dict[str, Any]):
+    attempt = BROKEN if case["call"] is None else next(a_call(name, **sent) for name, sent in case["call"].items())
+    result = made(box(add="sync_add", fail="fail", give="give"), attempt)
+    assert facts(result) == {"result": case["text"], "failure": case["failure"], "bad": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "failure", "says"),
-    [
-        ("value", "ValueError", "ValueError: bad value"),
-        ("path", "FileNotFoundError", "FileNotFoundError: no notes.txt"),
-        ("long", "ValueError", "x" * 250 + " … " + "x" * 250),
-        ("silent", "KeyError", "failed: KeyError;"),
-        ("odd", "Odd", "Odd: strange"),
-        ("unprintable", "Unprintable", "failed: Unprintable;"),
-        ("surrogate", "ValueError", "ValueError: \ufffd"),
-        ("stop", "RuntimeError", "StopIteration"),
-        ("cancelled", "RuntimeError", "CancelledError"),
-    ],
-)
+@pytest.mark.parametrize("case", table("tool_results")["raises"], ids=str)
 @pytest.mark.parametrize("use", ["fail", "async_fail"])
-def test_whatever_a_tool_raises_becomes_a_result(
-    use: str, kind: str, failure: str, says: str, caplog: pytest.LogCaptureFixture
-):
-    result = made(box(fail=use), a_call("fail", kind=kind))
-    assert (result.failure, result.bad, result.tries) == (failure, False, 1), "a tool's own error is no model's fault"
+def test_whatever_a_tool_raises_becomes_a_result(use: str, case: dict[str, str], caplog: pytest.LogCaptureFixture):
+    result = made(box(fail=use), a_call("fail", kind=case["kind"]))
+    assert not result.bad, "a tool's own error is no model's fault"
+    assert (result.failure, result.tries) == (case["failure"], 1)
     assert result.result.startswith("error: fail failed: ")
-    assert says in result.result
+    assert case["says"] in result.result
     assert caplog.text.encode(), "the log can be written"
     assert result.result.endswith("; try again, or go on without it")
     assert len(result.result) < 700
@@ -420,22 +385,9 @@ def test_what_ends_a_process_ends_only_the_call(use: str, kind: str):
     assert (result.failure, result.bad) == ("RuntimeError", False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("text", "a\nä"),
-        ("int", "3"),
-        ("float", "0.5"),
-        ("bool", "true"),
-        ("none", "null"),
-        ("dict", '{"ä": [1, {"x": 2, "name": "ä"}]}'),
-        ("array", '{"a": [1, 2]}'),
-        ("pair", "😀"),
-        ("lone", "a\ufffdb"),
-    ],
-)
-def test_results_become_text(kind: str, text: str):
-    assert facts(made(box(give="give"), a_call("give", kind=kind))) == {"result": text, "tries": 1}
+@pytest.mark.parametrize("case", table("tool_results")["returns"], ids=str)
+def test_results_become_text(case: dict[str, str]):
+    assert facts(made(box(give="give"), a_call("give", kind=case["kind"]))) == {"result": case["text"], "tries": 1}
 
 
 class Heavy:
@@ -593,20 +545,10 @@ def test_cancelling_a_call_leaves_its_thread_behind():
 # Retries.
 
 
-@pytest.mark.parametrize(
-    ("retry", "failures", "tries", "failure"),
-    [
-        ({"attempts": 3, "errors": ["ConnectionError"]}, 2, 3, None),
-        ({"attempts": 3, "errors": ["ConnectionError"]}, 3, 3, "ConnectionResetError"),
-        ({"attempts": 3, "errors": ["OSError"]}, 1, 2, None),
-        ({"attempts": 3}, 2, 3, None),
-        ({"attempts": 3, "errors": ["ValueError"]}, 1, 1, "ConnectionResetError"),
-        ({}, 1, 1, "ConnectionResetError"),
-    ],
-)
-def test_retries(retry: dict[str, Any], failures: int, tries: int, failure: str | None):
-    result = made(box(flaky={"use": "flaky", "retry": retry}), a_call("flaky", failures=failures))
-    assert (result.tries, result.failure, len(LOG)) == (tries, failure, tries)
+@pytest.mark.parametrize("case", table("tool_results")["retries"], ids=str)
+def test_retries(case: dict[str, Any]):
+    result = made(box(flaky={"use": "flaky", "retry": case["retry"]}), a_call("flaky", failures=case["failures"]))
+    assert (result.tries, result.failure, len(LOG)) == (case["tries"], case["failure"], case["tries"])
     assert not result.bad
     pauses = [later - earlier for earlier, later in pairwise(LOG)]
     assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(pauses))
@@ -769,24 +711,11 @@ def test_hidden_values_come_from_the_agent_and_the_prompt_and_are_nobody_elses()
     assert made(tools, a_call("search", query="q", limit=1)).failure == "bad_arguments"
 
 
-@pytest.mark.parametrize(
-    ("tools_kwargs", "says"),
-    [
-        ({"serach": {}}, "'serach', which is no tool; did you mean 'search'"),
-        ({"search": ["x"]}, "must be a mapping, got list"),
-        (["search"], "must be a mapping from tools to values, got list"),
-        ({"search": {"query": "x"}}, "'query', which the model fills in; hide it"),
-        ({"search": {"table": [], "tabel": []}}, "'tabel', which is not a hidden parameter; did you mean 'table'"),
-        ({}, "nothing gives the hidden parameter 'table'"),
-        ({"search": {"table": []}, "sandbox": {"strat": 1}}, "do not fit Sandbox.create.*unexpected.*'strat'"),
-        ({"search": {"table": []}, "agent": {"x": 1}}, "an agent takes no tools_kwargs"),
-        ({"search": {"table": []}, "plain": {"x": 1}}, "the class has no `create` to take them"),
-    ],
-)
-def test_a_prompts_tools_kwargs_are_checked_before_anything_runs(tools_kwargs: dict[str, Any], says: str):
+@pytest.mark.parametrize("case", table("tool_results")["kwargs"], ids=str)
+def test_a_prompts_tools_kwargs_are_checked_before_anything_runs(case: dict[str, Any]):
     tools = box(search="search", sandbox="Sandbox", agent={"agent": HELPER}, plain="Plain")
-    with pytest.raises(ToolError, match=says):
-        opened(tools, tools_kwargs=tools_kwargs)
+    with pytest.raises(ToolError, match=case["says"]):
+        opened(tools, tools_kwargs=case["given"])
 
 
 class Plain:
