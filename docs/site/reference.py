@@ -279,13 +279,14 @@ def tensor_shape(batch: Any, value: Any) -> str:
 
 def tensor_meanings() -> dict[str, str]:
     """Return what each key of a batch holds."""
-    from fsm_rollout.batch.columns import PER_RESPONSE_TOKEN
+    from fsm_rollout.batch.columns import PER_TOKEN
     from fsm_rollout.batch.rows import TrainingRow
 
     fields = {name: re.sub(r"^``\[[^\]]+\]``:? ?", "", text) for name, text in attribute_docs(TrainingRow).items()}
+    responses = {key: c for key, c in PER_TOKEN.items() if c.along == "responses" and key != "responses"}
     per_token = {
         key: f"{fields.get(column.field, '').rstrip('.')}. Padded with {column.fill:g}."
-        for key, column in PER_RESPONSE_TOKEN.items()
+        for key, column in responses.items()
     }
     return (
         {
@@ -308,7 +309,7 @@ def tensor_meanings() -> dict[str, str]:
             name: text
             for name, text in fields.items()
             if name not in ("prompt_ids", "response_ids", "mask", "logprobs")
-            and name not in {column.field for column in PER_RESPONSE_TOKEN.values()}
+            and name not in {column.field for column in responses.values()}
         }
     )
 

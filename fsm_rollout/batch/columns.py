@@ -77,9 +77,5 @@ COLUMNS: Mapping[str, Column] = {
 }  # fmt: skip
 PER_TOKEN: Mapping[str, Column] = {key: column for key, column in COLUMNS.items() if column.along != Along.ROWS}
 """The columns with a value for each token: tensors that are padded, or jagged."""
-PER_RESPONSE_TOKEN: Mapping[str, Column] = {
-    key: column for key, column in PER_TOKEN.items() if column.along == Along.RESPONSES and key != column.along
-}
-"""Those with a value for each token of a response, the ids apart."""
 NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None)
 """The columns that are no tensors: one value per row."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.columns import PER_RESPONSE_TOKEN, PER_TOKEN, Along
+from fsm_rollout.batch.columns import PER_TOKEN, Along
 from fsm_rollout.batch.rows import Array, FlatRows
 
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
@@ -27,25 +27,26 @@ def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int
 
     Offsets ``[B + 1]`` of the rows are given once for each ragged dimension: ``prompts``, ``responses``, ``input_ids``.
     """
-    offsets: dict[str, npt.NDArray[np.int64]] = {}
-    for along in RAGGED:
-        offsets[along] = np.concatenate([[0], np.cumsum(rows.lengths(along))]).astype(np.int64)
-    starts, lengths = offsets["input_ids"][:-1], rows.lengths(Along.INPUT_IDS)
-    input_ids = np.empty(offsets["input_ids"][-1], np.int64)
+    values = {key: flat.astype(PER_TOKEN[key].dtype, copy=False) for key, flat in _by_key(rows).items()}
+    return values, {along: np.concatenate([[0], np.cumsum(rows.lengths(along))]) for along in RAGGED}
+
+
+def _by_key(rows: FlatRows) -> dict[str, Array]:
+    """Return what each key holds, end to end, in the rows' own types."""
+    lengths = rows.lengths(Along.INPUT_IDS)
+    starts = np.cumsum(lengths) - lengths
+    input_ids = np.empty(int(lengths.sum()), np.int32)
     input_ids[_places(starts, rows.prompt_lengths)] = rows.arrays["prompt_ids"]
     input_ids[_places(starts + rows.prompt_lengths, rows.response_lengths)] = rows.arrays["response_ids"]
     values: dict[str, Array] = {
-        "prompts": rows.arrays["prompt_ids"].astype(np.int64),
-        "responses": rows.arrays["response_ids"].astype(np.int64),
         "input_ids": input_ids,
-        "attention_mask": np.ones(len(input_ids), dtype=np.int64),
+        "attention_mask": np.ones(len(input_ids), dtype=np.int8),
         "position_ids": np.arange(len(input_ids)) - np.repeat(starts, lengths),
     }
-    for key, column in PER_RESPONSE_TOKEN.items():
-        values[key] = rows.arrays[column.field].astype(column.dtype, copy=False)
-    if rows.arrays["routed_experts"].size:
-        values["routed_experts"] = rows.arrays["routed_experts"]
-    return values, offsets
+    for key, column in PER_TOKEN.items():
+        if column.field and (key != "routed_experts" or rows.arrays[column.field].size):
+            values[key] = rows.arrays[column.field]
+    return values
 
 
 def unpack(
@@ -70,7 +71,6 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     must fit.
     """
     # 1. Where in each rectangle, read line by line, a row's own values stand: what is only padding is not looked at.
-    values, _ = pack(rows)
     count, prompts = len(rows.facts), rows.prompt_lengths
     left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
     right = int(rows.response_lengths.max(initial=0)) if response_width is None else response_width
@@ -81,9 +81,9 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
         places[along] = _places(starts, rows.lengths(along))
     # 2. Each key's rectangle; after the last token, positions are its own, as verl counts.
     padded: dict[str, Array] = {}
-    for key, flat in values.items():
+    for key, flat in _by_key(rows).items():
         column, further = PER_TOKEN[key], flat.shape[1:]
-        rectangle = _zeros(count * widths[column.along] * math.prod(further), flat.dtype)
+        rectangle = _zeros(count * widths[column.along] * math.prod(further), np.dtype(column.dtype))
         if fill := pad_id if column.fill is None else column.fill:  # zeros are there, in memory that nobody has touched
             rectangle.fill(fill)
         rectangle = rectangle.reshape(-1, *further)
