@@ -178,7 +178,7 @@ def test_a_tracker_that_fails_costs_its_figures_alone(place: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("track", "says"),
     [
-        ("wanb", "track: tracker 'wanb' does not exist; did you mean 'wandb'?"),
+        ("wanb", "tracker 'wanb' does not exist; did you mean 'wandb'?"),
         ("json:nothing", "'json' has no 'nothing'"),
         ("json:__name__", "track: 'json:__name__' is no class"),
         (f"{__name__}:Half", "is no tracker, it has no close"),

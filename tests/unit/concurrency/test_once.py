@@ -9,21 +9,18 @@ import pytest
 from fsm_rollout.concurrency.once import Once
 
 
-def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> None:
-    async def main() -> None:
-        once = Once()
-        waiting = [asyncio.create_task(once.wait()) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        assert not once.is_set()
-        assert [task.done() for task in waiting] == [True, False, False]
-        once.set()
-        once.set()
-        assert once.is_set()
-        await asyncio.gather(*waiting[1:])
-        with pytest.raises(asyncio.CancelledError):
-            await waiting[0]
-        await once.wait()
-
-    asyncio.run(main())
+async def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> None:
+    once = Once()
+    waiting = [asyncio.create_task(once.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    assert not once.is_set()
+    assert [task.done() for task in waiting] == [True, False, False]
+    once.set()
+    once.set()
+    assert once.is_set()
+    await asyncio.gather(*waiting[1:])
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    await once.wait()

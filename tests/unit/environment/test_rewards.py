@@ -93,34 +93,35 @@ NEXT, CHECK = user("+1"), user("Check that.")
 
 
 @pytest.mark.parametrize(
-    ("turns", "extra", "exact", "fraction"),
+    ("turns", "extra", "exact", "first", "fraction"),
     [
-        ([FOUR], {"answer": "4"}, 1.0, 1.0),
-        ([FOUR], {"answer": 4}, 1.0, 1.0),
-        ([FIVE], {"answer": "4"}, 0.0, 0.0),
-        ([], {"answer": "4"}, 0.0, 0.0),
-        ([], {"answer": ""}, 0.0, 0.0),
-        ([said("9", tool_calls=CALLS), TOOL, FOUR], {"answer": "4"}, 1.0, 1.0),
-        ([said("4", tool_calls=CALLS), TOOL], {"answer": "4"}, 0.0, 0.0),
-        ([said("4", tool_calls=CALLS)], {"answer": "4"}, 0.0, 0.0),
-        ([said("<tool_call>4"), TOOL], {"answer": "4"}, 0.0, 0.0),
-        ([FOUR, NEXT, FIVE], TWO, 1.0, 1.0),
-        ([FOUR, NEXT, said("1", tool_calls=CALLS), TOOL, FIVE], TWO, 1.0, 1.0),
-        ([FIVE, NEXT, FOUR], TWO, 0.0, 0.0),
-        ([FOUR, NEXT, said("The answer is 6.")], TWO, 0.0, 0.5),
-        ([FOUR], TWO, 0.0, 0.5),
-        ([FOUR, FIVE], TWO, 0.0, 0.0),
-        ([FIVE, CHECK, FOUR], {"answer": "4"}, 1.0, 1.0),
-        ([FOUR, CHECK, FIVE], {"answer": "4"}, 0.0, 0.0),
-        ([FIVE, CHECK, FOUR, NEXT, FOUR, CHECK, FIVE], TWO, 1.0, 1.0),
-        ([FOUR | {"in": "critic"}], {"answer": "4"}, 0.0, 0.0),
-        ([FOUR, NEXT, {"role": "reset", "messages": [said("The answer is 9.")]}, FIVE], TWO, 1.0, 1.0),
+        ([FOUR], {"answer": "4"}, 1.0, 1.0, 1.0),
+        ([FOUR], {"answer": 4}, 1.0, 1.0, 1.0),
+        ([FIVE], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([], {"answer": ""}, 0.0, 0.0, 0.0),
+        ([said("9", tool_calls=CALLS), TOOL, FOUR], {"answer": "4"}, 1.0, 1.0, 1.0),
+        ([said("4", tool_calls=CALLS), TOOL], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([said("4", tool_calls=CALLS)], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([said("<tool_call>4"), TOOL], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([FOUR, NEXT, FIVE], TWO, 1.0, 1.0, 1.0),
+        ([FOUR, NEXT, said("1", tool_calls=CALLS), TOOL, FIVE], TWO, 1.0, 1.0, 1.0),
+        ([FIVE, NEXT, FOUR], TWO, 0.0, 0.0, 0.0),
+        ([FOUR, NEXT, said("The answer is 6.")], TWO, 0.0, 1.0, 0.5),
+        ([FOUR], TWO, 0.0, 1.0, 0.5),
+        ([FOUR, FIVE], TWO, 0.0, 0.0, 0.0),
+        ([FIVE, CHECK, FOUR], {"answer": "4"}, 1.0, 1.0, 1.0),
+        ([FOUR, CHECK, FIVE], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([FIVE, CHECK, FOUR, NEXT, FOUR, CHECK, FIVE], TWO, 1.0, 1.0, 1.0),
+        ([FOUR | {"in": "critic"}], {"answer": "4"}, 0.0, 0.0, 0.0),
+        ([FOUR, NEXT, {"role": "reset", "messages": [said("The answer is 9.")]}, FIVE], TWO, 1.0, 1.0, 1.0),
     ],
 )
-def test_each_answer_is_given_in_its_place(turns: list[Message], extra: dict[str, Any], exact: float, fraction: float):
-    assert exact_answer(trajectory(*turns, extra=extra)) == exact
-    assert first_answer(trajectory(*turns, extra=extra)) >= exact
-    assert fraction_answered(trajectory(*turns, extra=extra)) == fraction
+def test_each_answer_is_given_in_its_place(
+    turns: list[Message], extra: dict[str, Any], exact: float, first: float, fraction: float
+):
+    judged = [reward(trajectory(*turns, extra=extra)) for reward in (exact_answer, first_answer, fraction_answered)]
+    assert judged == [exact, first, fraction]
 
 
 def test_an_assistant_message_of_the_prompt_answers_nothing():
@@ -216,10 +217,7 @@ def test_a_group_reward_must_score_each(returned: Any, says: str):
 
 
 def test_a_group_reward_that_raises_leaves_everyone_without():
-    def bad(group: list[Trajectory]) -> list[float]:
-        raise ZeroDivisionError
-
-    assert [type(error) for error in scored(bad)] == [ZeroDivisionError] * 4
+    assert [type(error) for error in scored(lambda group: 1 / 0)] == [ZeroDivisionError] * 4
 
 
 def test_arrays_and_numpy_numbers_are_scores():
@@ -261,43 +259,38 @@ def test_a_groups_reward_is_known_by_its_parameter(function: Any, of_group: bool
         assert scored(function) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_blocking_reward_does_not_stall_the_loop():
+async def test_a_blocking_reward_does_not_stall_the_loop():
     gate = threading.Event()
 
     def blocking(trajectory: Trajectory) -> float:
         gate.wait()
         return 1.0
 
-    async def main() -> None:
-        scoring = asyncio.create_task(Reward(blocking).score(GROUP))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not scoring.done()
-        gate.set()
-        assert await scoring == [Verdict(1.0)] * 4
-
-    asyncio.run(main())
+    scoring = asyncio.create_task(Reward(blocking).score(GROUP))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not scoring.done()
+    gate.set()
+    assert await scoring == [Verdict(1.0)] * 4
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("reward", "says"),
     [
         (lambda: 1.0, "must take one argument"),
         (lambda trajectory, other: 1.0, "must take one argument"),
         (3, "is no function"),
         ("fsm_rollout.rewards:exact_anwser", "did you mean 'exact_answer'"),
+        ([], "needs at least one"),
+        ([(one_by_one, "2")], "weight of a reward must be a finite number, got '2'"),
+        ([(one_by_one, math.nan)], "weight of a reward must be a finite number, got nan"),
+        ([{"use": one_by_one, "wieght": 2}], "got the keys use, wieght"),
+        ([one_by_one, 0.5], "0.5 is no function"),
     ],
 )
-def test_what_is_no_reward_is_refused(function: Any, says: str):
+def test_what_is_no_reward_is_refused(reward: Any, says: str):
     with pytest.raises(ConfigError, match=says):
-        Reward(function)
-
-
-def test_the_first_answer_counts_whatever_comes_later():
-    extra = {"answer": "4", "interaction_kwargs": {"turns": ["And 3 + 3?"], "answers": ["6"]}}
-    assert first_answer(trajectory(said("The answer is 4."), extra=extra)) == 1.0
-    assert first_answer(trajectory(said("The answer is 6."), extra=extra)) == 0.0
-    assert exact_answer(trajectory(said("The answer is 4."), extra=extra)) == 0.0
+        Reward(reward)
 
 
 def having(*values: float | None) -> list[Trajectory]:
@@ -395,21 +388,6 @@ def test_of_several_rewards_one_that_fails_leaves_no_score_and_one_that_gives_no
     zero, *others = scored([one_by_one, fails])
     assert isinstance(zero, ZeroDivisionError)
     assert others == [pytest.approx(i + 1 / i) for i in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        ([], "needs at least one"),
-        ([(one_by_one, "2")], "weight of a reward must be a finite number, got '2'"),
-        ([(one_by_one, math.nan)], "weight of a reward must be a finite number, got nan"),
-        ([{"use": one_by_one, "wieght": 2}], "got the keys use, wieght"),
-        ([one_by_one, 0.5], "0.5 is no function"),
-    ],
-)
-def test_what_is_no_list_of_rewards_is_refused(reward: Any, says: str):
-    with pytest.raises(ConfigError, match=says):
-        Reward(reward)
 
 
 def test_a_filter_that_fails_keeps_its_group_and_says_so(caplog: pytest.LogCaptureFixture):

@@ -121,202 +121,167 @@ def words(chunks: list[Any]) -> list[str]:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
-    async def main() -> None:
-        async with served([f"Let me see. {CALL}", "It is 42."]) as server:
-            answer = await server.ask("What is 20 + 22?")
-            (trajectory,) = server.trajectories.values()
-            assert answer.choices[0].message.content == "Let me see.\n\nIt is 42."
-            assert answer.choices[0].finish_reason == "stop"
-            assert answer.trajectory == trajectory.trajectory_id
-            assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
-            assert answer.usage.completion_tokens == trajectory.trained_tokens
-            assert answer.usage.prompt_tokens == trajectory.streams[0].tokens.prompt_length
-            async with server.openai() as client:
-                assert [model.id for model in (await client.models.list()).data] == ["chatting"]
-
-    asyncio.run(main())
+async def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
+    async with served([f"Let me see. {CALL}", "It is 42."]) as server:
+        answer = await server.ask("What is 20 + 22?")
+        (trajectory,) = server.trajectories.values()
+        assert answer.choices[0].message.content == "Let me see.\n\nIt is 42."
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.trajectory == trajectory.trajectory_id
+        assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+        assert answer.usage.completion_tokens == trajectory.trained_tokens
+        assert answer.usage.prompt_tokens == trajectory.streams[0].tokens.prompt_length
+        async with server.openai() as client:
+            assert [model.id for model in (await client.models.list()).data] == ["chatting"]
 
 
-def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
+async def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
     answer = "Four score and seven years ago our fathers brought forth on this continent a new nation."
 
-    async def main() -> None:
-        turns = [f"Let me see. {CALL}", Turn(text=answer, chunks=8, delay=0.01)]
-        async with served(turns) as server:
-            whole = await server.ask("Speak.")
-            chunks = await server.stream(
-                [{"role": "user", "content": "Speak."}], stream_options={"include_usage": True}
-            )
-            assert "".join(words(chunks)) == whole.choices[0].message.content == f"Let me see.\n\n{answer}"
-            assert len(words(chunks)) >= 8
-            assert chunks[-1].usage == whole.usage
-            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-            assert not any(getattr(chunk, "note", None) for chunk in chunks)
-
-    asyncio.run(main())
+    turns = [f"Let me see. {CALL}", Turn(text=answer, chunks=8, delay=0.01)]
+    async with served(turns) as server:
+        whole = await server.ask("Speak.")
+        chunks = await server.stream([{"role": "user", "content": "Speak."}], stream_options={"include_usage": True})
+        assert "".join(words(chunks)) == whole.choices[0].message.content == f"Let me see.\n\n{answer}"
+        assert len(words(chunks)) >= 8
+        assert chunks[-1].usage == whole.usage
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert not any(getattr(chunk, "note", None) for chunk in chunks)
 
 
-def test_states_and_tool_calls_come_with_the_text_where_they_are_asked_for() -> None:
-    async def main() -> None:
-        async with served([CALL, "It is 42."]) as server:
-            chunks = await server.stream([{"role": "user", "content": "?"}], extra_body={"notes": True})
-            notes = [chunk.note for chunk in chunks if getattr(chunk, "note", None)]
-            states = ["PENDING", "GENERATING", "PROCESSING_TOOLS", "GENERATING", "INTERACTING"]
-            assert [note["state"] for note in notes if note["kind"] == "state"] == states
-            (call,), (result,) = ([n for n in notes if n["kind"] == kind] for kind in ("call", "result"))
-            assert (call["name"], call["arguments"]["left"], result["text"]) == ("calculate", 20, "42")
-            assert result["id"] == call["id"]
-            assert notes[-1]["kind"] == "waits"
-
-    asyncio.run(main())
+async def test_states_and_tool_calls_come_with_the_text_where_they_are_asked_for() -> None:
+    async with served([CALL, "It is 42."]) as server:
+        chunks = await server.stream([{"role": "user", "content": "?"}], extra_body={"notes": True})
+        notes = [chunk.note for chunk in chunks if getattr(chunk, "note", None)]
+        states = ["PENDING", "GENERATING", "PROCESSING_TOOLS", "GENERATING", "INTERACTING"]
+        assert [note["state"] for note in notes if note["kind"] == "state"] == states
+        (call,), (result,) = ([n for n in notes if n["kind"] == kind] for kind in ("call", "result"))
+        assert (call["name"], call["arguments"]["left"], result["text"]) == ("calculate", 20, "42")
+        assert result["id"] == call["id"]
+        assert notes[-1]["kind"] == "waits"
 
 
-def test_anthropic_s_client_is_answered_too_and_streamed_to() -> None:
-    async def main() -> None:
-        async with served([CALL, Turn(text="It is forty-two, I think.", chunks=4, delay=0.01)]) as server:
-            client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
-            question: Any = {"model": "chatting", "max_tokens": 200, "messages": [{"role": "user", "content": "?"}]}
-            whole = await client.messages.create(**question)
-            async with client.messages.stream(**question) as stream:
-                texts = [text async for text in stream.text_stream]
-                final = await stream.get_final_message()
-            assert whole.content[0].text == "".join(texts) == final.content[0].text == "It is forty-two, I think."
-            assert len(texts) > 1
-            assert whole.stop_reason == final.stop_reason == "end_turn"
-            assert whole.usage.output_tokens == final.usage.output_tokens > 0
-            with pytest.raises(anthropic.NotFoundError, match="did you mean 'chatting'"):
-                await client.messages.create(**question | {"model": "chating"})
-            await client.close()
-
-    asyncio.run(main())
+async def test_anthropic_s_client_is_answered_too_and_streamed_to() -> None:
+    async with served([CALL, Turn(text="It is forty-two, I think.", chunks=4, delay=0.01)]) as server:
+        client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+        question: Any = {"model": "chatting", "max_tokens": 200, "messages": [{"role": "user", "content": "?"}]}
+        whole = await client.messages.create(**question)
+        async with client.messages.stream(**question) as stream:
+            texts = [text async for text in stream.text_stream]
+            final = await stream.get_final_message()
+        assert whole.content[0].text == "".join(texts) == final.content[0].text == "It is forty-two, I think."
+        assert len(texts) > 1
+        assert whole.stop_reason == final.stop_reason == "end_turn"
+        assert whole.usage.output_tokens == final.usage.output_tokens > 0
+        with pytest.raises(anthropic.NotFoundError, match="did you mean 'chatting'"):
+            await client.messages.create(**question | {"model": "chating"})
+        await client.close()
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_that_comes_again_goes_on_in_its_trajectory() -> None:
-    async def main() -> None:
-        async with served(lambda request: f"answer {request.turn}") as server:
-            chat: Chat = [{"role": "user", "content": "one"}]
-            first = await server.ask(chat)
-            chat.append({"role": "user", "content": "two"})
-            second = await server.ask(chat)
-            chat.append({"role": "user", "content": "three"})
-            streamed = await server.stream(chat)
-            assert "".join(words(streamed)) == "answer 2"
-            assert first.trajectory == second.trajectory
-            (trajectory,) = server.trajectories.values()
-            assert len(trajectory.streams) == 1
-            assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
-            assert trajectory.suspended == "waits for its user"
-
-    asyncio.run(main())
+async def test_a_conversation_that_comes_again_goes_on_in_its_trajectory() -> None:
+    async with served(lambda request: f"answer {request.turn}") as server:
+        chat: Chat = [{"role": "user", "content": "one"}]
+        first = await server.ask(chat)
+        chat.append({"role": "user", "content": "two"})
+        second = await server.ask(chat)
+        chat.append({"role": "user", "content": "three"})
+        streamed = await server.stream(chat)
+        assert "".join(words(streamed)) == "answer 2"
+        assert first.trajectory == second.trajectory
+        (trajectory,) = server.trajectories.values()
+        assert len(trajectory.streams) == 1
+        assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
+        assert trajectory.suspended == "waits for its user"
 
 
 @pytest.mark.parametrize("change", ["an answer", "a question", "the sampling", "the key", "a further question"])
-def test_any_other_history_is_the_prompt_of_a_new_trajectory(change: str) -> None:
-    async def main() -> None:
-        async with served(lambda request: "well", keys=("a", "b")) as server:
-            chat: Chat = [{"role": "user", "content": "one"}]
-            first = await server.ask(chat, key="a")
-            chat.append({"role": "user", "content": "two"})
-            options: dict[str, Any] = {"key": "a"}
-            match change:
-                case "an answer":
-                    chat[1]["content"] = "we11"
-                case "a question":
-                    chat[0]["content"] = "0ne"
-                case "the sampling":
-                    options["temperature"] = 0.5
-                case "the key":
-                    options["key"] = "b"
-                case "a further question":
-                    chat.append({"role": "user", "content": "three"})
-            asked = [dict(message) for message in chat]
-            second = await server.ask(chat, **options)
-            assert second.trajectory != first.trajectory
-            trajectory = server.trajectories[second.trajectory]
-            assert list(trajectory.prompt_messages) == asked
-            assert trajectory.generations == 1
-            assert server.trajectories[first.trajectory].suspended is not None
-
-    asyncio.run(main())
+async def test_any_other_history_is_the_prompt_of_a_new_trajectory(change: str) -> None:
+    async with served(lambda request: "well", keys=("a", "b")) as server:
+        chat: Chat = [{"role": "user", "content": "one"}]
+        first = await server.ask(chat, key="a")
+        chat.append({"role": "user", "content": "two"})
+        options: dict[str, Any] = {"key": "a"}
+        match change:
+            case "an answer":
+                chat[1]["content"] = "we11"
+            case "a question":
+                chat[0]["content"] = "0ne"
+            case "the sampling":
+                options["temperature"] = 0.5
+            case "the key":
+                options["key"] = "b"
+            case "a further question":
+                chat.append({"role": "user", "content": "three"})
+        asked = [dict(message) for message in chat]
+        second = await server.ask(chat, **options)
+        assert second.trajectory != first.trajectory
+        trajectory = server.trajectories[second.trajectory]
+        assert list(trajectory.prompt_messages) == asked
+        assert trajectory.generations == 1
+        assert server.trajectories[first.trajectory].suspended is not None
 
 
-def test_two_conversations_with_the_same_words_stay_two() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well") as server:
-            chats: list[Chat] = [[{"role": "user", "content": "hello"}] for _ in range(3)]
-            first = [(await server.ask(chat)).trajectory for chat in chats]
-            for chat in chats:
-                chat.append({"role": "user", "content": "and?"})
-            second = await asyncio.gather(*(server.ask(chat) for chat in chats))
-            assert {answer.trajectory for answer in second} == set(first)
-            assert len(set(first)) == 3
-
-    asyncio.run(main())
+async def test_two_conversations_with_the_same_words_stay_two() -> None:
+    async with served(lambda request: "well") as server:
+        chats: list[Chat] = [[{"role": "user", "content": "hello"}] for _ in range(3)]
+        first = [(await server.ask(chat)).trajectory for chat in chats]
+        for chat in chats:
+            chat.append({"role": "user", "content": "and?"})
+        second = await asyncio.gather(*(server.ask(chat) for chat in chats))
+        assert {answer.trajectory for answer in second} == set(first)
+        assert len(set(first)) == 3
 
 
-def test_an_agent_that_asks_nobody_begins_anew_each_time() -> None:
-    async def main() -> None:
-        async with served(lambda request: f"{len(request.ids)}", agents=SINGLE) as server:
-            chat: Chat = [{"role": "user", "content": "one"}]
-            first = await server.ask(chat, model="single")
-            chat.append({"role": "user", "content": "two"})
-            second = await server.ask(chat, model="single")
-            assert [t.stop_reason for t in server.trajectories.values()] == ["answered"] * 2
-            assert first.stop_reason == second.stop_reason == "answered"
-            assert [m["role"] for m in server.trajectories[second.trajectory].prompt_messages] == [
-                "user", "assistant", "user",
-            ]  # fmt: skip
-
-    asyncio.run(main())
+async def test_an_agent_that_asks_nobody_begins_anew_each_time() -> None:
+    async with served(lambda request: f"{len(request.ids)}", agents=SINGLE) as server:
+        chat: Chat = [{"role": "user", "content": "one"}]
+        first = await server.ask(chat, model="single")
+        chat.append({"role": "user", "content": "two"})
+        second = await server.ask(chat, model="single")
+        assert [t.stop_reason for t in server.trajectories.values()] == ["answered"] * 2
+        assert first.stop_reason == second.stop_reason == "answered"
+        assert [m["role"] for m in server.trajectories[second.trajectory].prompt_messages] == [
+            "user", "assistant", "user",
+        ]  # fmt: skip
 
 
-def test_conversations_that_wait_are_bounded_and_the_oldest_ends() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well", waiting=2) as server:
-            chats: list[Chat] = [[{"role": "user", "content": f"{n}"}] for n in range(3)]
-            answers = [await server.ask(chat) for chat in chats]
-            first = server.trajectories[answers[0].trajectory]
-            await server.until(lambda: first.ended)
-            assert first.stop_reason == "interaction_done"
-            assert not any(server.trajectories[a.trajectory].ended for a in answers[1:])
-            chats[0].append({"role": "user", "content": "still there?"})
-            assert (await server.ask(chats[0])).trajectory != answers[0].trajectory
-
-    asyncio.run(main())
+async def test_conversations_that_wait_are_bounded_and_the_oldest_ends() -> None:
+    async with served(lambda request: "well", waiting=2) as server:
+        chats: list[Chat] = [[{"role": "user", "content": f"{n}"}] for n in range(3)]
+        answers = [await server.ask(chat) for chat in chats]
+        first = server.trajectories[answers[0].trajectory]
+        await server.until(lambda: first.ended)
+        assert first.stop_reason == "interaction_done"
+        assert not any(server.trajectories[a.trajectory].ended for a in answers[1:])
+        chats[0].append({"role": "user", "content": "still there?"})
+        assert (await server.ask(chats[0])).trajectory != answers[0].trajectory
 
 
-def test_a_conversation_waits_so_long_and_no_longer() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well", wait_seconds=0.01) as server:
-            answer = await server.ask("hello")
-            await server.until(lambda: server.trajectories[answer.trajectory].ended)
-            assert server.trajectories[answer.trajectory].stop_reason == "interaction_done"
-
-    asyncio.run(main())
+async def test_a_conversation_waits_so_long_and_no_longer() -> None:
+    async with served(lambda request: "well", wait_seconds=0.01) as server:
+        answer = await server.ask("hello")
+        await server.until(lambda: server.trajectories[answer.trajectory].ended)
+        assert server.trajectories[answer.trajectory].stop_reason == "interaction_done"
 
 
-def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the agent's timeouts are shorter than the wait, and hold for all that is not waiting."""
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        clock = loop.time
-        async with served(lambda request: "well", agents=CHATTING.replace("600", "250")) as server:
-            chat: Chat = [{"role": "user", "content": "one"}]
-            first = await server.ask(chat)
-            trajectory = server.trajectories[first.trajectory]
-            await server.until(lambda: server.service._waiting)
-            monkeypatch.setattr(loop, "time", lambda: clock() + 300)
-            chat.append({"role": "user", "content": "two"})
-            assert (await server.ask(chat)).trajectory == first.trajectory
-            assert trajectory.suspended_seconds >= 300
-            assert trajectory.interact_seconds < 250
-
-    asyncio.run(main())
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    async with served(lambda request: "well", agents=CHATTING.replace("600", "250")) as server:
+        chat: Chat = [{"role": "user", "content": "one"}]
+        first = await server.ask(chat)
+        trajectory = server.trajectories[first.trajectory]
+        await server.until(lambda: server.service._waiting)
+        monkeypatch.setattr(loop, "time", lambda: clock() + 300)
+        chat.append({"role": "user", "content": "two"})
+        assert (await server.ask(chat)).trajectory == first.trajectory
+        assert trajectory.suspended_seconds >= 300
+        assert trajectory.interact_seconds < 250
 
 
 def test_a_server_that_is_started_again_takes_up_what_waits(tmp_path: Path) -> None:
@@ -361,52 +326,41 @@ async def refused(server: Served, **options: Any) -> openai.APIStatusError:
     return caught.value
 
 
-def test_limits_are_told_in_the_protocol_s_own_errors() -> None:
-    async def main() -> None:
-        async with served(lambda request: CALL) as server:
-            error = await refused(server)
-            assert (error.status_code, error.code) == (400, "limit_reached")  # type: ignore[attr-defined]
-            assert "'assistant_turns'" in str(error)
-            with pytest.raises(openai.APIError, match="assistant_turns"):
-                await server.stream([{"role": "user", "content": "?"}])
-            error = await refused(server, messages="word " * 40_000)
-            assert (error.status_code, error.code) == (400, "context_length_exceeded")  # type: ignore[attr-defined]
-        async with served(lambda request: "word " * 60) as server:
-            answer = await server.ask("?", max_tokens=20)
-            assert answer.choices[0].finish_reason == "length"
-            assert answer.choices[0].message.content.split() == ["word"] * len(
-                answer.choices[0].message.content.split()
-            )
-
-    asyncio.run(main())
+async def test_limits_are_told_in_the_protocol_s_own_errors() -> None:
+    async with served(lambda request: CALL) as server:
+        error = await refused(server)
+        assert (error.status_code, error.code) == (400, "limit_reached")  # type: ignore[attr-defined]
+        assert "'assistant_turns'" in str(error)
+        with pytest.raises(openai.APIError, match="assistant_turns"):
+            await server.stream([{"role": "user", "content": "?"}])
+        error = await refused(server, messages="word " * 40_000)
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")  # type: ignore[attr-defined]
+    async with served(lambda request: "word " * 60) as server:
+        answer = await server.ask("?", max_tokens=20)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.choices[0].message.content.split() == ["word"] * len(answer.choices[0].message.content.split())
 
 
-def test_the_last_turn_that_a_limit_allows_is_an_answer() -> None:
-    async def main() -> None:
-        async with served(lambda request: f"answer {request.turn}") as server:
-            chat: Chat = []
-            for turn in range(4):  # user_turns: 3, and the prompt
-                chat.append({"role": "user", "content": f"{turn}"})
-                answer = await server.ask(chat)
-                assert answer.choices[0].message.content == f"answer {turn}"
-            (trajectory,) = server.trajectories.values()
-            await server.until(lambda: trajectory.ended)
-            assert trajectory.stop_reason == "limit:user_turns"
-
-    asyncio.run(main())
+async def test_the_last_turn_that_a_limit_allows_is_an_answer() -> None:
+    async with served(lambda request: f"answer {request.turn}") as server:
+        chat: Chat = []
+        for turn in range(4):  # user_turns: 3, and the prompt
+            chat.append({"role": "user", "content": f"{turn}"})
+            answer = await server.ask(chat)
+            assert answer.choices[0].message.content == f"answer {turn}"
+        (trajectory,) = server.trajectories.values()
+        await server.until(lambda: trajectory.ended)
+        assert trajectory.stop_reason == "limit:user_turns"
 
 
-def test_an_engine_that_fails_is_a_503_and_the_next_request_is_served() -> None:
+async def test_an_engine_that_fails_is_a_503_and_the_next_request_is_served() -> None:
     broken = Turn(error="Broken: no more", text="so far")
     turns = iter([broken, Turn(text="well")])
 
-    async def main() -> None:
-        async with served(lambda request: next(turns), rollout={"failures": {"engine": "end"}}) as server:
-            error = await refused(server, messages="hi")
-            assert (error.status_code, error.code) == (503, "failed_Broken")  # type: ignore[attr-defined]
-            assert (await server.ask("hi")).choices[0].message.content == "well"
-
-    asyncio.run(main())
+    async with served(lambda request: next(turns), rollout={"failures": {"engine": "end"}}) as server:
+        error = await refused(server, messages="hi")
+        assert (error.status_code, error.code) == (503, "failed_Broken")  # type: ignore[attr-defined]
+        assert (await server.ask("hi")).choices[0].message.content == "well"
 
 
 def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
@@ -425,145 +379,122 @@ def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
     assert "could not be shown as they came" in caplog.text
 
 
-def test_wrong_requests_say_what_is_wrong() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well", body_bytes=10_000) as server:
-            error = await refused(server, model="chating")
-            assert error.status_code == 404
-            assert "did you mean 'chatting'?" in str(error)
-            function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-            assert "run here" in str(await refused(server, tools=[function]))
-            assert "the last one is the assistant's own" in str(
-                await refused(server, messages=[{"role": "assistant", "content": "x"}])
-            )
-            assert (await refused(server, messages="x" * 20_000)).status_code == 413
-            async with aiohttp.ClientSession(server.url) as http:
-                for path, status in (("/v1/files", 404), ("/../../etc/passwd", 404), ("/v1/chat/completions", 405)):
-                    async with http.get(path) as answer:
-                        assert answer.status == status
-                        assert "error" in await answer.json()
-                async with http.post("/v1/messages", data=b"{") as answer:
-                    assert (answer.status, (await answer.json())["type"]) == (400, "error")
-                for wrong in (
-                    [{"role": "user", "content": [{"type": "text"}]}],
-                    [{"role": "user", "content": 7}],
-                    [{"role": "tool", "content": "x"}, "y"],
-                    [{"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "user", "content": "?"}],
-                ):
-                    async with http.post(
-                        "/v1/chat/completions", json={"model": "chatting", "messages": wrong}
-                    ) as answer:
-                        assert answer.status == 400, (wrong, await answer.text())
-            assert not server.trajectories
-
-    asyncio.run(main())
+async def test_wrong_requests_say_what_is_wrong() -> None:
+    async with served(lambda request: "well", body_bytes=10_000) as server:
+        error = await refused(server, model="chating")
+        assert error.status_code == 404
+        assert "did you mean 'chatting'?" in str(error)
+        function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        assert "run here" in str(await refused(server, tools=[function]))
+        assert "the last one is the assistant's own" in str(
+            await refused(server, messages=[{"role": "assistant", "content": "x"}])
+        )
+        assert (await refused(server, messages="x" * 20_000)).status_code == 413
+        async with aiohttp.ClientSession(server.url) as http:
+            for path, status in (("/v1/files", 404), ("/../../etc/passwd", 404), ("/v1/chat/completions", 405)):
+                async with http.get(path) as answer:
+                    assert answer.status == status
+                    assert "error" in await answer.json()
+            async with http.post("/v1/messages", data=b"{") as answer:
+                assert (answer.status, (await answer.json())["type"]) == (400, "error")
+            for wrong in (
+                [{"role": "user", "content": [{"type": "text"}]}],
+                [{"role": "user", "content": 7}],
+                [{"role": "tool", "content": "x"}, "y"],
+                [{"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "user", "content": "?"}],
+            ):
+                async with http.post("/v1/chat/completions", json={"model": "chatting", "messages": wrong}) as answer:
+                    assert answer.status == 400, (wrong, await answer.text())
+        assert not server.trajectories
 
 
-def test_beyond_so_many_requests_one_is_told_to_come_again() -> None:
-    async def main() -> None:
-        script = {"hang": Turn(text="so", hang=True)}
-        async with served(lambda request: script.get("hang", Turn(text="well")), calls=2) as server:
-            chat: Chat = [{"role": "user", "content": "?"}]
-            running = [asyncio.create_task(server.stream(chat)) for _ in range(2)]
-            await server.until(lambda: len(server.trajectories) == 2)
-            with pytest.raises(openai.RateLimitError) as caught:
-                await server.ask("?")
-            assert int(caught.value.response.headers["Retry-After"]) >= 1
-            del script["hang"]
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-            await server.until(lambda: all(t.ended for t in server.trajectories.values()))
-            assert (await server.ask("?")).choices[0].message.content == "well"
-
-    asyncio.run(main())
+async def test_beyond_so_many_requests_one_is_told_to_come_again() -> None:
+    script = {"hang": Turn(text="so", hang=True)}
+    async with served(lambda request: script.get("hang", Turn(text="well")), calls=2) as server:
+        chat: Chat = [{"role": "user", "content": "?"}]
+        running = [asyncio.create_task(server.stream(chat)) for _ in range(2)]
+        await server.until(lambda: len(server.trajectories) == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await server.ask("?")
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        del script["hang"]
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        await server.until(lambda: all(t.ended for t in server.trajectories.values()))
+        assert (await server.ask("?")).choices[0].message.content == "well"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_caller_that_goes_away_ends_its_trajectory(stream: bool) -> None:
-    async def main() -> None:
-        async with served(lambda request: Turn(text="so it goes", hang=True)) as server:
-            chat: Chat = [{"role": "user", "content": "?"}]
-            call = asyncio.create_task(server.stream(chat) if stream else server.ask(chat))
-            await server.until(lambda: server.service.rollout.scheduler.clients["policy"].requests)
-            call.cancel()
-            await asyncio.wait({call})
-            (trajectory,) = server.trajectories.values()
-            await server.until(lambda: trajectory.ended)
-            assert trajectory.stop_reason == "cancelled"
-            await server.until(lambda: not server.service.calls_under_way)
-
-    asyncio.run(main())
+async def test_a_caller_that_goes_away_ends_its_trajectory(stream: bool) -> None:
+    async with served(lambda request: Turn(text="so it goes", hang=True)) as server:
+        chat: Chat = [{"role": "user", "content": "?"}]
+        call = asyncio.create_task(server.stream(chat) if stream else server.ask(chat))
+        await server.until(lambda: server.service.rollout.scheduler.clients["policy"].requests)
+        call.cancel()
+        await asyncio.wait({call})
+        (trajectory,) = server.trajectories.values()
+        await server.until(lambda: trajectory.ended)
+        assert trajectory.stop_reason == "cancelled"
+        await server.until(lambda: not server.service.calls_under_way)
 
 
-def test_a_server_that_ends_tells_its_callers() -> None:
-    async def main() -> None:
-        async with served(lambda request: Turn(text="so", hang=True)) as server:
-            whole = asyncio.create_task(server.ask("?"))
-            await server.until(lambda: server.trajectories)
-        error = (await asyncio.gather(whole, return_exceptions=True))[0]
-        assert isinstance(error, openai.InternalServerError)
-        assert error.code == "shutting_down"
-
-    asyncio.run(main())
+async def test_a_server_that_ends_tells_its_callers() -> None:
+    async with served(lambda request: Turn(text="so", hang=True)) as server:
+        whole = asyncio.create_task(server.ask("?"))
+        await server.until(lambda: server.trajectories)
+    error = (await asyncio.gather(whole, return_exceptions=True))[0]
+    assert isinstance(error, openai.InternalServerError)
+    assert error.code == "shutting_down"
 
 
 # -- who may come in -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_key_nothing_is_answered_but_the_page_and_its_health() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well", keys=("right",)) as server:
-            with pytest.raises(openai.AuthenticationError):
-                await server.ask("?", key="wrong")
-            answer = await server.ask("?", key="right")
-            assert server.trajectories[answer.trajectory].extra["caller"] != "right"
-            async with aiohttp.ClientSession(server.url) as http:
-                for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
-                    async with http.get(path) as response:
-                        assert response.status == status, path
-                async with http.get("/metrics", headers={"x-api-key": "right"}) as response:
-                    page = await response.text()
-            assert 'fsm_rollout_answers_total{agent="chatting",protocol="openai",status="200"} 1.0' in page
-            assert "fsm_rollout_conversations_waiting 1.0" in page
-
-    asyncio.run(main())
+async def test_without_a_key_nothing_is_answered_but_the_page_and_its_health() -> None:
+    async with served(lambda request: "well", keys=("right",)) as server:
+        with pytest.raises(openai.AuthenticationError):
+            await server.ask("?", key="wrong")
+        answer = await server.ask("?", key="right")
+        assert server.trajectories[answer.trajectory].extra["caller"] != "right"
+        async with aiohttp.ClientSession(server.url) as http:
+            for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
+                async with http.get(path) as response:
+                    assert response.status == status, path
+            async with http.get("/metrics", headers={"x-api-key": "right"}) as response:
+                page = await response.text()
+        assert 'fsm_rollout_answers_total{agent="chatting",protocol="openai",status="200"} 1.0' in page
+        assert "fsm_rollout_conversations_waiting 1.0" in page
 
 
-def test_pages_from_elsewhere_are_not_served() -> None:
-    async def main() -> None:
-        async with served(lambda request: "well") as server:
-            port = server.url.rpartition(":")[2]
-            body = {"model": "chatting", "messages": [{"role": "user", "content": "?"}]}
-            async with aiohttp.ClientSession(server.url) as http:
-                for headers, status in (
-                    ({"Origin": "http://evil.example"}, 403),
-                    ({"Origin": "null"}, 403),
-                    ({"Origin": "http://["}, 403),
-                    ({"Host": "["}, 403),
-                    ({"Host": f"rebound.example:{port}"}, 403),
-                    ({"Origin": server.url}, 200),
-                    ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 200),
-                ):
-                    async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
-                        assert answer.status == status, headers
-
-    asyncio.run(main())
+async def test_pages_from_elsewhere_are_not_served() -> None:
+    async with served(lambda request: "well") as server:
+        port = server.url.rpartition(":")[2]
+        body = {"model": "chatting", "messages": [{"role": "user", "content": "?"}]}
+        async with aiohttp.ClientSession(server.url) as http:
+            for headers, status in (
+                ({"Origin": "http://evil.example"}, 403),
+                ({"Origin": "null"}, 403),
+                ({"Origin": "http://["}, 403),
+                ({"Host": "["}, 403),
+                ({"Host": f"rebound.example:{port}"}, 403),
+                ({"Origin": server.url}, 200),
+                ({"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}, 200),
+            ):
+                async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                    assert answer.status == status, headers
 
 
-def test_the_counts_are_those_of_the_trajectories() -> None:
-    async def main() -> None:
-        seen: list[AnyEvent] = []
-        async with served(
-            [CALL, "It is 42."], rollout={"on_event": [lambda _, event: seen.append(event)]}, waiting=1
-        ) as server:
-            for _ in range(2):
-                await server.ask("?")
-            await server.until(lambda: any(isinstance(event, Ended) for event in seen))
-            page = server.service.metrics.page().decode()
-            tokens = sum(len(event.ids) for event in seen if isinstance(event, Generated))
-            assert f'fsm_rollout_sampled_tokens_total{{agent="chatting"}} {tokens:.1f}' in page
-            assert 'tool_calls_total{agent="chatting",failed="false",tool="calculate"} 2.0' in page
-            assert 'trajectories_ended_total{agent="chatting",stop_reason="interaction_done"} 1.0' in page
-
-    asyncio.run(main())
+async def test_the_counts_are_those_of_the_trajectories() -> None:
+    seen: list[AnyEvent] = []
+    async with served(
+        [CALL, "It is 42."], rollout={"on_event": [lambda _, event: seen.append(event)]}, waiting=1
+    ) as server:
+        for _ in range(2):
+            await server.ask("?")
+        await server.until(lambda: any(isinstance(event, Ended) for event in seen))
+        page = server.service.metrics.page().decode()
+        tokens = sum(len(event.ids) for event in seen if isinstance(event, Generated))
+        assert f'fsm_rollout_sampled_tokens_total{{agent="chatting"}} {tokens:.1f}' in page
+        assert 'tool_calls_total{agent="chatting",failed="false",tool="calculate"} 2.0' in page
+        assert 'trajectories_ended_total{agent="chatting",stop_reason="interaction_done"} 1.0' in page
