@@ -15,112 +15,81 @@ from typing import Any
 import msgspec
 import pytest
 
-from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker_link import MOST_UNSENT, PairedLink, SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
 from fsm_rollout.testing.simulation.stand_ins import PairedWorkers
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.embedded import tokenizer
-from tests.unit.scheduler.test_scheduler import SINGLE, agent, prompts
+from tests.runs import Bench, agent, only, prompts
 
-Body = Callable[[Scheduler, WorkerPool], Coroutine[Any, Any, None]]
+SCRIPT = Turn(text="one two three", delay=1.0, chunks=3)
 
 
-def shared(body: Body, turn: Turn | Callable[[Request], Turn], *, workers: int = 2, **options: Any) -> None:
-    """Run ``body`` with a scheduler whose trajectories run in workers, in virtual time."""
-    graph = agent(SINGLE)
+def shared(
+    body: Callable[[Bench, WorkerPool], Coroutine[Any, Any, list[Group]]], script: Any = lambda request: SCRIPT, *,
+    graph: AgentGraph | None = None, prepare: Any = lambda agents: None, workers: int = 2, **options: Any,
+) -> list[Group]:  # fmt: skip
+    """Carry out ``body`` with a bench whose trajectories run in workers, in virtual time."""
 
-    async def main() -> None:
-        engine = ScriptedEngine(turn if callable(turn) else lambda request: turn, tokenizer=tokenizer())
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)}, **options)
-        paired = PairedWorkers()
-        pool = WorkerPool(scheduler, workers, paired.connect)
+    async def main() -> list[Group]:
+        bench, paired = Bench(graph or agent(), script, **options), PairedWorkers(prepare)
+        pool = WorkerPool(bench.scheduler, workers, paired.connect)
         try:
-            await body(scheduler, pool)
+            return await body(bench, pool)
         finally:
             await paired.close(pool)
 
-    run_virtual(main())
-
-
-def trajectories(groups: list[Group]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
+    return run_virtual(main())
 
 
 def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run() -> None:
-    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
-        first = [group async for group in scheduler.run(iter(prompts(6)), 2, target_groups=2, over_sample=2)]
-        assert len(first) == 2
-        assert all(trajectory.ended for trajectory in trajectories(first))
-        carried = {group.group_id for group in scheduler.carried}
+    async def body(bench: Bench, pool: WorkerPool) -> list[Group]:
+        first = await bench.run(2, iter(prompts(6)), target_groups=2, over_sample=2)
+        assert [group.ended for group in first] == [True, True]
+        carried = {group.group_id for group in bench.scheduler.carried}
         assert carried
-        rest = [group async for group in scheduler.run([], 2)]
+        rest = await bench.run(2, 0)
         assert {group.group_id for group in rest} == carried
-        assert any(trajectory.resumptions for trajectory in trajectories(rest))
+        return rest
 
-    def script(request: Request) -> Turn:
-        return Turn(text="one two three", delay=1.0 + int(request.group_id[1:]), chunks=3)
-
-    shared(body, script, concurrency=6)
+    rest = shared(body, lambda r: Turn(text="one two three", delay=1.0 + int(r.group_id[1:]), chunks=3), concurrency=6)
+    assert any(trajectory.resumptions for group in rest for trajectory in group.trajectories)
 
 
 def test_samples_that_fall_behind_the_weights_begin_anew() -> None:
-    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
-        async def update() -> None:
-            await asyncio.sleep(1.5)  # of virtual time: every trajectory has sampled something
-            assert await scheduler.update_weights({}) == 1
-
-        updating = asyncio.create_task(update())
-        groups = [group async for group in scheduler.run(prompts(3), 2)]
-        await updating
-        versions = {span.version for t in trajectories(groups) for span in t.streams[0].tokens.sampled()}
-        assert versions == {1}
-        assert sum(len(group.discarded) for group in groups) == 6
-
-    shared(body, Turn(text="one two three", delay=1.0, chunks=3), max_staleness=0)
+    """At 1.5 s of virtual time every trajectory has sampled something."""
+    groups = shared(lambda bench, pool: bench.run(2, 3, at={1.5: bench.new_weights}), max_staleness=0)
+    sampled = [t.streams[0].tokens.sampled() for group in groups for t in group.trajectories]
+    assert {span.version for spans in sampled for span in spans} == {1}
+    assert sum(len(group.discarded) for group in groups) == 6
 
 
 def test_timeouts_stand_still_while_the_engine_is_paused() -> None:
-    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
-        async def pause() -> None:
-            await asyncio.sleep(1.5)
-            await scheduler.clients["policy"].pause()
-            await asyncio.sleep(500)  # five times as long as the state may take
-            await scheduler.clients["policy"].resume()
+    async def body(bench: Bench, pool: WorkerPool) -> list[Group]:
+        policy = bench.scheduler.clients["policy"]
+        return await bench.run(1, 1, at={1.5: policy.pause, 501.5: policy.resume})  # five times the state's timeout
 
-        pausing = asyncio.create_task(pause())
-        (group,) = [group async for group in scheduler.run(prompts(1))]
-        await pausing
-        assert group.trajectories[0].stop_reason == "answered"
-
-    shared(body, Turn(text="one two three", delay=1.0, chunks=3))
+    assert only(shared(body)).stop_reason == "answered"
 
 
 def test_cancelling_and_suspending_reach_a_trajectory_in_its_worker() -> None:
-    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
-        async def stop() -> None:
-            await asyncio.sleep(1.5)
-            assert scheduler.cancel("p0/0")
-            assert scheduler.suspend("p1/0", "asked")
+    async def body(bench: Bench, pool: WorkerPool) -> list[Group]:
+        def stop() -> None:
+            assert bench.scheduler.cancel("p0/0")
+            assert bench.scheduler.suspend("p1/0", "asked")
 
-        stopping = asyncio.create_task(stop())
-        groups = [group async for group in scheduler.run(prompts(3))]
-        await stopping
-        found = {t.trajectory_id: (t.stop_reason, t.suspended, t.generations) for t in trajectories(groups)}
-        assert found == {"p0/0": ("cancelled", None, 1), "p1/0": (None, "asked", 1), "p2/0": ("answered", None, 1)}
+        return await bench.run(1, 3, at={1.5: stop})
 
-    shared(body, Turn(text="one two three", delay=1.0, chunks=3))
+    found = {t.trajectory_id: (t.stop_reason, t.suspended, t.generations) for g in shared(body) for t in g.trajectories}
+    assert found == {"p0/0": ("cancelled", None, 1), "p1/0": (None, "asked", 1), "p2/0": ("answered", None, 1)}
 
 
 def test_workers_that_only_die_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(scheduler: Scheduler, pool: WorkerPool) -> None:
+    async def body(bench: Bench, pool: WorkerPool) -> list[Group]:
         async def kill() -> None:
             while True:
                 await asyncio.sleep(0.5)
@@ -128,17 +97,18 @@ def test_workers_that_only_die_end_the_run(caplog: pytest.LogCaptureFixture) -> 
 
         killing = asyncio.create_task(kill())
         with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="died one after the other"):
-            [group async for group in scheduler.run(prompts(1))]
+            await bench.run(1, 1)
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
         assert pool._deaths == MOST_DEATHS + 1
+        return []
 
-    shared(body, Turn(text="one two three", delay=1.0), workers=1)
+    shared(body, workers=1)
 
 
 def test_a_tools_slots_are_shared_among_the_workers() -> None:
     tool = {"use": "fsm_rollout.tools.calculator:calculate", "concurrency": 5}
-    graph = agent(SINGLE, tools={"calculate": tool})
+    graph = agent(tools={"calculate": tool})
     limits: list[int] = []
 
     def prepare(agents: RunAgents) -> None:
@@ -147,15 +117,7 @@ def test_a_tools_slots_are_shared_among_the_workers() -> None:
         assert with_slots is not None
         limits.extend(slots.free._value for slots in toolbox._slots[asyncio.get_running_loop()].values())
 
-    async def main() -> None:
-        engine = ScriptedEngine(["text"], tokenizer=tokenizer())
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
-        paired = PairedWorkers(prepare)
-        pool = WorkerPool(scheduler, 2, paired.connect)
-        assert len([group async for group in scheduler.run(prompts(2))]) == 2
-        await paired.close(pool)
-
-    run_virtual(main())
+    assert len(shared(lambda bench, pool: bench.run(1), ["text"], graph=graph, prepare=prepare)) == 2
     assert limits == [2, 2]
 
 
