@@ -201,15 +201,15 @@ def histories(log: Iterable[tuple[str, AnyEvent]]) -> list[list[AnyEvent]]:
     return list(found.values())
 
 
-def outline(groups: Iterable[Group], *, children: bool = False) -> dict[str, Any]:
+def outline(groups: Iterable[Group], *, children: bool = False) -> list[tuple[Any, ...]]:
     """All that must not depend on where a run was interrupted, also of sub-agents' trajectories, in their order."""
-    return {
-        t.trajectory_id: (
-            t.parent_id, t.sample, t.agent, t.seed, t.stop_reason, t.visits, t.spent, t.turn_scores, t.tool_rewards,
-            t.generations, t.queries,
+    return [
+        (
+            t.trajectory_id, t.parent_id, t.sample, t.agent, t.seed, t.stop_reason, t.visits, t.spent, t.turn_scores,
+            t.tool_rewards, t.generations, t.queries,
             [(s.context, s.tokens.ids.tolist(), s.tokens.spans, s.messages) for s in t.streams],
             [(called.id, called.result, called.failure, called.tries, called.child_id) for called in t.called],
         )
         for group in sorted(groups, key=lambda group: group.index)
         for t in (group.all if children else group.trajectories)
-    }  # fmt: skip
+    ]  # fmt: skip
