@@ -41,7 +41,7 @@ class Limit:
     # Whether entering a state is charged at least one of it, so that a termination proof may build on it.
     counted: bool = False
     implied: bool = False  # whether it may be reached although the agent does not set it
-    price: Callable[[Trajectory], int] = lambda trajectory: 1  # how much is charged for entering a state that spends it
+    price: Callable[[Trajectory], int] | None = None  # what entering a state that spends it costs, where that is not 1
     # Computes how much of it a trajectory has spent at a given time; `None`: the sum of its charges.
     spent: Callable[[Trajectory, float], float] | None = None
 

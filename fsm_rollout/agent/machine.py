@@ -28,7 +28,6 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
 
 Emit = Callable[[AnyEvent], None]
-Charge = Callable[[Trajectory], dict[str, int]]  # what entering a state costs the trajectory that enters
 
 
 class PredicateFailed(RolloutError):
@@ -39,16 +38,17 @@ class AgentTransition(transitions.Transition):
     """One transition for one source state. To change the state is to emit the event that says so.
 
     ``index`` is its place in the YAML's ``transitions``; ``None`` for ``on_error`` and implicit ones. ``final``: it
-    leads to a final state.
+    leads to a final state; else ``spends`` is the limit that entering its state is charged for, if there is one.
     """
 
     dest: str
 
     def __init__(
-        self, *args: Any, charge: Charge, index: int | None, final: bool, stop_reason: str | None, **kwargs: Any
+        self, *args: Any, index: int | None, final: bool, spends: str | None, stop_reason: str | None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.charge, self.index, self.final, self.stop_reason = charge, index, final, stop_reason
+        self.index, self.final, self.stop_reason = index, final, stop_reason
+        self.spends, self.price = spends, None if spends is None else LIMITS[spends].price
 
     def _change_state(self, event_data: transitions.EventData) -> None:
         """Emit the event, which the trajectory folds; the machine's states have no callbacks to look for."""
@@ -58,7 +58,7 @@ class AgentTransition(transitions.Transition):
             trigger=outcome.trigger,
             source=self.source,
             dest=self.dest,
-            spent=self.charge(trajectory),
+            spent={} if self.spends is None else {self.spends: 1 if self.price is None else self.price(trajectory)},
             limit=outcome.limit,
             detail=outcome.detail,
             stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
@@ -91,16 +91,15 @@ class AgentMachine(transitions.Machine):
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
         for state, trigger, index, row in graph.table():
             dest = TERMINATED if row is None else row.dest
-            final = graph.is_final(dest)
             self.add_transition(
                 trigger,
                 state,
                 dest,
                 conditions=[] if row is None else [self._may_try, *map(self._condition, row.conditions)],
                 unless=[] if row is None else [*map(self._condition, row.unless)],
-                charge=_nothing if final else self.charge_of(dest),
                 index=index,
-                final=final,
+                final=graph.is_final(dest),
+                spends=self.spends.get(dest),
                 stop_reason=None if row is None else row.stop_reason,
             )
 
@@ -126,11 +125,6 @@ class AgentMachine(transitions.Machine):
         if limit is None or not routed:
             return routed
         return limit in self._limits and routing_key(limit, trajectory.state) not in trajectory.routed_limits
-
-    def charge_of(self, state: str) -> Charge:
-        """Return what entering the working state ``state`` costs, as a function of the trajectory that enters."""
-        limit = self.spends[state]
-        return _nothing if limit is None else lambda trajectory: {limit: LIMITS[limit].price(trajectory)}
 
     def fire(self, trajectory: Trajectory, outcome: Outcome, *, at: float, emit: Emit, routed: bool = True) -> None:
         """Fire the first transition that takes ``outcome.trigger`` in the present state: emits one ``Transitioned``.
@@ -159,7 +153,3 @@ class AgentMachine(transitions.Machine):
         event = self.events.get(outcome.trigger)
         # The trajectory is there twice: as what has a state, and as the first argument of conditions.
         return event is not None and event.trigger(trajectory, trajectory, outcome, at, emit, routed)
-
-
-def _nothing(trajectory: Trajectory) -> dict[str, int]:
-    return {}

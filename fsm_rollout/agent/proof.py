@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof_search import Counts, ranking, search
@@ -94,7 +95,8 @@ def _proven(graph: AgentGraph, situations: int) -> Bound:
         return None if own is None or None in numbers else own + calls * max(numbers)
 
     figures = ("transitions", "generations", "tool_calls", "user_turns", "response_tokens")
-    return replace(bound, exact=False, **{figure: with_children(figure) for figure in figures})
+    totals: dict[str, Any] = {figure: with_children(figure) for figure in figures}
+    return replace(bound, exact=False, **totals)
 
 
 def reachable_rows(graph: AgentGraph, *, situations: int = 40_000) -> frozenset[int] | None:

@@ -118,9 +118,10 @@ def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> It
             yield f"{limit} ≤ {limits[limit]}"
         elif limit == spends:
             yield f"{limit}, no limit"
-    bounds = {"max_visits ≤ {}": state.max_visits, "max_tokens ≤ {:,}": state.sampling.max_tokens}
-    bounds["timeout {:,g} s"] = state.timeout
-    yield from (text.format(bound) for text, bound in bounds.items() if bound is not None)
+    words = ("max_visits ≤ {}", "max_tokens ≤ {:,}", "timeout {:,g} s")
+    for text, bound in zip(words, (state.max_visits, state.sampling.max_tokens, state.timeout), strict=True):
+        if bound is not None:
+            yield text.format(bound)
     if state.reset:
         yield "opens a new stream"
 

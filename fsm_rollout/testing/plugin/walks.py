@@ -84,8 +84,8 @@ class Walker:
                 walk.rows.append(event.row)
                 walk.path.append(event.dest)
 
-        for limit, amount in self.machine.charge_of(graph.initial)(trajectory).items():
-            trajectory.apply(LimitCharged(at=0.0, limit=limit, amount=amount))
+        if (limit := self.machine.spends[graph.initial]) is not None:
+            trajectory.apply(LimitCharged(at=0.0, limit=limit, amount=1))
         token = _coins.set(rng)
         try:
             while not trajectory.ended and len(walk.rows) < most:
