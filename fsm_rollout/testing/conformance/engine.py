@@ -43,7 +43,7 @@ for number, check in (
 ):  # fmt: skip
     SUITE.check(number)(check)
 # What an engine must have beside tokens for a check to be made.
-_NEEDS = {
+_NEEDS: dict[Hold, type] = {
     orders.pause: WeightSink,
     orders.pause_under_way: WeightSink,
     weights.updates: WeightSink,

@@ -86,10 +86,12 @@ async def unique_ids(subject: EngineSubject) -> None:
 async def _refuses(subject: EngineSubject, requests: Sequence[Request], raised: str, accepted: str) -> None:
     """Send what an engine must object to, by an EngineError; ``raised`` and ``accepted`` say what else it has done."""
     try:
-        await Dispatch(subject, requests).drain(subject.now + subject.patience)
+        dispatch = Dispatch(subject, requests)
+        async with dispatch.reading():
+            await dispatch.ends()
     except EngineError:
         return
-    except (ConformanceError, TimeoutError):
+    except ConformanceError:
         pass  # it took them
     except Exception as error:
         what = f"{raised} raised {type(error).__name__}: {error}; raise EngineError"

@@ -26,6 +26,7 @@ from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
 
 T = TypeVar("T")
+Each = Callable[[Chunk], Awaitable[None]]  # what is done after each chunk
 
 TEXTS = ("1", "What is (37 + 58) * 4?", "Count from 1 to 20: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "a b c d e f g h")
 LONG = 4096  # tokens of a request that is to be under way until it is ended; a smaller window cuts it
@@ -148,43 +149,27 @@ class Dispatch:
         """The answer to the first request."""
         return next(iter(self.answers.values()))
 
-    async def next(self, until: float) -> Chunk | None:
-        """Return the next chunk, ``None`` at the end; TimeoutError if there is none at the time ``until``."""
-        if self.subject.now > until:  # an iterator that never waits lets no timeout through
-            raise TimeoutError
-        try:
-            async with asyncio.timeout_at(None if until == math.inf else until) as limit:
-                chunk = await anext(self._stream)
-        except StopAsyncIteration:
-            return None
-        except TimeoutError as error:
-            if limit.expired():
-                raise
-            raise ConformanceError(1, f"generate() raised TimeoutError: {error}") from error
+    def __aiter__(self) -> Dispatch:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Return the next chunk, which its answer has."""
+        await asyncio.sleep(0)  # chunks without end keep nobody else from running
+        chunk = await anext(self._stream)
         take(chunk, self.answers)
         return chunk
 
-    async def read(
-        self, number: int = 1, late: str = "", each: Callable[[Chunk], Awaitable[None]] | None = None
-    ) -> list[RequestAnswer]:
+    async def read(self, number: int = 1, late: str = "", each: Each | None = None) -> list[RequestAnswer]:
         """Take all that comes, in time, and check that it is whole; ``late`` says what else breaks ``number``.
 
         ``each`` is awaited after every chunk.
         """
-        try:
-            await self.drain(self.subject.now + self.subject.patience, each)
-        except TimeoutError:
-            unfinished = ", ".join(name for name, answer in self.answers.items() if answer.finish_reason is None)
-            late = late or (f"no last chunk for {unfinished}" if unfinished else "the iterator did not end")
-            raise ConformanceError(number, f"{late} within {self.subject.patience:g} s") from None
+        async with self.reading(each):
+            if not await self.ends():
+                unfinished = ", ".join(name for name, answer in self.answers.items() if answer.finish_reason is None)
+                late = late or (f"no last chunk for {unfinished}" if unfinished else "the iterator did not end")
+                raise ConformanceError(number, f"{late} within {self.subject.patience:g} s")
         return self.check_whole()
-
-    async def drain(self, until: float = math.inf, each: Callable[[Chunk], Awaitable[None]] | None = None) -> None:
-        """Take all that comes; TimeoutError if it has not ended at the time ``until``."""
-        while (chunk := await self.next(until)) is not None:
-            if each is not None:
-                await each(chunk)
-            await asyncio.sleep(0)  # chunks without end keep nobody else from running
 
     def check_whole(self) -> list[RequestAnswer]:
         """Check that all have come to a proper end."""
@@ -194,9 +179,15 @@ class Dispatch:
         return list(self.answers.values())
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
+    async def reading(self, each: Each | None = None) -> AsyncIterator[None]:
         """Take what comes meanwhile."""
-        self._reading = task = asyncio.get_running_loop().create_task(self.drain())
+
+        async def drain() -> None:
+            async for chunk in self:
+                if each is not None:
+                    await each(chunk)
+
+        self._reading = task = asyncio.get_running_loop().create_task(drain())
         try:
             yield
         finally:
@@ -295,14 +286,15 @@ class EngineSubject:
     async def under_way(self, *requests: Request) -> Dispatch:
         """Start requests, by default a long one, and return their dispatch once the first of them is admitted."""
         dispatch = Dispatch(self, requests or [self.long()])
-        name, until = dispatch.first.request.request_id, self.now + self.patience
+        name = dispatch.first.request.request_id
         try:
-            while not dispatch.first.chunks:
-                if await dispatch.next(until) is None:
-                    raise ConformanceError(1, f"the iterator ended without a chunk for {name}")
+            async with asyncio.timeout(self.patience):
+                async for _ in dispatch:
+                    if dispatch.first.chunks:
+                        return dispatch
         except TimeoutError:
             raise ConformanceError(7, f"no first chunk for {name} within {self.patience:g} s") from None
-        return dispatch
+        raise ConformanceError(1, f"the iterator ended without a chunk for {name}")
 
     async def until(self, holds: Callable[[], bool]) -> bool:
         """Wait until something holds; return whether it did in time."""
