@@ -21,7 +21,7 @@ from fsm_rollout.engines.scripted.engine import Logged, Script, ScriptedEngine, 
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import check_engine, run_virtual
-from fsm_rollout.testing.conformance.engine_subject import Answer, take
+from fsm_rollout.testing.conformance.engine_subject import RequestAnswer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 TEXT = "hello, wonderful world"
@@ -141,9 +141,9 @@ async def answers(pool: Engine, requests: Sequence[Request]) -> dict[str, Pendin
     return asked
 
 
-async def chunks_of(pool: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+async def chunks_of(pool: Engine, requests: Sequence[Request]) -> dict[str, RequestAnswer]:
     """Ask the pool itself, once."""
-    found = {request.request_id: Answer(request) for request in requests}
+    found = {request.request_id: RequestAnswer(request) for request in requests}
     async for chunk in pool.generate(requests):
         take(chunk, found)
     for answer in found.values():
@@ -151,7 +151,7 @@ async def chunks_of(pool: Engine, requests: Sequence[Request]) -> dict[str, Answ
     return found
 
 
-def right(answer: Answer | PendingRequest, tokenizer: Any) -> None:
+def right(answer: RequestAnswer | PendingRequest, tokenizer: Any) -> None:
     """Whether an answer is what the script says, with the logprobs of the right positions."""
     start = len(answer.request.ids)
     expected = [*tokenizer.encode(f"{answer.request.trajectory_id}: {TEXT}"), 256]
@@ -448,9 +448,9 @@ def test_what_does_not_fit_waits_here_in_order_and_without_a_chunk(tokenizer: An
     place = Place(lambda name: Fragile(script, tokenizer=tokenizer, max_running=2, log=True))
 
     async def body(pool: PoolEngine) -> None:
-        found: dict[str, Answer] = {}
+        found: dict[str, RequestAnswer] = {}
         requests = [ask(f"{i:03}") for i in range(200)]
-        found = {request.request_id: Answer(request) for request in requests}
+        found = {request.request_id: RequestAnswer(request) for request in requests}
         first: list[str] = []
         async for chunk in pool.generate(requests):
             if not found[chunk.request_id].chunks:

@@ -21,7 +21,7 @@ from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_w
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
-from fsm_rollout.testing.conformance.engine_subject import Answer, take
+from fsm_rollout.testing.conformance.engine_subject import RequestAnswer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 
@@ -30,8 +30,8 @@ def greedy(count: int) -> list[Request]:
     return [Request(f"r{i}", as_ids([40 + i, 70, 80]), params, trajectory_id=f"t{i}") for i in range(count)]
 
 
-async def sampled(engine: PoolEngine | TransformersEngine) -> dict[str, Answer]:
-    found = {request.request_id: Answer(request) for request in greedy(4)}
+async def sampled(engine: PoolEngine | TransformersEngine) -> dict[str, RequestAnswer]:
+    found = {request.request_id: RequestAnswer(request) for request in greedy(4)}
     async for chunk in engine.generate(greedy(4)):
         take(chunk, found)
     return found
