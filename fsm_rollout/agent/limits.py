@@ -96,13 +96,14 @@ def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float
     return bound - used
 
 
-def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, now: float) -> str | None:
-    """Return the first limit that keeps the present state's handler from running, or ``None``."""
+def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, wall: float) -> str | None:
+    """Return the first limit that keeps the present state's handler from running, or ``None``.
+
+    ``wall``: the seconds that ``wall_seconds`` leaves.
+    """
     max_visits = graph.states[trajectory.state].max_visits
     if max_visits is not None and trajectory.visits[trajectory.state] > max_visits:
         return LimitName.MAX_VISITS
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends
-    if remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now)) <= 0:
-        return LimitName.WALL_SECONDS
-    return None
+    return LimitName.WALL_SECONDS if wall <= 0 else None

@@ -77,14 +77,16 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
     trajectory, machine = live.trajectory, live.agent.machine
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     try:
-        live.end_if_final()  # an interruption may have come between the last transition and the end
+        if trajectory.exit is not None:
+            live.end_if_final()  # an interruption may have come between the last transition and the end
         now = loop.time()
-        while not trajectory.ended and live.stop is None:
+        while trajectory.stop_reason is None and live.stop is None:
             outcome = await _visit(live, handlers[trajectory.state], now, task)
             now = loop.time()
             if live.stop is None:  # else the handler swallowed the cancellation
                 machine.fire(trajectory, outcome, at=now, emit=live.emit)
-                live.end_if_final()
+                if trajectory.exit is not None:
+                    live.end_if_final()
         if live.stop is not None:
             live.stop_now(live.stop)
     except asyncio.CancelledError:
@@ -103,11 +105,11 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
     # 1. Limits that are reached on entry. (A visit that timed out before an interruption has passed them.)
     trajectory, agent = live.trajectory, live.agent
     graph, state = agent.graph, trajectory.state
-    limit = reached_on_entry(graph, trajectory, agent.machine.spends[state], now)
+    wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
+    limit = reached_on_entry(graph, trajectory, agent.machine.spends[state], wall)
     if limit is not None and trajectory.time_up is None:
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
-    wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
     warn = partial(_warn_of_ignored_cancellation, trajectory)
     deadline = Deadline(graph.states[state].timeout, None if wall == float("inf") else wall, unheard=warn)
     ctx = HandlerContext(live, deadline)
@@ -141,7 +143,8 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
     """Run a handler; its outcome is ``None`` when its time is up. A user's own is watched: it may block the loop."""
     try:
         async with ctx.deadline:
-            await ctx.enter()
+            if ctx.spec.prompt is not None or ctx.spec.reset:
+                await ctx.enter()
             work = handler.run(live.trajectory, ctx)
             if type(handler).__module__ == built_in.__name__:
                 return await work

@@ -44,6 +44,7 @@ class Visit:
         self.trajectory = active.trajectory
         self.agent = active.agent
         self.state = self.trajectory.state
+        self.spec = self.agent.graph.states[self.state]
         self._loop = asyncio.get_running_loop()
         # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
         self._entry = next(iter(self.trajectory.visit_events), None)
@@ -114,10 +115,8 @@ class Visit:
     # -- contexts and messages ----------------------------------------------------------------------------------
 
     async def enter(self) -> None:
-        """Do what every working state does on entry: reset its context, write its prompt."""
-        spec = self.agent.graph.states[self.state]
-        if spec.prompt is None and not spec.reset:
-            return
+        """Enter a state that has a ``prompt`` or a ``reset``: reset its context, write its prompt."""
+        spec = self.spec
         if self._entry is not None:
             # Recorded before an interruption; the handler must not get it as an effect of its own.
             self._effects.take(type(self._entry), spec.context)

@@ -98,7 +98,7 @@ class Walker:
         return walk
 
     def _outcome(self, trajectory: Trajectory, rng: Random, eager: float) -> Outcome:
-        limit = reached_on_entry(self.graph, trajectory, self.machine.spends[trajectory.state], 0.0)
+        limit = reached_on_entry(self.graph, trajectory, self.machine.spends[trajectory.state], float("inf"))
         if limit is not None:
             return Outcome(Trigger.LIMIT_REACHED, limit=limit)
         declared, possible = self.outcomes[trajectory.state]

@@ -29,19 +29,25 @@ def standing(limits: dict[str, float], spent: dict[str, int] | None = None, **st
     return graph, Trajectory.fold([first, moved("PENDING", "GENERATING", **(spent or {}))])
 
 
+def reached_at(graph: AgentGraph, trajectory: Trajectory, spends: str | None, now: float) -> str | None:
+    return reached_on_entry(
+        graph, trajectory, spends, remaining(graph, trajectory, "wall_seconds", trajectory.elapsed(now))
+    )
+
+
 @pytest.mark.parametrize(
     ("now", "reached"), [(100.0, None), (109.999, None), (110.0, "wall_seconds"), (110.5, "wall_seconds")]
 )
 def test_time_is_up_to_the_moment(now: float, reached: str | None) -> None:
     graph, trajectory = standing({"wall_seconds": 10.0})
-    assert reached_on_entry(graph, trajectory, None, now) == reached
+    assert reached_at(graph, trajectory, None, now) == reached
 
 
 @pytest.mark.parametrize("limit", [name for name, limit in LIMITS.items() if limit.counted])
 @pytest.mark.parametrize(("spent", "reached"), [(2, False), (3, False), (4, True)])
 def test_a_counted_limit_of_three_allows_three(limit: str, spent: int, reached: bool) -> None:
     graph, trajectory = standing({limit: 3}, {limit: spent})
-    assert reached_on_entry(graph, trajectory, limit, 103.0) == (limit if reached else None)
+    assert reached_at(graph, trajectory, limit, 103.0) == (limit if reached else None)
     assert remaining(graph, trajectory, limit, spent) == 3 - spent
 
 
@@ -49,16 +55,16 @@ def test_a_counted_limit_of_three_allows_three(limit: str, spent: int, reached: 
 def test_a_state_is_visited_as_often_as_it_may_be(visits: int, reached: str | None) -> None:
     graph, trajectory = standing({"assistant_turns": 9}, max_visits=2)
     trajectory.visits["GENERATING"] = visits
-    assert reached_on_entry(graph, trajectory, None, 103.0) == reached
+    assert reached_at(graph, trajectory, None, 103.0) == reached
 
 
 def test_the_order_of_the_table_decides_which_one_is_named() -> None:
     graph, trajectory = standing({"assistant_turns": 0, "wall_seconds": 1.0}, {"assistant_turns": 1}, max_visits=1)
-    assert reached_on_entry(graph, trajectory, "assistant_turns", 103.0) == "assistant_turns"
+    assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "assistant_turns"
     trajectory.visits["GENERATING"] = 2
-    assert reached_on_entry(graph, trajectory, "assistant_turns", 103.0) == "max_visits"
+    assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "max_visits"
     trajectory.visits["GENERATING"], trajectory.spent = 1, {}
-    assert reached_on_entry(graph, trajectory, "assistant_turns", 103.0) == "wall_seconds"
+    assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "wall_seconds"
 
 
 def test_a_prompt_lowers_a_limit_and_never_raises_one() -> None:
