@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
@@ -39,7 +41,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.events import Generated
-from fsm_rollout.trajectory.tokens import NoteKind
+from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
@@ -430,7 +432,7 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, processes, before = served.engine, served.processes, served.pool.replicas[0].restarts
-    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False}
+    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False, "allow_auto_truncate": True}
     monkeypatch.setattr(
         sglang_process, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads)
     )
@@ -521,6 +523,21 @@ def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai
             assert got.versions == [1] * len(got.ids)
             assert worst(got, {1: "final"}) < CLOSE
         assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
+        await openai.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
+    """As told to by ``allow_auto_truncate``: it says that its window is longer than the prompts that it takes."""
+
+    async def main() -> None:
+        whole = request(openai, next(names), 1)
+        long = replace(whole, ids=as_ids((whole.ids.tolist() * 500)[: openai.max_context - 2]))
+        (got,) = await ask(openai, long)
+        assert (got.ids, got.reason) == ([], "abort")
+        cut = rf"has read 2,0\d\d tokens of a prompt of {len(long.ids):,}: it cuts prompts"
+        assert re.search(cut, str(got.chunks[-1].error)), got.chunks
         await openai.aclose()
 
     asyncio.run(main())
