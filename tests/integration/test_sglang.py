@@ -180,78 +180,64 @@ def test_updates_in_mid_flight_lose_no_token_and_mistake_no_version(engine: SGLa
         asyncio.run(engine.update_weights(embedded_model("final")))
 
 
-def test_weights_that_sglang_refuses_are_an_error(engine: SGLangEngine, tmp_path: Path) -> None:
+async def test_weights_that_sglang_refuses_are_an_error(engine: SGLangEngine, tmp_path: Path) -> None:
     """A folder that passes for a model and holds none: SGLang says False, without raising."""
     (tmp_path / "config.json").write_text((embedded_model() / "config.json").read_text("utf-8"), "utf-8")
-
-    async def main() -> None:
-        before = engine.weight_version
-        with pytest.raises(EngineError, match=r"the SGLang server .* refused the weights: "):
-            await engine.update_weights(tmp_path)
-        (got,) = await ask(engine, request(engine, next(names), 2, 16, temperature=0.0))
-        assert worst(got, {before: "final"}) < CLOSE
-
-    asyncio.run(main())
+    before = engine.weight_version
+    with pytest.raises(EngineError, match=r"the SGLang server .* refused the weights: "):
+        await engine.update_weights(tmp_path)
+    (got,) = await ask(engine, request(engine, next(names), 2, 16, temperature=0.0))
+    assert worst(got, {before: "final"}) < CLOSE
 
 
-def test_aborted_requests_keep_what_they_have_and_others_go_on(engine: SGLangEngine) -> None:
+async def test_aborted_requests_keep_what_they_have_and_others_go_on(engine: SGLangEngine) -> None:
     """SGLang aborts whatever *begins* with an id: 'a' must not end 'ab'."""
-
-    async def main() -> None:
-        requests = [
-            request(engine, name, i, most, ignore_eos=True)
-            for name, i, most in (("a", 0, 1900), ("ab", 1, 200), ("abc", 2, 200))
-        ]
-        got = Answers(*requests)
-        pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
-        await got.until(lambda: bool(got["a"].ids))
-        await engine.abort(["a", "no such request"])
-        await asyncio.wait_for(pending, PATIENCE)
-        assert got["a"].reason == "abort"
-        assert 0 < len(got["a"].ids) < 1900
-        assert [(got[name].reason, len(got[name].ids)) for name in ("ab", "abc")] == [("length", 200)] * 2
-        assert worst(got["a"], {engine.weight_version: "final"}) < CLOSE
-
-    asyncio.run(main())
+    requests = [
+        request(engine, name, i, most, ignore_eos=True)
+        for name, i, most in (("a", 0, 1900), ("ab", 1, 200), ("abc", 2, 200))
+    ]
+    got = Answers(*requests)
+    pending = asyncio.ensure_future(got.drain(engine.generate(requests)))
+    await got.until(lambda: bool(got["a"].ids))
+    await engine.abort(["a", "no such request"])
+    await asyncio.wait_for(pending, PATIENCE)
+    assert got["a"].reason == "abort"
+    assert 0 < len(got["a"].ids) < 1900
+    assert [(got[name].reason, len(got[name].ids)) for name in ("ab", "abc")] == [("length", 200)] * 2
+    assert worst(got["a"], {engine.weight_version: "final"}) < CLOSE
 
 
-def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngine) -> None:
-    async def main() -> None:
-        requests = [request(engine, name, i, 400, ignore_eos=True) for i, name in enumerate(["stays", "goes"])]
-        late = request(engine, "late", 0, 4)
-        got = Answers(*requests, late)
-        tasks = [asyncio.ensure_future(got.drain(engine.generate(requests)))]
-        await got.until(lambda: all(got[r.request_id].ids for r in requests))
-        await engine.pause()
-        await asyncio.sleep(0)  # what has been handed over is taken
-        counts = {name: len(answer.ids) for name, answer in got.items()}
-        tasks.append(asyncio.ensure_future(got.drain(engine.generate([late]))))
-        with pytest.raises(EngineError, match=r"request id 'stays' is under way already"):
-            engine.generate([requests[0]])
-        await engine.sleep()  # allowed while paused
-        await engine.abort(["goes"])
-        await got.until(lambda: got["goes"].reason is not None)
-        assert {name: len(answer.ids) for name, answer in got.items()} == counts
-        await engine.wake()
-        await engine.resume()
-        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
-        assert (got["stays"].reason, len(got["stays"].ids)) == ("length", 400)
-        assert (got["goes"].reason, len(got["goes"].ids)) == ("abort", counts["goes"])
-        assert got["late"].ids
-        assert worst(got["stays"], {engine.weight_version: "final"}) < CLOSE
-
-    asyncio.run(main())
+async def test_a_paused_engine_has_handed_all_over_and_takes_aborts(engine: SGLangEngine) -> None:
+    requests = [request(engine, name, i, 400, ignore_eos=True) for i, name in enumerate(["stays", "goes"])]
+    late = request(engine, "late", 0, 4)
+    got = Answers(*requests, late)
+    tasks = [asyncio.ensure_future(got.drain(engine.generate(requests)))]
+    await got.until(lambda: all(got[r.request_id].ids for r in requests))
+    await engine.pause()
+    await asyncio.sleep(0)  # what has been handed over is taken
+    counts = {name: len(answer.ids) for name, answer in got.items()}
+    tasks.append(asyncio.ensure_future(got.drain(engine.generate([late]))))
+    with pytest.raises(EngineError, match=r"request id 'stays' is under way already"):
+        engine.generate([requests[0]])
+    await engine.sleep()  # allowed while paused
+    await engine.abort(["goes"])
+    await got.until(lambda: got["goes"].reason is not None)
+    assert {name: len(answer.ids) for name, answer in got.items()} == counts
+    await engine.wake()
+    await engine.resume()
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
+    assert (got["stays"].reason, len(got["stays"].ids)) == ("length", 400)
+    assert (got["goes"].reason, len(got["goes"].ids)) == ("abort", counts["goes"])
+    assert got["late"].ids
+    assert worst(got["stays"], {engine.weight_version: "final"}) < CLOSE
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> None:
-    async def main() -> None:
-        (answer,) = await ask(engine, request(engine, next(names), 2, 40, ignore_eos=True))
-        again = answer.request.continued(answer.chunks[1].ids, next(names))
-        (two,) = await ask(engine, again)
-        assert two.chunks[0].cached_tokens >= len(answer.request.ids)
-        assert two.chunks[0].queue_seconds > 0
-
-    asyncio.run(main())
+async def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) -> None:
+    (answer,) = await ask(engine, request(engine, next(names), 2, 40, ignore_eos=True))
+    again = answer.request.continued(answer.chunks[1].ids, next(names))
+    (two,) = await ask(engine, again)
+    assert two.chunks[0].cached_tokens >= len(answer.request.ids)
+    assert two.chunks[0].queue_seconds > 0
 
 
 def test_a_batch_at_top_p_has_what_was_kept_and_so_ratios_of_one(engine: SGLangEngine) -> None:
@@ -410,7 +396,7 @@ def runs(process: psutil.Process) -> bool:
 # -- from here on the order counts
 
 
-def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
+async def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
     """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
     times = ("limits.wall_seconds", "tools.calculate.timeout", *(f"states.{state}.timeout" for state in WORKING))
     agent = fr.load_agent(CONFIGS / "agents/tool_user.yaml", [f"{key}=36000" for key in times])  # SGLang starts anew
@@ -419,13 +405,10 @@ def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Serv
     async def processes() -> list[int]:
         return [process.pid for process in served.processes]
 
-    async def main() -> None:
-        points, greedy = int(os.environ.get("KILL_POINTS", "1")), {"temperature": 0.0}
-        before = served.pool.replicas[0].restarts
-        assert await differences(served.pool, agent, prompts, processes, points=points, sampling=greedy) == []
-        assert served.pool.replicas[0].restarts >= before + points
-
-    asyncio.run(main())
+    points, greedy = int(os.environ.get("KILL_POINTS", "1")), {"temperature": 0.0}
+    before = served.pool.replicas[0].restarts
+    assert await differences(served.pool, agent, prompts, processes, points=points, sampling=greedy) == []
+    assert served.pool.replicas[0].restarts >= before + points
 
 
 def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
@@ -473,32 +456,26 @@ def elsewhere(served: Served) -> dict[str, Any]:
     return {"url": served.engine._process.url, "api_key": served.engine._process.api_key}
 
 
-def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tokens(elsewhere: dict[str, Any]) -> None:
-    async def main() -> None:
-        earlier = SGLangHTTPEngine(**elsewhere)
-        version = await earlier.update_weights(embedded_model("early"))
-        await earlier.aclose()
-        engine = SGLangHTTPEngine(**elsewhere)
-        assert engine.weight_version == version  # whoever comes later learns the version from the server
-        requests = [request(engine, next(names), i, 40, top_p=0.8, temperature=1.3) for i in range(2)]
-        ours = [*await greedy_like_transformers(engine, "early"), *await ask(engine, *requests)]
-        assert all(worst(got, {version: "early"}) < CLOSE for got in ours)
-        assert {chunk.replica for got in ours for chunk in got.chunks} == {elsewhere["url"]}
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tokens(elsewhere: dict[str, Any]) -> None:
+    earlier = SGLangHTTPEngine(**elsewhere)
+    version = await earlier.update_weights(embedded_model("early"))
+    await earlier.aclose()
+    engine = SGLangHTTPEngine(**elsewhere)
+    assert engine.weight_version == version  # whoever comes later learns the version from the server
+    requests = [request(engine, next(names), i, 40, top_p=0.8, temperature=1.3) for i in range(2)]
+    ours = [*await greedy_like_transformers(engine, "early"), *await ask(engine, *requests)]
+    assert all(worst(got, {version: "early"}) < CLOSE for got in ours)
+    assert {chunk.replica for got in ours for chunk in got.chunks} == {elsewhere["url"]}
+    await engine.aclose()
 
 
-def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere: dict[str, Any]) -> None:
-    async def main() -> None:
-        engine = SGLangHTTPEngine(**elsewhere, send_every=4)
-        await engine.update_weights(embedded_model("early"))
-        await updated_in_mid_flight(engine, "early", ("final", tensors_of("final")))
-        again = SGLangHTTPEngine(**elsewhere)
-        assert again.weight_version == engine.weight_version
-        await asyncio.gather(engine.aclose(), again.aclose())
-
-    asyncio.run(main())
+async def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere: dict[str, Any]) -> None:
+    engine = SGLangHTTPEngine(**elsewhere, send_every=4)
+    await engine.update_weights(embedded_model("early"))
+    await updated_in_mid_flight(engine, "early", ("final", tensors_of("final")))
+    again = SGLangHTTPEngine(**elsewhere)
+    assert again.weight_version == engine.weight_version
+    await asyncio.gather(engine.aclose(), again.aclose())
 
 
 @pytest.fixture
@@ -512,35 +489,28 @@ def openai(elsewhere: dict[str, Any]) -> OpenAIEngine:
     return OpenAIEngine(**elsewhere, update_weights=load)
 
 
-def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai: OpenAIEngine) -> None:
-    async def main() -> None:
-        assert await openai.update_weights(embedded_model("final")) == 1
-        assert openai.max_context > 1000
-        requests = [request(openai, next(names), i, 40, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7))]
-        requests += [request(openai, next(names), 1, 40, top_p=0.8)]
-        greedy, (*drawn, refused) = await greedy_like_transformers(openai, "final"), await ask(openai, *requests)
-        for got in greedy + drawn:
-            assert got.versions == [1] * len(got.ids)
-            assert worst(got, {1: "final"}) < CLOSE
-        assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
-        await openai.aclose()
-
-    asyncio.run(main())
+async def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai: OpenAIEngine) -> None:
+    assert await openai.update_weights(embedded_model("final")) == 1
+    assert openai.max_context > 1000
+    requests = [request(openai, next(names), i, 40, temperature=t) for i, t in enumerate((1.0, 0.6, 1.7))]
+    requests += [request(openai, next(names), 1, 40, top_p=0.8)]
+    greedy, (*drawn, refused) = await greedy_like_transformers(openai, "final"), await ask(openai, *requests)
+    for got in greedy + drawn:
+        assert got.versions == [1] * len(got.ids)
+        assert worst(got, {1: "final"}) < CLOSE
+    assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
+    await openai.aclose()
 
 
-def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
+async def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
     """As told to by ``allow_auto_truncate``: it says that its window is longer than the prompts that it takes."""
-
-    async def main() -> None:
-        whole = request(openai, next(names), 1)
-        long = replace(whole, ids=as_ids((whole.ids.tolist() * 500)[: openai.max_context - 2]))
-        (got,) = await ask(openai, long)
-        assert (got.ids, got.reason) == ([], "abort")
-        cut = rf"has read 2,0\d\d tokens of a prompt of {len(long.ids):,}: it cuts prompts"
-        assert re.search(cut, str(got.chunks[-1].error)), got.chunks
-        await openai.aclose()
-
-    asyncio.run(main())
+    whole = request(openai, next(names), 1)
+    long = replace(whole, ids=as_ids((whole.ids.tolist() * 500)[: openai.max_context - 2]))
+    (got,) = await ask(openai, long)
+    assert (got.ids, got.reason) == ([], "abort")
+    cut = rf"has read 2,0\d\d tokens of a prompt of {len(long.ids):,}: it cuts prompts"
+    assert re.search(cut, str(got.chunks[-1].error)), got.chunks
+    await openai.aclose()
 
 
 def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
@@ -550,20 +520,16 @@ def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
     assert report.tokens > 50
 
 
-def test_a_foreign_agent_has_exact_rows_on_it(elsewhere: dict[str, Any]) -> None:
+async def test_a_foreign_agent_has_exact_rows_on_it(elsewhere: dict[str, Any]) -> None:
     """The others, which take seconds to import, have them on the embedded model."""
     engine = SGLangHTTPEngine(**elsewhere)
     log = EngineLog(engine)
-
-    async def main() -> None:
-        async with fr.Rollout(fr.load_agent(ROOT / "examples/foreign_agents/shell.yaml"), engine) as rollout:
-            async for group in rollout.stream(["Please work out (40 + 67) - 76."]):
-                (trajectory,) = group.trajectories
-                assert trajectory.stop_reason == "answered", trajectory.detail
-                log.check_one_row(trajectory)
-        await engine.aclose()
-
-    asyncio.run(main())
+    async with fr.Rollout(fr.load_agent(ROOT / "examples/foreign_agents/shell.yaml"), engine) as rollout:
+        async for group in rollout.stream(["Please work out (40 + 67) - 76."]):
+            (trajectory,) = group.trajectories
+            assert trajectory.stop_reason == "answered", trajectory.detail
+            log.check_one_row(trajectory)
+    await engine.aclose()
 
 
 def test_no_sglang_and_no_key_are_said_to_be_so(elsewhere: dict[str, Any]) -> None:
@@ -573,24 +539,18 @@ def test_no_sglang_and_no_key_are_said_to_be_so(elsewhere: dict[str, Any]) -> No
         SGLangHTTPEngine(elsewhere["url"])
 
 
-def test_it_conforms_and_leaves_no_process_behind(served: Served, elsewhere: dict[str, Any]) -> None:
+async def test_it_conforms_and_leaves_no_process_behind(served: Served, elsewhere: dict[str, Any]) -> None:
     """Last, as it closes the engine; whoever else uses the server is told so, as we are when they update it."""
     processes, other = served.processes, SGLangHTTPEngine(**elsewhere, send_every=2)
     assert len(processes) >= 3
-
-    async def main() -> None:
-        version = await other.update_weights(embedded_model("final"))
-        with pytest.raises(EngineError, match=f"samples with weights of version '{version}', not '.*' as loaded here"):
-            await ask(served.engine, request(other, next(names)))
-        await served.engine.update_weights(embedded_model("final"))
-        report = await check_engine(
-            served.engine, weights=embedded_model("early"), deterministic=False, patience=PATIENCE
-        )
-        assert report.tokens > 50
-        assert_gone(processes)
-        with pytest.raises(EngineError, match=f"the SGLang server {elsewhere['url']} cannot be reached"):
-            await ask(other, request(other, next(names)))
-        assert other.load() == Load()
-        await other.aclose()
-
-    asyncio.run(main())
+    version = await other.update_weights(embedded_model("final"))
+    with pytest.raises(EngineError, match=f"samples with weights of version '{version}', not '.*' as loaded here"):
+        await ask(served.engine, request(other, next(names)))
+    await served.engine.update_weights(embedded_model("final"))
+    report = await check_engine(served.engine, weights=embedded_model("early"), deterministic=False, patience=PATIENCE)
+    assert report.tokens > 50
+    assert_gone(processes)
+    with pytest.raises(EngineError, match=f"the SGLang server {elsewhere['url']} cannot be reached"):
+        await ask(other, request(other, next(names)))
+    assert other.load() == Load()
+    await other.aclose()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.http import endpoint as http_endpoint
 from fsm_rollout.engines.http import link as http_link
-from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pool import PoolEngine
 from fsm_rollout.engines.protocol import ReplicaLost, Request, SamplingParams
@@ -98,17 +98,6 @@ async def one(engine: Any, name: str = "a") -> Got:
     return answer
 
 
-def using(engine: HTTPEngine, body: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        try:
-            async with asyncio.timeout(600):  # a hang is a failure, too
-                await body(engine)
-        finally:
-            await engine.aclose()
-
-    asyncio.run(main())
-
-
 ABOVE, NONE = "a logprob of {} .* it is the logarithm of a probability, so at most 0", "a logprob that is no finite"
 TWISTS: dict[str, tuple[Callable[[Kind, dict[str, Any]], object], str]] = {
     "cut": (lambda kind, event: kind.count(event, 2), "has read 2 tokens of a prompt of 3: it cuts prompts"),
@@ -122,12 +111,11 @@ TWISTS: dict[str, tuple[Callable[[Kind, dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("twist", TWISTS)
-def test_what_is_wrong_with_an_answer_fails_that_request_alone_and_gives_no_token(
+async def test_what_is_wrong_with_an_answer_fails_that_request_alone_and_gives_no_token(
     kind: Kind, server: StandIn, twist: str
 ) -> None:
     change, message = TWISTS[twist]
-
-    async def body(engine: HTTPEngine) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         server.twist = lambda event: change(kind, event)
         got = await one(engine)
         assert (got.ids, got.reason) == ([], "abort")
@@ -137,17 +125,13 @@ def test_what_is_wrong_with_an_answer_fails_that_request_alone_and_gives_no_toke
         assert len((await one(engine)).ids) == 4
         assert engine.failure is None
 
-    using(kind.engine(server.url), body)
 
-
-def test_rounding_above_0_is_0(kind: Kind, server: StandIn) -> None:
-    async def body(engine: HTTPEngine) -> None:
+async def test_rounding_above_0_is_0(kind: Kind, server: StandIn) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         server.twist = lambda event: kind.logprob(event, 1e-4)
         got = await one(engine)
         assert len(got.ids) == 4
         assert got.logprobs[0] == max(got.logprobs) == 0.0
-
-    using(kind.engine(server.url), body)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +146,11 @@ def test_rounding_above_0_is_0(kind: Kind, server: StandIn) -> None:
         (b"HTTP/1.0 200 OK\r\n\r\ndata: {oh\n\n", r"does not answer as {} does \(JSON is malformed.*: {{oh"),
     ],
 )
-def test_an_answer_that_is_none_is_the_end_of_the_engine_and_a_pool_builds_another(
+async def test_an_answer_that_is_none_is_the_end_of_the_engine_and_a_pool_builds_another(
     kind: Kind, server: StandIn, raw: bytes, message: str
 ) -> None:
     times = PoolTimes(backoff=0.01)
-
-    async def body(engine: HTTPEngine) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         pool = PoolEngine(LocalPlacement(lambda name: kind.engine(server.url)), 1, times=times)
         probes = len(server.bodies(server.generate))
         server.raw = {server.generate: raw}
@@ -184,20 +167,16 @@ def test_an_answer_that_is_none_is_the_end_of_the_engine_and_a_pool_builds_anoth
         assert len((await one(pool)).ids) == 4
         await pool.aclose()
 
-    using(kind.engine(server.url), body)
 
-
-def test_a_refusal_is_the_end_of_its_request(kind: Kind, server: StandIn) -> None:
-    async def body(engine: HTTPEngine) -> None:
+async def test_a_refusal_is_the_end_of_its_request(kind: Kind, server: StandIn) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         server.raw = {server.generate: b"HTTP/1.0 400 Bad\r\n\r\ntoo long"}
         assert str((await one(engine)).chunks[-1].error).endswith("answered 400: too long")
         server.raw = {}
         assert len((await one(engine)).ids) == 4
 
-    using(kind.engine(server.url), body)
 
-
-def test_an_answer_that_breaks_off_has_what_came_before(kind: Kind, server: StandIn) -> None:
+async def test_an_answer_that_breaks_off_has_what_came_before(kind: Kind, server: StandIn) -> None:
     events = server.events
 
     def broken(body: Any) -> Iterator[dict[str, Any]]:
@@ -206,23 +185,19 @@ def test_an_answer_that_breaks_off_has_what_came_before(kind: Kind, server: Stan
             event["meta_info"]["finish_reason"] = None
         yield event
 
-    async def body(engine: HTTPEngine) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         server.events = broken  # type: ignore[method-assign]
         got = Got(request())
         with pytest.raises(ReplicaLost, match="the answer broke off"):
             got.chunks.extend([chunk async for chunk in engine.generate([got.request])])
 
-    using(kind.engine(server.url), body)
 
-
-def test_a_token_beyond_the_vocabulary_is_not_even_shown_to_the_server(kind: Kind, server: StandIn) -> None:
-    async def body(engine: HTTPEngine) -> None:
+async def test_a_token_beyond_the_vocabulary_is_not_even_shown_to_the_server(kind: Kind, server: StandIn) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         before = len(server.asked)
         (chunk,) = [chunk async for chunk in engine.generate([replace(request(), ids=as_ids([1, 704]))])]
         assert chunk.error == "EngineError: token 704 is none of the model's 704; is the tokenizer its own?"
         assert len(server.asked) == before
-
-    using(kind.engine(server.url), body)
 
 
 async def asked_for(server: StandIn, path: str, times: int = 1) -> None:
@@ -238,7 +213,8 @@ def test_a_server_that_stands_still_does_not_keep_requests_or_the_engine(
     monkeypatch.setattr(http_link, "RECALL_WITHIN", 0.2)
     monkeypatch.setattr(http_link, "LAST_TOKENS", 0.2)
 
-    async def body(engine: HTTPEngine) -> None:
+    async def pause_and_close() -> None:
+        engine = kind.engine(server.url)
         for paused in (True, False):
             asked = len(server.bodies(server.generate))
             server.never = {server.generate, "/abort_request"}
@@ -255,22 +231,21 @@ def test_a_server_that_stands_still_does_not_keep_requests_or_the_engine(
                 assert (await answer).reason == "abort"
 
     with new_objects():
-        using(kind.engine(server.url), body)
+        asyncio.run(pause_and_close())
         gc.collect()
     assert not caplog.records, "no task is left behind"
 
 
-def test_a_server_is_asked_whether_it_is_well(kind: Kind, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_is_asked_whether_it_is_well(
+    kind: Kind, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_link, "HEALTHY_WITHIN", 0.2)
-
-    async def body(engine: HTTPEngine) -> None:
+    async with aclosing(kind.engine(server.url)) as engine:
         await engine.ping()
         health = server.asked[-1][0]
         server.never = {health}
         with pytest.raises(ReplicaLost, match=rf"cannot be reached \(no answer to {health} within 0\.2 s\)"):
             await engine.ping()
-
-    using(kind.engine(server.url), body)
 
 
 @pytest.mark.parametrize("info", [{}, [1], "hello"])

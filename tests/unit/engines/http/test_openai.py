@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration.sglang_oracle import Answers, Got, ask
 from tests.kit import CONFIGS
 from tests.unit.engines.http.stand_ins import STOP, WINDOW, VLLMStandIn, cut, log_softmax, logits_after
-from tests.unit.engines.http.test_any_server import PROMPT, using
+from tests.unit.engines.http.test_any_server import PROMPT
 
 
 @pytest.fixture
@@ -34,14 +35,10 @@ def request(max_tokens: int = 20, **sampling: Any) -> Request:
     return Request("a", as_ids(PROMPT), SamplingParams(max_tokens, stop_ids=frozenset({STOP}), seed=3, **sampling))
 
 
-def answer(engine: OpenAIEngine, max_tokens: int = 20, **sampling: Any) -> Got:
-    got: list[Got] = []
-
-    async def body(engine: OpenAIEngine) -> None:
-        got.extend(await ask(engine, request(max_tokens, **sampling)))
-
-    using(engine, body)
-    return got[0]
+async def answer(engine: OpenAIEngine, max_tokens: int = 20, **sampling: Any) -> Got:
+    async with aclosing(engine):
+        (got,) = await ask(engine, request(max_tokens, **sampling))
+    return got
 
 
 @pytest.mark.parametrize(
@@ -56,11 +53,11 @@ def answer(engine: OpenAIEngine, max_tokens: int = 20, **sampling: Any) -> Got:
         ("processed_logprobs", {"temperature": 0.0}),
     ],
 )
-def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
+async def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
     server: VLLMStandIn, mode: str, sampling: dict[str, Any]
 ) -> None:
     server.logprobs_mode = mode
-    got = answer(OpenAIEngine(server.url), **sampling)
+    got = await answer(OpenAIEngine(server.url), **sampling)
     assert got.reason == ("stop" if got.ids[-1] == STOP else "length")
     assert len(got.ids) == len(got.logprobs) > 3
     history = list(PROMPT)
@@ -83,12 +80,12 @@ def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
         ("sglang", {"temperature": 0.7, "top_k": 5}, "do not know of top_p and top_k; .*`kind: sglang_http`"),
     ],
 )
-def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
+async def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
     server: VLLMStandIn, mode: str, sampling: dict[str, Any], message: str
 ) -> None:
     server.logprobs_mode = mode
     with pytest.raises(EngineError, match=message):
-        raise EngineError(str(answer(OpenAIEngine(server.url), **sampling).chunks[-1].error))
+        raise EngineError(str((await answer(OpenAIEngine(server.url), **sampling)).chunks[-1].error))
 
 
 def test_a_key_is_in_no_journal(server: VLLMStandIn, tmp_path: Path) -> None:
@@ -101,18 +98,20 @@ def test_a_key_is_in_no_journal(server: VLLMStandIn, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("silent", ["says_usage", "says_prompt_ids"])
-def test_either_word_on_how_the_prompt_was_read_will_do_and_one_is_needed(server: VLLMStandIn, silent: str) -> None:
+async def test_either_word_on_how_the_prompt_was_read_will_do_and_one_is_needed(
+    server: VLLMStandIn, silent: str
+) -> None:
     setattr(server, silent, False)
-    assert len(answer(OpenAIEngine(server.url)).ids) > 3
+    assert len((await answer(OpenAIEngine(server.url))).ids) > 3
     server.says_usage = server.says_prompt_ids = False
     with pytest.raises(EngineError, match="does not say with its first tokens how many tokens of the prompt"):
         OpenAIEngine(server.url)
 
 
-def test_a_prompt_of_the_same_length_that_was_read_otherwise_is_noticed(server: VLLMStandIn) -> None:
+async def test_a_prompt_of_the_same_length_that_was_read_otherwise_is_noticed(server: VLLMStandIn) -> None:
     engine = OpenAIEngine(server.url)
     server.twist = lambda event: event["choices"][0].update(prompt_token_ids=[5, 9, 7])
-    assert "has read token 9 at place 1, where 6 was sent" in str(answer(engine).chunks[-1].error)
+    assert "has read token 9 at place 1, where 6 was sent" in str((await answer(engine)).chunks[-1].error)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +124,17 @@ def test_a_prompt_of_the_same_length_that_was_read_otherwise_is_noticed(server: 
         ({"choices": [{"token_ids": [], "finish_reason": "content_filter"}]}, "content_filter"),
     ],
 )
-def test_an_answer_that_is_none_is_an_error_and_never_a_token(
+async def test_an_answer_that_is_none_is_an_error_and_never_a_token(
     server: VLLMStandIn, event: dict[str, Any], message: str
 ) -> None:
     engine = OpenAIEngine(server.url)
     server.next_events = [event | {"usage": {"prompt_tokens": 3}}]
     with pytest.raises(EngineError, match=message):
-        raise EngineError(str(answer(engine).chunks[-1].error))
+        raise EngineError(str((await answer(engine)).chunks[-1].error))
 
 
-def test_an_abort_closes_the_connection_and_keeps_what_came(server: VLLMStandIn) -> None:
-    async def body(engine: OpenAIEngine) -> None:
+async def test_an_abort_closes_the_connection_and_keeps_what_came(server: VLLMStandIn) -> None:
+    async with aclosing(OpenAIEngine(server.url)) as engine:
         asked = request(max_tokens=WINDOW - 10, ignore_eos=True)
         got = Answers(asked)
         pending = asyncio.ensure_future(got.drain(engine.generate([asked])))
@@ -147,13 +146,14 @@ def test_an_abort_closes_the_connection_and_keeps_what_came(server: VLLMStandIn)
         assert (got["a"].reason, got["a"].chunks[-1].error) == ("abort", None)
         assert 0 < len(got["a"].ids) < WINDOW - 10
 
-    using(OpenAIEngine(server.url), body)
 
-
-def test_weights_come_by_a_function_while_the_server_has_no_request(server: VLLMStandIn) -> None:
+async def test_weights_come_by_a_function_while_the_server_has_no_request(server: VLLMStandIn) -> None:
     loaded: list[tuple[Any, ...]] = []
 
-    async def body(engine: OpenAIEngine) -> None:
+    def load(url: str, weights: Any, version: int) -> None:
+        loaded.append((url, weights, version))
+
+    async with aclosing(OpenAIEngine(server.url + "/v1", update_weights=load)) as engine:
         asked = request(max_tokens=60, ignore_eos=True)
         got = Answers(asked)
         pending = asyncio.ensure_future(got.drain(engine.generate([asked])))
@@ -170,19 +170,12 @@ def test_weights_come_by_a_function_while_the_server_has_no_request(server: VLLM
         assert later["prompt"] == PROMPT + ids[: versions.count(0)]
         assert later["max_tokens"] == versions.count(7)
 
-    def load(url: str, weights: Any, version: int) -> None:
-        loaded.append((url, weights, version))
 
-    using(OpenAIEngine(server.url + "/v1", update_weights=load), body)
-
-
-def test_without_a_function_there_is_one_version(server: VLLMStandIn) -> None:
-    async def body(engine: OpenAIEngine) -> None:
+async def test_without_a_function_there_is_one_version(server: VLLMStandIn) -> None:
+    async with aclosing(OpenAIEngine(server.url)) as engine:
         with pytest.raises(EngineError, match=r"no way to load weights .* `update_weights: module:function`"):
             await engine.update_weights("/some/folder")
         assert engine.weight_version == 0
-
-    using(OpenAIEngine(server.url), body)
 
 
 def test_a_model_is_found_or_named(server: VLLMStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +211,8 @@ def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(server: VLLMSta
         build_engine({"kind": "openai"}, Path())
 
 
-def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VLLMStandIn) -> None:
-    async def body(engine: OpenAIEngine) -> None:
+async def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VLLMStandIn) -> None:
+    async with aclosing(OpenAIEngine(server.url)) as engine:
         client, probes = EngineClient(engine, backoff=0.001), len(server.bodies(server.generate))
         choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-1.0]}}
         server.next_events = [{"choices": [choice], "usage": {"prompt_tokens": 3}}, {"error": "no memory"}]
@@ -230,5 +223,3 @@ def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VLLMStan
         asked = server.bodies(server.generate)[probes:]
         assert [body["prompt"] for body in asked] == [PROMPT, [*PROMPT, 21]]
         await client.drain()
-
-    using(OpenAIEngine(server.url), body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from tests.integration.sglang_oracle import ask
 from tests.unit.engines.http.stand_ins import EARLY, FIRST, SGLangStandIn
-from tests.unit.engines.http.test_any_server import asked_for, one, request, using
+from tests.unit.engines.http.test_any_server import asked_for, one, request
 
 
 class Process:
@@ -72,10 +73,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> tuple[SGLangEngine, SGLangStandIn]:
     return engine, process.server
 
 
-def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None:
+async def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None:
     engine, server = made
-
-    async def body(engine: SGLangHTTPEngine) -> None:
+    async with aclosing(engine) as engine:
         server.stays = True
         asked = asyncio.create_task(ask(engine, *(request(f"{number}", 3) for number in range(8))))
         await asked_for(server, "/generate", 8)
@@ -94,21 +94,18 @@ def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -> None
         assert all(body["input_ids"] == [5, 6, 7, FIRST] for body in server.bodies("/generate")[8:])
         assert engine.load() == Load()
 
-    using(engine, body)
-
 
 TENSORS = {"model.norm.weight": torch.ones(128)}
 
 
-def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_again(
+async def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_again(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, server = made
     looked: list[str] = []
     look = weights_module._check
     monkeypatch.setattr(weights_module, "_check", lambda name, *more: looked.append(name) or look(name, *more))
-
-    async def body(engine: SGLangHTTPEngine) -> None:
+    async with aclosing(engine) as engine:
         assert await engine.update_weights(TENSORS) == 1
         assert looked == ["model.norm.weight"]
         stored = StoredTensors(TENSORS)
@@ -122,21 +119,17 @@ def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_
         assert (await one(engine)).versions == [7] * 4
         assert len(server.loaded) == 3
 
-    using(engine, body)
-
 
 @pytest.mark.parametrize(
     ("host", "here"), [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("192.0.2.1", False)]
 )
-def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: str, here: bool) -> None:
-    async def body(engine: SGLangHTTPEngine) -> None:
+async def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: str, here: bool) -> None:
+    async with aclosing(SGLangHTTPEngine(server.url)) as engine:
         engine._endpoint.url = f"http://{host}:{server.port}"
         assert engine._endpoint.is_here is here
         if not here:
             with pytest.raises(EngineError, match=r"192\.0\.2\.1:.* is on another host; save_pretrained them into"):
                 await engine.update_weights(TENSORS)
-
-    using(SGLangHTTPEngine(server.url), body)
 
 
 NORM = "model.norm.weight"
@@ -154,7 +147,7 @@ UNFIT: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_weights_that_cannot_be_right_are_not_even_shown_to_the_server(
+async def test_weights_that_cannot_be_right_are_not_even_shown_to_the_server(
     server: SGLangStandIn, tmp_path: Path, what: str
 ) -> None:
     form, change, message = UNFIT[what]
@@ -164,20 +157,16 @@ def test_weights_that_cannot_be_right_are_not_even_shown_to_the_server(
         tensors: dict[str, Any] = load_file(embedded_model() / "model.safetensors") | change
         save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "m.safetensors")
         weights = tmp_path
-
-    async def body(engine: SGLangHTTPEngine) -> None:
+    async with aclosing(SGLangHTTPEngine(server.url)) as engine:
         with pytest.raises(EngineError, match=message):
             await engine.update_weights(weights)
         assert not server.loaded
         assert (await one(engine)).versions == [0] * 4
 
-    using(SGLangHTTPEngine(server.url), body)
 
-
-def test_weights_that_are_refused_before_any_is_loaded_leave_the_old_ones(made: Made) -> None:
+async def test_weights_that_are_refused_before_any_is_loaded_leave_the_old_ones(made: Made) -> None:
     engine, server = made
-
-    async def body(engine: SGLangHTTPEngine) -> None:
+    async with aclosing(engine) as engine:
         server.refusal = "no memory"
         with pytest.raises(EngineError, match="refused the weights: no memory"):
             await engine.update_weights(embedded_model("early"))
@@ -186,8 +175,6 @@ def test_weights_that_are_refused_before_any_is_loaded_leave_the_old_ones(made: 
         assert await engine.update_weights(embedded_model("early")) == 1
         assert (await one(engine)).ids == [EARLY] * 4
         assert engine.failure is None
-
-    using(engine, body)
 
 
 BROKEN = {
@@ -199,14 +186,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("answer", BROKEN)
-def test_an_update_that_breaks_off_half_way_is_the_end_of_the_engine(
+async def test_an_update_that_breaks_off_half_way_is_the_end_of_the_engine(
     made: Made, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows which tensors are new: no token may come of that."""
     engine, server = made
     monkeypatch.setattr(sglang_endpoint, "UPDATE_WITHIN", 600.0 if answer else 0.3)
-
-    async def body(engine: SGLangHTTPEngine) -> None:
+    async with aclosing(engine) as engine:
         await engine.pause()
         pending = asyncio.ensure_future(one(engine))
         await asyncio.sleep(0)
@@ -224,13 +210,10 @@ def test_an_update_that_breaks_off_half_way_is_the_end_of_the_engine(
         if isinstance(engine, SGLangEngine):
             assert server.over.is_set(), "the process goes, too"
 
-    using(engine, body)
 
-
-def test_a_process_that_ends_ends_what_it_owes_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ends_ends_what_it_owes_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, server = own(monkeypatch)
-
-    async def body(engine: SGLangEngine) -> None:
+    async with aclosing(engine) as engine:
         server.never = {"/generate"}
         pending = asyncio.ensure_future(one(engine))
         await asked_for(server, "/generate")
@@ -239,16 +222,13 @@ def test_a_process_that_ends_ends_what_it_owes_with_what_it_said(monkeypatch: py
             with pytest.raises(EngineError, match="CUDA out of memory"):
                 await late
 
-    using(engine, body)
 
-
-def test_a_connection_that_breaks_while_the_process_lives_costs_its_requests_only(
+async def test_a_connection_that_breaks_while_the_process_lives_costs_its_requests_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_link, "EXIT_WITHIN", 0.1)
     engine, server = own(monkeypatch)
-
-    async def body(engine: SGLangEngine) -> None:
+    async with aclosing(engine) as engine:
         server.raw = {"/generate": b""}
         with pytest.raises(ReplicaLost, match="cannot be reached"):
             await one(engine)
@@ -256,32 +236,26 @@ def test_a_connection_that_breaks_while_the_process_lives_costs_its_requests_onl
         assert (await one(engine)).ids == [FIRST] * 4
         assert engine.failure is None
 
-    using(engine, body)
-
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_it_samples(noticed: bool) -> None:
+async def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_it_samples(noticed: bool) -> None:
     """From the pool; also where nobody looked while it was away: its first answer says which weights it has."""
     folder, first = embedded_model("early"), SGLangStandIn()
     port, times = first.port, PoolTimes(backoff=0.05)
-
-    async def main() -> None:
-        pool = PoolEngine(LocalPlacement(lambda name: SGLangHTTPEngine(first.url)), 1, restarts=1000, times=times)
-        assert (await one(pool)).ids == [FIRST] * 4
-        assert await pool.update_weights(folder) == 1
-        assert (await one(pool)).versions == [1] * 4
-        first.stop()
-        second = None if noticed else SGLangStandIn(port)
-        if noticed:
-            assert "cannot be reached" in str((await one(pool)).chunks[-1].error)
-        else:
-            error = (await one(pool)).chunks[-1].error
-            assert "samples with weights of version 'default', not '1' as loaded here; it was restarted" in str(error)
-        second = second or SGLangStandIn(port)
-        got = await one(pool)
-        assert (got.ids, got.versions) == ([EARLY] * 4, [1] * 4)
-        assert second.loaded == [(str(folder.resolve()), "1")]
-        await pool.aclose()
-        second.stop()
-
-    asyncio.run(main())
+    pool = PoolEngine(LocalPlacement(lambda name: SGLangHTTPEngine(first.url)), 1, restarts=1000, times=times)
+    assert (await one(pool)).ids == [FIRST] * 4
+    assert await pool.update_weights(folder) == 1
+    assert (await one(pool)).versions == [1] * 4
+    first.stop()
+    second = None if noticed else SGLangStandIn(port)
+    if noticed:
+        assert "cannot be reached" in str((await one(pool)).chunks[-1].error)
+    else:
+        error = (await one(pool)).chunks[-1].error
+        assert "samples with weights of version 'default', not '1' as loaded here; it was restarted" in str(error)
+    second = second or SGLangStandIn(port)
+    got = await one(pool)
+    assert (got.ids, got.versions) == ([EARLY] * 4, [1] * 4)
+    assert second.loaded == [(str(folder.resolve()), "1")]
+    await pool.aclose()
+    second.stop()
