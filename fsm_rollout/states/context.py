@@ -23,6 +23,7 @@ from fsm_rollout.engines.client import ABORT_GRACE
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
+from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.states.generation import Generation, OnTokens
 from fsm_rollout.states.sampler import ended, submit, without_stop
@@ -55,6 +56,9 @@ class HandlerContext(Visit):
         Raises:
             StreamError: a generation was left running.
         """
+        if not self._generations:
+            self._over = True
+            return
         running = [g.task for g in self._generations.values() if g.task is not None and not g.task.done()]
         for task in running:
             task.cancel()
@@ -79,7 +83,7 @@ class HandlerContext(Visit):
             EngineError: the engine failed for good (what it had sampled is recorded).
             StreamError: there is no such context, or another generation of it is under way.
         """
-        self.context(context)
+        bound = self.context(context)
         self._charge_turn()
         recorded = self._effects.take(Generated, context)
         while recorded is not None and recorded.finish_reason == FinishReason.ABORT:
@@ -89,7 +93,7 @@ class HandlerContext(Visit):
             if recorded.cut_by is not None:
                 raise self.limit_reached(recorded.cut_by, context)
             return recorded
-        return await self._sample(context, sampling, self._generations.values())
+        return await self._sample(bound, sampling, self._generations.values())
 
     def _charge_turn(self) -> None:
         """Charge for a generation, unless entering the state has paid for it."""
@@ -99,17 +103,21 @@ class HandlerContext(Visit):
             self.charge(LimitName.ASSISTANT_TURNS)
 
     async def _sample(
-        self, context: str, sampling: Sampling | None, earlier: Iterable[Generation], on_tokens: OnTokens | None = None
+        self,
+        bound: BoundContext,
+        sampling: Sampling | None,
+        earlier: Iterable[Generation],
+        on_tokens: OnTokens | None = None,
     ) -> Generated:
         """Sample a turn that is paid for; ``earlier``: the generations that are recorded before it."""
-        if context in self._generations:
-            raise StreamError(f"two generations at once in context '{context}'; give each a context of its own")
-        generation = self._generations[context] = Generation(self, context, earlier)
+        if bound.name in self._generations:
+            raise StreamError(f"two generations at once in context '{bound.name}'; give each a context of its own")
+        generation = self._generations[bound.name] = Generation(self, bound, earlier)
         try:
             return await generation.sample(sampling, on_tokens)
         finally:
             generation.recorded.set()
-            del self._generations[context]
+            del self._generations[bound.name]
 
     def forget_recorded(self) -> None:
         """Let a visit that begins again repeat its operations; its handler sees in the streams what it had done.
@@ -133,7 +141,7 @@ class HandlerContext(Visit):
         """
         if not paid:
             self._charge_turn()
-        return await self._sample(context, sampling, (), on_tokens)
+        return await self._sample(self.context(context), sampling, (), on_tokens)
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 

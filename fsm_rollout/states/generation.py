@@ -34,9 +34,9 @@ OnTokens = Callable[[PendingRequest], object]
 class Generation:
     """One generation of a visit. ``earlier``: those of the visit that were begun before it and are under way."""
 
-    def __init__(self, visit: Visit, context: str, earlier: Iterable[Generation]) -> None:
+    def __init__(self, visit: Visit, bound: BoundContext, earlier: Iterable[Generation]) -> None:
         self.visit = visit
-        self.bound = visit.context(context)
+        self.bound = bound
         self.earlier = list(earlier)
         self.task = asyncio.current_task()
         self.recorded = Once()
@@ -49,14 +49,15 @@ class Generation:
         #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
         stream = await visit.opened(bound.name)
+        new = stream.pending
         was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
-        continued = was_cut and not stream.awaiting and not stream.pending
+        continued = was_cut and not stream.awaiting and not new
         resumed = continued and stream.finish_reason == FinishReason.ABORT
-        if stream.awaiting and stream.pending:
+        if stream.awaiting and new:
             # Messages came after a turn's header and before its first token: the header cannot be taken back.
             stream = await visit.open(bound, list(stream.messages), instead_of_glue=True)
         elif not stream.awaiting and not continued:
-            stream = await self._glue(stream)
+            stream = await self._glue(stream, new)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         submitted, cut_by = self._submit(stream, sampling, resumed=resumed)
         if on_tokens is None and visit.active.live_user is not None:
@@ -66,7 +67,8 @@ class Generation:
         record = partial(self._record, submitted, stream, cut_by, continued=continued, resumed=resumed)
         try:
             await ended(bound, submitted)
-            await self._wait_for_earlier()
+            if self.earlier:
+                await self._wait_for_earlier()
         except asyncio.CancelledError:
             try:
                 await self._wait_for_earlier(cut=True)
@@ -89,19 +91,20 @@ class Generation:
             if not cut or (generation.task is not None and generation.task.cancelling()):
                 await generation.recorded.wait()
 
-    async def _glue(self, stream: Stream) -> Stream:
+    async def _glue(self, stream: Stream, new: list[Message]) -> Stream:
         """Write the glue after the latest turn, or open the context's next stream; return the stream to sample in."""
         # 1. The glue; where there can be none, a new stream opens with the whole history.
         visit, bound, chat = self.visit, self.bound, self.bound.chat
-        history, new = stream.messages[: stream.glued], stream.pending
+        history = stream.messages[: stream.glued]
         if chat.must_split(history, new, bound.tools):
             return await visit.open(bound, list(stream.messages), instead_of_glue=True)
         sampled = stream.turn_ids
-        finish_reason = FinishReason.STOP if _stopped(sampled, stream.finish_reason, bound) else FinishReason.LENGTH
+        stopped = stream.finish_reason == FinishReason.STOP and len(sampled) > 0 and sampled[-1] in bound.stop_ids
+        finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         asked = FollowUp(history, new, bound.tools, sampled, finish_reason, visit.date)
         encoded = await chat.encode(asked)
         if len(stream.messages) - stream.glued > len(new):  # another task of the handler has written meanwhile
-            return await self._glue(stream)
+            return await self._glue(stream, stream.pending)
         # 2. Some of the glue from the cache is checked, after this turn's request has been sent.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
@@ -220,15 +223,10 @@ class Generation:
         return event
 
 
-def _stopped(ids: Ids, finish_reason: FinishReason | None, bound: BoundContext) -> bool:
-    """Whether a turn ends in a stop token that the model has sampled."""
-    return finish_reason == FinishReason.STOP and len(ids) > 0 and ids[-1] in bound.stop_ids
-
-
 def _read_turn(
     ids: Ids, finish_reason: FinishReason, bound: BoundContext, number: int
 ) -> tuple[Message, list[ToolCall | MalformedCall]]:
-    """Return the assistant message that a turn's tokens stand for, and the calls attempted in it.
+    """Return what a turn's tokens say beside calls, as a message, and the calls attempted in it.
 
     ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
     """
@@ -245,10 +243,4 @@ def _read_turn(
             attempts.append(ToolCall(id=call_id, name=item.name, arguments=item.arguments))
         else:
             attempts.append(MalformedCall(id=call_id, kind=item.kind, message=item.message))
-    message: Message = {"role": "assistant", "content": parsed.content}
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in attempts
-        if isinstance(call, ToolCall)
-    ]
-    return (message | {"tool_calls": calls} if calls else message), attempts
+    return {"role": "assistant", "content": parsed.content}, attempts

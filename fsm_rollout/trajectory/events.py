@@ -120,8 +120,8 @@ class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken", gc=
 class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """One generation ended. ``versions`` are run lengths ``(tokens, weight version)`` over ``ids``.
 
-    ``message`` is the whole assistant message as it now stands in the history (a generation that goes on after
-    ``length`` replaces its message). ``attempts`` holds calls and broken calls in the order of the text.
+    ``attempts`` holds calls and broken calls in the order of the text, ``message`` what the turn says beside them, all
+    of it also where the generation goes on after ``length``. :meth:`said` is the message of the history.
     """
 
     context: str
@@ -147,6 +147,15 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     seconds: float = 0.0
     cached_tokens: int = 0
     replica: str = ""
+
+    def said(self) -> Message:
+        """Return the whole assistant message in OpenAI's form: with the calls among the attempts that could be read."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.attempts
+            if isinstance(call, ToolCall)
+        ]
+        return self.message | {"tool_calls": calls} if calls else self.message
 
 
 class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):

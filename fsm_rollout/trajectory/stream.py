@@ -106,8 +106,8 @@ class Stream(msgspec.Struct):
         self.glued = len(self.messages)
         self.pending_state = None
 
-    def sample(self, event: events.Generated, turn: int) -> None:
-        """Take in what a generation, the ``turn``-th unless it is one that goes on, has sampled.
+    def sample(self, event: events.Generated, turn: int) -> Message:
+        """Take in what a generation, the ``turn``-th unless it is one that goes on, has sampled; return its message.
 
         Raises:
             StreamError: its logprobs, versions or notes do not fit its ids, or messages never entered the tokens.
@@ -126,11 +126,10 @@ class Stream(msgspec.Struct):
             raise StreamError(f"context '{event.context}' has messages that never entered its stream")
         # 2. Its message.
         if event.continued:
-            self.messages[-1] = event.message
-            del self.parts[-1:]
+            del self.messages[-1], self.parts[-1:]
         else:
             self.turn_at = length
-            self.messages.append(event.message)
+        self.messages.append(message := event.said())
         self.glued = len(self.messages)
         self.parts.append(MessagePart(self.glued - 1, self.turn_at, end - self.turn_at))
         # 3. Its tokens.
@@ -151,6 +150,7 @@ class Stream(msgspec.Struct):
         self.awaiting = False
         self.finish_reason = event.finish_reason
         self.turn = turn
+        return message
 
     @property
     def turn_ids(self) -> Ids:

@@ -320,26 +320,26 @@ class Trajectory(msgspec.Struct):
         self.guarded += event.guarded
 
     def _generated(self, event: events.Generated) -> None:
-        self._open_stream(event.context).sample(event, self.generations)
+        message = self._open_stream(event.context).sample(event, self.generations)
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        self._update_turn(event).results = self.called = []  # one list for both: the calls made from now on
+        self._update_turn(event, message).results = self.called = []  # one list for both: the calls made from now on
         self.last = event
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
 
-    def _update_turn(self, event: events.Generated) -> AssistantTurn:
+    def _update_turn(self, event: events.Generated, message: Message) -> AssistantTurn:
         """Begin or continue the turn of a generation that has just ended, and return it."""
         # 1. A new message, or more of the context's latest.
         turn = None
         if event.continued or event.resumed:
             turn = next((turn for turn in reversed(self.turn_of) if turn.context == event.context), None)
         if turn is None:
-            turn = AssistantTurn(event.context, event.state, event.message, event.attempts, event.finish_reason)
+            turn = AssistantTurn(event.context, event.state, message, event.attempts, event.finish_reason)
         # 2. What the generation made of it.
-        turn.message, turn.calls, turn.finish_reason = event.message, event.attempts, event.finish_reason
+        turn.message, turn.calls, turn.finish_reason = message, event.attempts, event.finish_reason
         turn.tokens += len(event.ids)
         if len(self.turn_of) < self.generations:  # else the generation is resumed, and is there already
             turn.generations.append(len(self.turn_of))

@@ -351,3 +351,16 @@ def test_the_collector_walks_through_no_event_turn_or_span(events: list[AnyEvent
     spans = [span for stream in trajectory.streams for span in stream.tokens.spans]
     held = [*events, *trajectory.assistant_turns, *trajectory.attempts, *spans]
     assert [item for item in held if gc.is_tracked(item)] == []
+
+
+def test_a_turn_s_calls_are_stored_once_and_stand_in_its_message() -> None:
+    call = ToolCall(id="c1", name="look", arguments={"at": "x"})
+    broken = MalformedCall(id="c2", kind="no_json", message="no JSON")
+    said = {"role": "assistant", "content": "Let me see."}
+    trajectory = Trajectory.fold([PROMPTED, opened(), generated(message=said, attempts=[call, broken])])
+    (stream,) = trajectory.streams
+    wanted = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}]
+    assert stream.messages[-1] == said | {"tool_calls": wanted}
+    assert trajectory.assistant_turns[-1].message is stream.messages[-1]
+    assert trajectory.last is not None
+    assert encode(trajectory.last).count(b"look") == 1
