@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from fsm_rollout.trajectory.events import AnyEvent, Prompted
-from fsm_rollout.trajectory.journal import Journal
 
 if TYPE_CHECKING:
     import torch
@@ -30,26 +27,6 @@ def new_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def prompted(trajectory_id: str = "g/0", **facts: Any) -> Prompted:
-    """Return how a trajectory begins: a group's sample, or what a sample has called, unless ``facts`` say otherwise."""
-    group_id, _, sample = trajectory_id.partition("/")
-    defaults = {
-        "at": 0.0, "group_id": group_id, "sample": int(sample.partition("/")[0].partition("~")[0] or 0), "agent": "a",
-        "parent_id": trajectory_id.rpartition("/")[0] if trajectory_id.count("/") > 1 else None, "initial": "PENDING",
-        "messages": [], "extra": {}, "limits": {}, "seed": 0, "date": "2020-01-01T00:00:00",
-    }  # fmt: skip
-    return Prompted(trajectory_id=trajectory_id, **(defaults | facts))
-
-
-def written(path: Path, *histories: Sequence[AnyEvent], **facts: object) -> Path:
-    """Write a journal of these trajectories, with these facts of the run, and return its path."""
-    with Journal(path, facts) as journal:
-        for first, *rest in histories:
-            for event in (first, *rest):
-                journal.append(first.trajectory_id, event)  # type: ignore[union-attr]
-    return path
 
 
 def under_way(stretches: list[tuple[float, float]]) -> float:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from tensordict import TensorDict
 
 from fsm_rollout.batch.batch import TrajectoryBatch
@@ -30,18 +29,10 @@ from fsm_rollout.testing.strategies.histories import (
     several_event_sequences,
     several_trajectories,
 )
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    ContextOpened,
-    Ended,
-    Generated,
-    NotScored,
-    Prompted,
-    PromptExtended,
-    Scored,
-)
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, NotScored, PromptExtended, Scored
 from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import generated, opened, prompted
 
 DTYPES = {
     **dict.fromkeys(
@@ -283,11 +274,9 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
 )
 def test_scores_stand_on_the_last_token_that_is_left(width: int, scores: list[float]) -> None:
     events: list[AnyEvent] = [
-        prompted("t"),
-        opened(),
-        generated(3),
+        *history("t", 3),
         PromptExtended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
-        generated(2),
+        generated(versions=[(2, 4)]),
         PromptExtended(at=2.0, context="main", state="PROCESSING_TOOLS", ids=array("i", [7])),
         Scored(at=3.0, value=0.5, turn=0),
         Scored(at=3.0, value=1.0, turn=1),
@@ -359,48 +348,15 @@ def test_extras_of_any_shape_survive(extras: list[dict[str, Any]], tmp_path_fact
     assert TensorDict.load_memmap(str(path)).get("extra").tolist() == extras, "TensorDict alone reads it too"
 
 
-def prompted(trajectory_id: str, extra: dict[str, Any] | None = None) -> Prompted:
-    return Prompted(
-        at=1.0,
-        trajectory_id=trajectory_id,
-        group_id="g",
-        sample=0,
-        agent="solver",
-        initial="PENDING",
-        messages=[{"role": "user", "content": "?"}],
-        extra=extra or {},
-        limits={},
-        seed=0,
-        date="2020-01-01T00:00:00",
-    )
+USER = {"role": "user", "content": "?"}
 
 
-def opened() -> ContextOpened:
-    return ContextOpened(
-        at=1.0,
-        context="main",
-        state="GENERATING",
-        messages=[{"role": "system", "content": "!"}, {"role": "user", "content": "?"}],
-        ids=array("i", [1, 2]),
-        trained=True,
-        engine="policy",
-    )
-
-
-def generated(sampled: int) -> Generated:
-    return Generated(
-        at=2.0,
-        context="main",
-        state="GENERATING",
-        ids=array("i", range(10, 10 + sampled)),
-        logprobs=array("f", [-0.5] * sampled),
-        versions=[(sampled, 4)],
-        finish_reason="stop",
-        message={"role": "assistant", "content": "hi"},
-        seconds=0.75,
-        temperature=0.5,
-        top_k=8,
-    )
+def history(trajectory_id: str, sampled: int = 2, extra: dict[str, Any] | None = None, **facts: Any) -> list[AnyEvent]:
+    """Return how a trajectory of one turn begins."""
+    begun = prompted(trajectory_id, group_id="g", at=1.0, agent="solver", messages=[USER], extra=extra or {})
+    turn = {"seconds": 0.75, "temperature": 0.5, "top_k": 8, "versions": [(sampled, 4)]}
+    opening = opened(state="GENERATING", messages=[{"role": "system", "content": "!"}, USER])
+    return [begun, opening, generated(sampled=sampled, **(turn | facts))]
 
 
 def trajectory(
@@ -408,13 +364,12 @@ def trajectory(
 ) -> Trajectory:
     """Return an ended trajectory of one turn of ``sampled`` tokens at -0.5 each, after a prompt of two."""
     ended = Ended(at=3.5, stop_reason="answered")
-    return Trajectory.fold([prompted(trajectory_id, extra), opened(), generated(sampled), ended, *scores])
+    return Trajectory.fold([*history(trajectory_id, sampled, extra), ended, *scores])
 
 
 def test_a_row_that_is_cut_and_has_no_experts_fits_those_that_have() -> None:
     note = Note(NoteKind.ROUTED_EXPERTS, 0, array("i", [4] * 3), array("i", range(12)), layers=2)
-    routed = [prompted("routed"), opened(), replace(generated(2), notes=[note])]
-    trajectories = [Trajectory.fold(routed), trajectory("long", 9)]
+    trajectories = [Trajectory.fold(history("routed", notes=[note])), trajectory("long", 9)]
     batch = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, response_width=3, overflow="truncate")
     assert batch.rows()[0].routed_experts[:3].ravel().tolist() == list(range(12))
     assert batch.rows()[1].routed_experts.tolist() == [NO_EXPERTS] * 5

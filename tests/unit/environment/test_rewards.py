@@ -25,44 +25,23 @@ from fsm_rollout.environment.rewards import (
     sum_of_turns,
 )
 from fsm_rollout.errors import ConfigError, describe
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    ContextOpened,
-    Generated,
-    Message,
-    MessagesAppended,
-    Prompted,
-    Scored,
-)
+from fsm_rollout.trajectory.events import Generated, Message, MessagesAppended, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import opened, prompted
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
 
 
 def trajectory(*turns: Message, extra: dict[str, Any] | None = None, opening: Sequence[Message] = (), name: str = "t"):
     """Take a trajectory's main context through these messages; one of role "reset" opens the next stream."""
-    events: list[AnyEvent] = [
-        Prompted(
-            at=0.0, trajectory_id=name, group_id="g", sample=0, agent="a", initial="PENDING", messages=list(opening),
-            extra=extra or {}, limits={}, seed=0, date="2026-01-01T00:00:00",
-        )
-    ]  # fmt: skip
-
-    def opened(context: str, messages: Sequence[Message]) -> ContextOpened:
-        ids = array("i", [1])
-        return ContextOpened(
-            at=0.0, context=context, state="PENDING", messages=list(messages), ids=ids, trained=True, engine="policy"
-        )
-
-    events.append(opened("main", opening))
-    events.append(opened("critic", opening))
-    folded = Trajectory.fold(events)
+    begun = prompted(name, group_id="g", messages=list(opening), extra=extra or {})
+    folded = Trajectory.fold([begun, *(opened(context, messages=list(opening)) for context in ("main", "critic"))])
     for turn in turns:
         context = turn.get("in", "main")
         message = {key: value for key, value in turn.items() if key != "in"}
         if message["role"] == "reset":
-            folded.apply(opened(context, message["messages"]))
+            folded.apply(opened(context, messages=list(message["messages"])))
         elif message["role"] == "assistant":
             stream = folded.stream(context)
             assert stream is not None

@@ -20,9 +20,10 @@ from fsm_rollout.environment.users import (
     build_interaction,
 )
 from fsm_rollout.errors import ToolError
-from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
+from fsm_rollout.trajectory.events import Message, Transitioned
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import prompted
 
 SCRIPTED = InteractionSpec(use="fsm_rollout.interactions:ScriptedUser")
 MODEL = InteractionSpec(use="fsm_rollout.interactions:ModelUser", kwargs={"max_turns": 2, "system": "You are Kim."})
@@ -30,13 +31,9 @@ MODEL = InteractionSpec(use="fsm_rollout.interactions:ModelUser", kwargs={"max_t
 
 def a_trajectory(ctx: int, extra: dict[str, Any]) -> Trajectory:
     """Return a trajectory in INTERACTING, for the ``ctx``-th time (from 1)."""
-    prompted = Prompted(
-        at=0.0, trajectory_id="t", group_id="g", sample=0, agent="a", initial="GENERATING", messages=[], extra=extra,
-        limits={}, seed=0, date="2026-01-01T00:00:00",
-    )  # fmt: skip
     there = Transitioned(at=0.0, trigger="generated", source="GENERATING", dest="INTERACTING", spent={"user_turns": 1})
     back = Transitioned(at=0.0, trigger="replied", source="INTERACTING", dest="GENERATING", spent={})
-    return Trajectory.fold([prompted, *[there, back] * (ctx - 1), there])
+    return Trajectory.fold([prompted(initial="GENERATING", extra=extra), *[there, back] * (ctx - 1), there])
 
 
 class Engines:

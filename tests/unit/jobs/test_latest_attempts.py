@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.jobs.latest_attempts import latest_attempts
-from tests.kit import prompted, written
+from tests.events import prompted, written
 
 
 @pytest.mark.parametrize(

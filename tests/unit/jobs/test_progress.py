@@ -17,13 +17,11 @@ from fsm_rollout.jobs import progress
 from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.runner import Progress
 from fsm_rollout.jobs.summary import Summary
-from fsm_rollout.trajectory.events import Ended, Prompted
+from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import prompted
 
-BEGUN = Prompted(
-    at=0.0, trajectory_id="0/0", group_id="0", sample=0, agent="a", initial="PENDING", messages=[], extra={}, limits={},
-    seed=0, date="",
-)  # fmt: skip
+BEGUN = prompted("0/0")
 
 
 class Lines(StringIO):

@@ -11,7 +11,7 @@ from fsm_rollout.jobs.rescore import apply_score, read_scores, rescore
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Ended, Scored
 from fsm_rollout.trajectory.journal import read
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.kit import prompted, written
+from tests.events import prompted, written
 
 HERE = "tests.unit.jobs.test_rescore"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections import Counter
 from io import StringIO
 from typing import Any
@@ -32,6 +31,7 @@ from fsm_rollout.trajectory.events import (
     UserReplied,
 )
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import generated, opened, prompted
 from tests.kit import under_way
 
 KEYS = (
@@ -130,19 +130,9 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
 
 def parent_and_child(**child: Any) -> list[Trajectory]:
     """A trajectory of 4 s and the one that it called, which is scored as it is."""
-    begun = Prompted(
-        at=0.0, trajectory_id="0/0", group_id="0", sample=0, agent="solver", initial="PENDING", messages=[], extra={},
-        limits={}, seed=0, date="",
-    )  # fmt: skip
-    turn = Generated(
-        at=3.0, context="main", state="PENDING", ids=array("i", [1]), logprobs=array("f", [0.0]), versions=[(1, 0)],
-        finish_reason="stop", message={"role": "assistant", "content": ""}, queue_seconds=2.5, seconds=0.5,
-    )  # fmt: skip
-    opened = ContextOpened(
-        at=0.0, context="main", state="PENDING", messages=[], ids=array("i", [1]), trained=True, engine="policy"
-    )
+    begun, turn = prompted("0/0"), generated(sampled=1, at=3.0, state="PENDING", queue_seconds=2.5, seconds=0.5)
     end, score = Ended(at=4.0, stop_reason="answered"), Scored(at=4.0, value=0.5)
-    own = [begun, opened, turn, end, score]
+    own = [begun, opened(at=0.0), turn, end, score]
     called = [replace(begun, trajectory_id="0/0/solve", parent_id="0/0"), replace(end, **child), score]
     return [Trajectory.fold(own), Trajectory.fold(called)]
 
@@ -172,10 +162,7 @@ def test_the_parts_of_a_time_make_up_the_whole() -> None:
 def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
     console = Console(width=80, file=StringIO(), force_terminal=False)
     progress, (parent, child) = RunProgress(1, 0, console), parent_and_child()
-    begun = Prompted(
-        at=0.0, trajectory_id="", group_id="0", sample=0, agent="solver", initial="PENDING", messages=[], extra={},
-        limits={}, seed=0, date="",
-    )  # fmt: skip
+    begun = prompted()
     left = Transitioned(at=1.0, trigger="x", source="PENDING", dest="WORKING", spent={})
     for trajectory, event in ((parent, begun), (child, begun), (parent, left), (child, left)):
         progress(trajectory, event)
@@ -195,11 +182,7 @@ def with_scores(*scores: float | None, parts: dict[str, Any] | None = None) -> d
     first = parent_and_child()[0]
     trajectories = []
     for number, score in enumerate((*scores, "under way")):
-        begun = Prompted(
-            at=0.0, trajectory_id=f"{number}/0", group_id=str(number), sample=0, agent="solver", initial="PENDING",
-            messages=[], extra={}, limits={}, seed=0, date="",
-        )  # fmt: skip
-        events: list[AnyEvent] = [begun]
+        events: list[AnyEvent] = [prompted(f"{number}/0")]
         if score != "under way":
             events.append(Ended(at=1.0, stop_reason="answered"))
         if isinstance(score, float):

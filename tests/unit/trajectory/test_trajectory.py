@@ -26,7 +26,6 @@ from fsm_rollout.trajectory.events import (
     LimitCharged,
     MalformedCall,
     MessagesAppended,
-    Prompted,
     PromptExtended,
     Scored,
     Suspended,
@@ -39,39 +38,10 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import AssistantTurn, Stream
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import generated, opened, prompted
 from tests.kit import under_way
 
-
-def opened(context: str = "main", **facts: Any) -> ContextOpened:
-    defaults = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
-    return ContextOpened(at=1.0, context=context, **(defaults | facts))
-
-
-def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generated:
-    defaults = {
-        "state": "GENERATING",
-        "ids": array("i", range(10, 10 + sampled)),
-        "logprobs": array("f", [-0.5] * sampled),
-        "versions": [(sampled, 0)],
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": "hi"},
-    }
-    return Generated(at=2.0, context=context, **(defaults | facts))
-
-
-PROMPTED = Prompted(
-    at=0.5,
-    trajectory_id="t",
-    group_id="g",
-    sample=0,
-    agent="solver",
-    initial="PENDING",
-    messages=[],
-    extra={},
-    limits={},
-    seed=0,
-    date="2020-01-01T00:00:00",
-)
+PROMPTED = prompted("t", group_id="g", at=0.5, agent="solver")
 
 
 @given(event_sequences)

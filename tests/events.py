@@ -1,0 +1,47 @@
+"""Events of small trajectories, and journals of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Prompted
+from fsm_rollout.trajectory.journal import Journal
+
+
+def prompted(trajectory_id: str = "g/0", **facts: Any) -> Prompted:
+    """Return how a trajectory begins: a group's sample, or what a sample has called, unless ``facts`` say otherwise."""
+    group_id, _, sample = trajectory_id.partition("/")
+    defaults = {
+        "at": 0.0, "group_id": group_id, "sample": int(sample.partition("/")[0].partition("~")[0] or 0), "agent": "a",
+        "parent_id": trajectory_id.rpartition("/")[0] if trajectory_id.count("/") > 1 else None, "initial": "PENDING",
+        "messages": [], "extra": {}, "limits": {}, "seed": 0, "date": "2020-01-01T00:00:00",
+    }  # fmt: skip
+    return Prompted(trajectory_id=trajectory_id, **(defaults | facts))
+
+
+def opened(context: str = "main", **facts: Any) -> ContextOpened:
+    """Return how a stream of two tokens is opened."""
+    defaults = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
+    return ContextOpened(context=context, **({"at": 1.0} | defaults | facts))
+
+
+def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generated:
+    """Return a turn of so many tokens, each sampled with -0.5 by version 0."""
+    defaults = {
+        "at": 2.0, "state": "GENERATING", "ids": array("i", range(10, 10 + sampled)), "finish_reason": "stop",
+        "logprobs": array("f", [-0.5] * sampled), "versions": [(sampled, 0)] if sampled else [],
+        "message": {"role": "assistant", "content": "hi"},
+    }  # fmt: skip
+    return Generated(context=context, **(defaults | facts))
+
+
+def written(path: Path, *histories: Sequence[AnyEvent], **facts: object) -> Path:
+    """Write a journal of these trajectories, with these facts of the run, and return its path."""
+    with Journal(path, facts) as journal:
+        for first, *rest in histories:
+            for event in (first, *rest):
+                journal.append(first.trajectory_id, event)  # type: ignore[union-attr]
+    return path
