@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsm_rollout.testing.simulation.laws import LawBroken, Place
-from fsm_rollout.testing.simulation.plan import Fault
 from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
@@ -51,19 +50,8 @@ def _story(run: Simulation, trajectory_id: str | None) -> Iterator[str]:
         if not trajectory.ended and trajectory.suspended is None:
             yield f"  {'':>8}  {trajectory.state}: still here"
     for fault in run.plan.faults:
-        yield f"  {fault.at:>7g}s  from outside: {_fault(fault)}"
-
-
-def _fault(fault: Fault) -> str:
-    match fault.kind:
-        case "cancel" | "suspend" | "abort":
-            return f"{fault.kind} trajectory number {fault.target}"
-        case "kill_replica":
-            return f"kill replica number {fault.target}"
-        case "pause":
-            return f"pause for {fault.seconds:g} s"
-        case _:
-            return fault.kind
+        what = f"for {fault.seconds:g} s" if fault.kind == "pause" else f"number {fault.target}"
+        yield f"  {fault.at:>7g}s  from outside: {fault.kind} {what}"
 
 
 def _lines(history: list[AnyEvent]) -> Iterator[str]:
