@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from transitions import Machine
 
-from fsm_rollout.agent.words import HANDLERS, INTERACTIONS, named_by_one_word
+from fsm_rollout.agent.words import HANDLERS, INTERACTIONS, gathered, is_custom, named_by_one_word
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 from fsm_rollout.trajectory.settings import (
@@ -224,11 +224,7 @@ class StateSpec(StrictModel):
         if not isinstance(value, dict) or not isinstance(handler := value.get("handler"), str):
             return value
         value = {**value, "handler": (handler := HANDLERS.expanded(handler))}
-        if ":" not in handler:
-            return value
-        options = {key: value[key] for key in value if key not in cls.model_fields}
-        kept = {key: item for key, item in value.items() if key not in options}
-        return kept | {"options": {**value.get("options", {}), **options}} if options else value
+        return gathered(value, cls, "options") if is_custom(handler) else value
 
 
 STATE_KEYS = frozenset(StateSpec.model_fields) - {"options"}

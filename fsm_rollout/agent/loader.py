@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from fsm_rollout.agent.graph import STATE_KEYS, TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.agent.verify import findings, verify
-from fsm_rollout.agent.words import HANDLERS
+from fsm_rollout.agent.words import HANDLERS, is_custom
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
@@ -244,33 +244,25 @@ class _NormalForm:
         return None
 
     def _options(self, entry: ConfigData, at: ConfigPath) -> None:
-        """Move the keys that a custom handler's class declares to ``options``, and check them."""
-        handler = entry.get("handler")
-        if not isinstance(handler, str):
-            return
-        entry["handler"] = handler = HANDLERS.expanded(handler)
-        if ":" not in handler and handler != "external":
-            return
-        options = {key: entry.pop(key) for key in list(entry) if key not in STATE_KEYS}
-        if options:
-            entry["options"] = options
-        if self.recorded:
+        """Check the keys that a custom handler's class declares, and take out those that it does not."""
+        handler = HANDLERS.expanded(entry["handler"]) if isinstance(entry.get("handler"), str) else ""
+        if self.recorded or not is_custom(handler):
             return
         try:
             model: type[BaseModel] | None = getattr(load_handler(handler), "Options", None)
         except ConfigError:
             return  # verification reports the import
+        options = {key: entry[key] for key in entry if key not in STATE_KEYS}
         option_names = set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
-        unknown = [key for key in options if key not in option_names]
-        for key in unknown:
+        for key in [key for key in options if key not in option_names]:
+            del entry[key], options[key]
             none = f"; '{handler}' takes no keys of its own" if model is None else ""
             message = f"{describe_path(at)}: unknown key '{key}'{none}{did_you_mean(key, option_names | STATE_KEYS)}"
             self.problems.append(self.source.problem((*at, key), message))
         if model is None:
-            entry.pop("options", None)
             return
         try:
-            model.model_validate_json(json.dumps({k: options[k] for k in options if k in option_names}), strict=True)
+            model.model_validate_json(json.dumps(options), strict=True)
         except ValidationError as error:
             self.problems += [self.source.problem(*explained) for explained in explanations(error, model, at)]
 

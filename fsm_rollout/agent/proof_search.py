@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.agent.rules.transitions import names
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.trajectory import routing_key
@@ -63,7 +64,8 @@ class _Search:
         self.structure, self.graph = structure, structure.graph
         reachable = structure.reachable()
         self.states = [state for state in structure.specs if state in reachable]
-        self._check_known(self.graph.initial, is_initial=True)
+        if self.graph.initial not in self.states or any(names(structure)):
+            raise ConfigError(f"agent '{self.graph.agent}' does not pass verification; there is nothing to prove")
         # 1. What is counted, and how far: visits by the state's name, spendings by the limit's.
         caps: dict[str, int] = {}
         for state in self.states:
@@ -92,10 +94,6 @@ class _Search:
         self.ran: set[str] = set()
         self.exempt: set[tuple[str, str]] = set()
 
-    def _check_known(self, state: str, *, is_initial: bool = False) -> None:
-        if state not in self.states and (is_initial or not self.graph.is_final(state)):
-            raise ConfigError(f"agent '{self.graph.agent}' does not pass verification; there is nothing to prove")
-
     def _counted(self, state: str) -> Iterator[tuple[str, int]]:
         """Yield what visits of a state, and the transitions that leave it, ask to be counted, and how far."""
         max_visits, limit = self.graph.states[state].max_visits, self.structure.spends(state)
@@ -113,7 +111,6 @@ class _Search:
     def _raised(self, state: str, trigger: str, limit: str | None = None) -> _Raised:
         ways = []
         for place, row in self.graph.rows_of(state, trigger):
-            self._check_known(row.dest)
             tests, free, possible = [], False, True
             for predicate, answer in row.tests:
                 if predicate.name not in PREDICATES or not PREDICATES[predicate.name].counter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.settings import StrictModel
@@ -26,10 +27,20 @@ INTERACTIONS = Registry(
 """The interactions that a YAML names by one word, with their arguments beside it."""
 
 
+def is_custom(handler: str) -> bool:
+    """Whether a handler's class declares keys of its own: a user's, or that of foreign agents."""
+    return ":" in handler or handler == "external"
+
+
+def gathered(value: Mapping[str, Any], model: type[StrictModel], under: str) -> dict[str, object]:
+    """Return a mapping with all keys that ``model`` does not have gathered in the mapping at the key ``under``."""
+    further = {key: item for key, item in value.items() if key not in model.model_fields}
+    kept = {key: item for key, item in value.items() if key not in further}
+    return kept | {under: {**value.get(under, {}), **further}} if further else kept
+
+
 def named_by_one_word(value: object, words: Registry, model: type[StrictModel]) -> object:
     """Return ``{use: word, key: …}`` as ``{use: module:name, kwargs: {key: …}}``; all else as it is."""
     if not isinstance(value, Mapping) or not isinstance(word := value.get("use"), str) or ":" in word:
         return value
-    options = {key: value[key] for key in value if key not in model.model_fields}
-    kept = {key: value[key] for key in value if key not in options}
-    return kept | {"use": words.as_setting(word), "kwargs": {**value.get("kwargs", {}), **options}}
+    return gathered(value, model, "kwargs") | {"use": words.as_setting(word)}

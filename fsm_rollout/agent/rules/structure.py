@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionSpec
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
+from fsm_rollout.agent.words import is_custom
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
@@ -54,7 +55,7 @@ class Structure:
 
     def is_custom(self, state: str) -> bool:
         """Whether a state runs code of the user's, a class or a foreign agent: it may generate, call tools and wait."""
-        return state in self.specs and (":" in self.specs[state].name or self.specs[state].name == "external")
+        return state in self.specs and is_custom(self.specs[state].name)
 
     def spends(self, state: str) -> str | None:
         """Return the counted limit that each visit is charged for, if any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import yaml
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, TransitionSpec
+from fsm_rollout.agent.graph import AgentGraph, Predicate
 from fsm_rollout.agent.yaml.overrides import escape_interpolation, in_texts
 from fsm_rollout.agent.yaml.source import STRICTER, TEXT_FILE
 from fsm_rollout.trajectory.config_errors import ConfigData
@@ -50,18 +50,11 @@ def _agent(graph: AgentGraph) -> ConfigData:
         if state.prompt is not None:
             entry["prompt"] = _literal(state.prompt)
         entry.update(entry.pop("options", {}))
-    data["transitions"] = [_row(row) for row in graph.transitions]
+    for row, spec in zip(data["transitions"], graph.transitions, strict=True):
+        conditions, unless = ([_predicate(p) for p in predicates] for predicates in (spec.conditions, spec.unless))
+        lists = {"source": spec.source, "conditions": conditions, "unless": unless}
+        row |= {key: items[0] if len(items) == 1 else items for key, items in lists.items() if items}
     return data
-
-
-def _row(row: TransitionSpec) -> ConfigData:
-    """Return a transition in the short spellings: a list of one without its brackets, a predicate without its keys."""
-    source: list[object] = [*row.source]
-    conditions, unless = ([_predicate(p) for p in predicates] for predicates in (row.conditions, row.unless))
-    lists = {"source": source, "conditions": conditions, "unless": unless}
-    short = {key: items[0] if len(items) == 1 else items for key, items in lists.items() if items or key == "source"}
-    reason = {} if row.stop_reason is None else {"stop_reason": row.stop_reason}
-    return {"trigger": row.trigger, "source": short.pop("source"), "dest": row.dest, **short, **reason}
 
 
 def _predicate(predicate: Predicate) -> object:
