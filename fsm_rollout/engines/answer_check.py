@@ -69,7 +69,7 @@ def checked(
         if (before and before[-1] in sampling.stop_ids) or at is not None:
             raise EngineError(f"the engine went on after a stop token (request {request_id})")
     # 3. Tokens of the model, with their logprobs.
-    lowest, highest = _bounds(ids)
+    lowest, highest = (min(ids), max(ids)) if count < MANY else _bounds(ids)
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
         wrong = lowest if lowest < 0 else highest
         raise EngineError(
@@ -124,8 +124,6 @@ def stop_at(ids: Ids, stop_ids: frozenset[int]) -> int | None:
 
 
 def _bounds(ids: Ids) -> tuple[int, int]:
-    if len(ids) < MANY:
-        return min(ids), max(ids)
     array = np.frombuffer(ids, np.int32)
     return int(array.min()), int(array.max())
 
