@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,8 @@ from tests.programs import fsm_rollout
 
 pytestmark = pytest.mark.process
 
-SMALL: dict[str, Any] = {
-    "seconds": 20,
-    "cpu_seconds": 0.3,
-    "memory_mb": 200,
-    "disk_mb": 4,
-    "processes": 8,
-    "output": 2000,
-}
+SMALL: dict[str, Any] = {"seconds": 20, "cpu_seconds": 0.3, "memory_mb": 200, "disk_mb": 4, "processes": 8}
+SMALL["output"] = 2000
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
@@ -70,15 +65,11 @@ def run(*codes: str, tool: type = python, **limits: Any) -> list[str]:
 
 
 def processes_of(mark: str) -> list[int]:
-    """Return the processes of this machine whose command line, or whose parents' as far up, has a mark."""
+    """Return the processes of this machine whose command line has a mark."""
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                    found.append(int(name))
-            except OSError:
-                pass
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += [int(line.parent.name)] if mark.encode() in line.read_bytes() else []
     return found
 
 
@@ -160,21 +151,17 @@ BOMBED = [
 
 
 @pytest.mark.parametrize(("bomb", "namespaces"), BOMBED, indirect=["namespaces"])
-def test_a_bomb_hits_its_own_session_alone(bomb: str, namespaces: bool) -> None:
+async def test_a_bomb_hits_its_own_session_alone(bomb: str, namespaces: bool) -> None:
     code, expected = BOMBS[bomb]
-
-    async def calls() -> tuple[str, str, str]:
-        # On a busy machine, filling memory takes longer than a bomb of another kind may compute.
-        limits = SMALL | {"sleep": {"seconds": 1}, "memory": {"cpu_seconds": 20}}.get(bomb.partition(" ")[0], {})
-        hit, neighbour = python(**limits), python(**SMALL)
-        try:
-            await neighbour.execute("x = 1")
-            return await hit.execute(code), await hit.execute("1 + 1"), await neighbour.execute("x")
-        finally:
-            await hit.release()
-            await neighbour.release()
-
-    answer, after, beside = asyncio.run(calls())
+    # On a busy machine, filling memory takes longer than a bomb of another kind may compute.
+    limits = SMALL | {"sleep": {"seconds": 1}, "memory": {"cpu_seconds": 20}}.get(bomb.partition(" ")[0], {})
+    hit, neighbour = python(**limits), python(**SMALL)
+    try:
+        await neighbour.execute("x = 1")
+        answer, after, beside = await hit.execute(code), await hit.execute("1 + 1"), await neighbour.execute("x")
+    finally:
+        await hit.release()
+        await neighbour.release()
     expected = (expected,) if isinstance(expected, str) else expected
     assert expected is None or any(text in answer for text in expected), answer
     assert "RAISED" not in answer
@@ -187,6 +174,12 @@ def listening() -> Iterator[int]:
     """A server on this machine, which must not be reached."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
+
+
+def refused(call: str) -> str:
+    """Return code that asks the kernel for what it must not give."""
+    load = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    return f"{load}assert libc.{call} == -1\nraise OSError(ctypes.get_errno(), 'refused')"
 
 
 ESCAPES = {
@@ -205,18 +198,9 @@ ESCAPES = {
     "a new file beside them": "open('/usr/x', 'w')",
     "a device": "import os; os.mknod('/tmp/sda', 0o60600, os.makedev(8, 0))",
     "another user": "import os; os.setuid(0)",
-    "ptrace": (
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "assert libc.ptrace(16, 1, 0, 0) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
-    ),
-    "new namespaces": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "assert libc.unshare(0x10000000) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
-    ),
-    "a mount": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == -1\nraise OSError(ctypes.get_errno(), 'refused')"
-    ),
+    "ptrace": refused("ptrace(16, 1, 0, 0)"),
+    "new namespaces": refused("unshare(0x10000000)"),
+    "a mount": refused("mount(b'none', b'/tmp', b'tmpfs', 0, None)"),
     "memory that no limit sees": "import os; os.memfd_create('x')",
     "a way out of the root": "import os; os.chroot('/tmp')",
     "more rights by a program": (
@@ -253,25 +237,21 @@ def test_what_a_call_leaves_running_ends_with_it(namespaces: bool) -> None:
     assert run(f"{daemon}while not os.path.exists('alive'): time.sleep(0.01)", grows)[1] == "0"
 
 
-def test_a_cancelled_call_ends_its_session_and_the_code(namespaces: bool) -> None:
+async def test_a_cancelled_call_ends_its_session_and_the_code(namespaces: bool) -> None:
     mark = f"mark-{os.getpid()}-cancelled-{namespaces}"
-
-    async def calls() -> str:
-        tool = python(**SMALL | {"seconds": 3600, "cpu_seconds": 600})
-        await tool.execute("x = 1")
-        code = f"import subprocess; subprocess.run(['bash', '-c', 'sleep 3600; : {mark}'])"
-        running = asyncio.ensure_future(tool.execute(code))
-        await asyncio.to_thread(until, lambda: processes_of(mark))
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        try:
-            return await tool.execute("x")
-        finally:
-            await tool.release()
-
-    assert "NameError" in asyncio.run(calls())
-    until(lambda: not processes_of(mark))
+    tool = python(**SMALL | {"seconds": 3600, "cpu_seconds": 600})
+    await tool.execute("x = 1")
+    code = f"import subprocess; subprocess.run(['bash', '-c', 'sleep 3600; : {mark}'])"
+    running = asyncio.ensure_future(tool.execute(code))
+    await asyncio.to_thread(until, lambda: processes_of(mark))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    try:
+        assert "NameError" in await tool.execute("x")
+    finally:
+        await tool.release()
+    await asyncio.to_thread(until, lambda: not processes_of(mark))
 
 
 KILLED = """
@@ -324,19 +304,16 @@ def until(holds: Any, process: subprocess.Popen[str] | None = None) -> None:
     raise AssertionError("it never came")
 
 
-def test_many_sessions_at_once() -> None:
+async def test_many_sessions_at_once() -> None:
     """`make nightly` has 256."""
     sessions = int(os.environ.get("SANDBOX_SESSIONS", "48"))
-
-    async def calls() -> list[str]:
-        tools = [python(**SMALL | {"seconds": 300, "cpu_seconds": 60}) for _ in range(sessions)]
-        try:
-            await asyncio.gather(*(tool.execute(f"x = {place}") for place, tool in enumerate(tools)))
-            return await asyncio.gather(*(tool.execute("x * x") for tool in tools))
-        finally:
-            await asyncio.gather(*(tool.release() for tool in tools))
-
-    assert asyncio.run(calls()) == [str(place * place) for place in range(sessions)]
+    tools = [python(**SMALL | {"seconds": 300, "cpu_seconds": 60}) for _ in range(sessions)]
+    try:
+        await asyncio.gather(*(tool.execute(f"x = {place}") for place, tool in enumerate(tools)))
+        answers = await asyncio.gather(*(tool.execute("x * x") for tool in tools))
+    finally:
+        await asyncio.gather(*(tool.release() for tool in tools))
+    assert answers == [str(place * place) for place in range(sessions)]
 
 
 MADE: list[tuple[object, ...]] = []

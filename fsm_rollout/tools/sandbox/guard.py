@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from fsm_rollout.tools.sandbox.interpreters import serve
-from fsm_rollout.tools.sandbox.kernel import adopt_orphans
+from fsm_rollout.tools.sandbox.kernel import ADOPT, libc
 from fsm_rollout.tools.sandbox.walls import OUTPUT, build_root, confine
 from fsm_rollout.tools.sandbox.wire import JSONLines, Settings
 
@@ -31,7 +31,7 @@ def guard(settings: Settings, run: socket.socket, folder: str) -> None:
         build_root(settings)
         folder = "/tmp"
     else:
-        adopt_orphans()  # what leaves its parent comes here, where it is found
+        libc.prctl(ADOPT, 1)  # what leaves its parent comes here, where it is found
         os.setsid()
     process: _Process | None = None
     lines = JSONLines(run)
@@ -44,12 +44,12 @@ def guard(settings: Settings, run: socket.socket, folder: str) -> None:
         if ended is not None:
             process.kill()
             process = None
-        _kill_others(process.pid if process is not None else None, process.shell if process is not None else None)
+        _kill_all_but(process.kept if process is not None else set())
         answer = {"text": text[: settings["output"]], "cut": len(text) > settings["output"], "ended": ended}
         run.sendall(json.dumps(answer).encode() + b"\n")
     if process is not None:
         process.kill()
-    _kill_others(None, None)
+    _kill_all_but(set())
 
 
 class _Exceeded(Exception):
@@ -62,8 +62,8 @@ class _Process:
     def __init__(self, settings: Settings, folder: str) -> None:
         request, self._requests = os.pipe()
         answers, answer = os.pipe()
-        self.shell: int | None = None
         self.pid = os.fork()
+        self.kept = {self.pid}  # the processes that wait for the next call
         if self.pid == 0:
             try:
                 os.close(self._requests)
@@ -113,14 +113,12 @@ class _Process:
         if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
             return "", "exit"
         shell = answer.get("shell") if settings["language"] == "bash" else None
-        self.shell = shell if isinstance(shell, int) else None
+        self.kept = {self.pid, shell} if isinstance(shell, int) else {self.pid}
         return answer["text"], "exit" if answer.get("exit") else None
 
     def kill(self) -> None:
         """End it, and all that it has started."""
-        _kill_others(None, None)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        _kill_all_but(set())
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         for descriptor in (self._requests, self._answers):
@@ -150,18 +148,18 @@ def descendants(root: int) -> Iterator[int]:
         waiting += parents.get(pid, ())
 
 
-def _kill_others(code: int | None, shell: int | None) -> None:
-    """Kill all processes of the session but the code's own: between calls, nothing computes."""
+def _kill_all_but(kept: set[int]) -> None:
+    """Kill the other processes of the session, the code's own among them if it is not kept, and wait for their end."""
     for _ in range(100):  # what forks while it is killed is killed in the next round
-        if code is None and os.getpid() == 1:
+        if not kept and os.getpid() == 1:
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)
-        strays = [pid for pid in _others() if pid not in (code, shell)]
+        strays = [pid for pid in _others() if pid not in kept]
         for pid in strays:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+            while os.waitpid(-1, os.WNOHANG)[0] > 0:
                 pass
         if not strays:
             return

@@ -11,7 +11,8 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x800
 NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
-_DIE_WITH_PARENT, _VISIBLE, _ADOPT, _NO_MORE_RIGHTS = 1, 4, 36, 38  # of prctl
+# What prctl does: a signal when the parent ends, looks at it, orphans from below, a filter of calls, no more rights.
+DIE_WITH_PARENT, VISIBLE, ADOPT, FILTER, NO_MORE_RIGHTS = 1, 4, 36, 22, 38
 
 
 def checked(function: Callable[..., int], *arguments: object) -> None:
@@ -25,26 +26,6 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
     """Put a file system, or with ``BIND`` a folder, at ``target``."""
     encoded = [None if text is None else text.encode() for text in (source, target, kind, data)]
     checked(libc.mount, encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
-
-
-def die_with_parent(signal: int) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
-    libc.prctl(_DIE_WITH_PARENT, signal)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all below this process that lose theirs."""
-    libc.prctl(_ADOPT, 1)
-
-
-def gain_no_rights() -> None:
-    """Let no program that this process starts have more rights than it has."""
-    libc.prctl(_NO_MORE_RIGHTS, 1, 0, 0, 0)
-
-
-def be_visible() -> None:
-    """Let a process look at itself, as every other may."""
-    libc.prctl(_VISIBLE, 1)
 
 
 def write(path: str, text: str) -> None:

@@ -17,7 +17,7 @@ import socket
 import tempfile
 
 from fsm_rollout.tools.sandbox.guard import descendants, guard
-from fsm_rollout.tools.sandbox.kernel import NAMESPACES, adopt_orphans, checked, die_with_parent, libc
+from fsm_rollout.tools.sandbox.kernel import ADOPT, DIE_WITH_PARENT, NAMESPACES, checked, libc
 from fsm_rollout.tools.sandbox.walls import map_users
 from fsm_rollout.tools.sandbox.wire import Settings
 
@@ -25,7 +25,7 @@ from fsm_rollout.tools.sandbox.wire import Settings
 def nursery(control: socket.socket) -> None:
     """Fork a guard for each descriptor that comes, until the pipe to the run is closed."""
     guards: dict[int, str] = {}
-    adopt_orphans()  # what a guard leaves behind without namespaces comes here
+    libc.prctl(ADOPT, 1)  # what a guard leaves behind without namespaces comes here
     while True:
         readable, _, _ = select.select([control], [], [], 1.0)
         if readable:
@@ -69,7 +69,7 @@ def _fork_guard(settings: Settings, descriptor: int, control: socket.socket, fol
             if settings["namespaces"]:
                 checked(libc.unshare, NAMESPACES)
                 os.write(has_entered, b"!")
-            die_with_parent(signal.SIGKILL)  # ends with the nursery
+            libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)  # ends with the nursery
             os.close(has_entered)
             os.read(mapped, 1)
             os.close(mapped)
@@ -101,7 +101,7 @@ def _is_first(descriptor: int) -> bool:
     """
     pid = os.fork()
     if pid == 0:
-        die_with_parent(signal.SIGKILL)
+        libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
         return True
     os.close(descriptor)
     os.waitpid(pid, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
-from fsm_rollout.tools.sandbox.kernel import NAMESPACES, checked, libc
+from fsm_rollout.tools.sandbox.kernel import FILTER, NAMESPACES, checked, libc
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # what the kernel calls the machine that a call is made for
 # Their numbers for these machines, in that order; None where there is no such call. memfd_create and shmget give memory
@@ -43,7 +43,7 @@ def filter_calls(machine: str, *, network: bool) -> None:
         code = b"".join(struct.pack("HBBI", *instruction) for instruction in program(machine, network=network))
         buffer = ctypes.create_string_buffer(code, len(code))
         packed = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
-        checked(libc.prctl, 22, 2, ctypes.create_string_buffer(packed, len(packed)), 0, 0)
+        checked(libc.prctl, FILTER, 2, ctypes.create_string_buffer(packed, len(packed)), 0, 0)
 
 
 def program(machine: str, *, network: bool) -> list[tuple[int, int, int, int]]:

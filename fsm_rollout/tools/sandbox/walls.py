@@ -14,24 +14,8 @@ import struct
 import sys
 import tempfile
 
-from fsm_rollout.tools.sandbox.kernel import (
-    BIND,
-    DETACH,
-    NODEV,
-    NOEXEC,
-    NOSUID,
-    PRIVATE,
-    RDONLY,
-    REC,
-    REMOUNT,
-    be_visible,
-    checked,
-    die_with_parent,
-    gain_no_rights,
-    libc,
-    mount,
-    write,
-)
+from fsm_rollout.tools.sandbox import kernel
+from fsm_rollout.tools.sandbox.kernel import BIND, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, checked, libc, mount
 from fsm_rollout.tools.sandbox.system_calls import filter_calls
 from fsm_rollout.tools.sandbox.wire import Settings
 
@@ -46,14 +30,14 @@ def map_users(pid: int) -> None:
         users, groups = f"0 0 1\n{NOBODY} {NOBODY} 1\n", f"0 0 1\n{NOBODY} {NOBODY} 1\n"
     else:
         users, groups = f"0 {user} 1\n", f"0 {group} 1\n"
-        write(f"/proc/{pid}/setgroups", "deny")
-    write(f"/proc/{pid}/uid_map", users)
-    write(f"/proc/{pid}/gid_map", groups)
+        kernel.write(f"/proc/{pid}/setgroups", "deny")
+    kernel.write(f"/proc/{pid}/uid_map", users)
+    kernel.write(f"/proc/{pid}/gid_map", groups)
 
 
 def build_root(settings: Settings) -> None:
     """Build a file system of what a program needs to run, to read only, and an empty folder; see nothing else."""
-    mount("none", "/", None, REC | PRIVATE)
+    mount("none", "/", None, kernel.REC | kernel.PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     root = "/tmp/root"
     os.mkdir(root)
@@ -64,7 +48,7 @@ def build_root(settings: Settings) -> None:
             os.symlink(os.readlink(path), f"{root}{path}")
         elif os.path.isdir(path) and not os.path.lexists(f"{root}{path}"):
             os.makedirs(f"{root}{path}")
-            mount(path, f"{root}{path}", None, BIND | REC)
+            mount(path, f"{root}{path}", None, BIND | kernel.REC)
             _make_readonly(f"{root}{path}")
     # 2. A few devices, the processes of this session, an empty folder.
     os.mkdir(f"{root}/dev")
@@ -74,7 +58,7 @@ def build_root(settings: Settings) -> None:
     os.mkdir(f"{root}/proc")
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV | NOEXEC)
     with contextlib.suppress(OSError):  # no namespaces within this one
-        write(f"{root}/proc/sys/user/max_user_namespaces", "0")
+        kernel.write(f"{root}/proc/sys/user/max_user_namespaces", "0")
     os.mkdir(f"{root}/tmp")
     disk = f"size={settings['disk']},nr_inodes=10000,mode=777"
     mount("tmpfs", f"{root}/tmp", "tmpfs", NOSUID | NODEV, disk)
@@ -84,7 +68,7 @@ def build_root(settings: Settings) -> None:
     os.mkdir(f"{root}/old")
     checked(libc.pivot_root, root.encode(), f"{root}/old".encode())
     os.chdir("/")
-    checked(libc.umount2, b"/old", DETACH)
+    checked(libc.umount2, b"/old", kernel.DETACH)
     os.rmdir("/old")
     mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.chdir("/tmp")
@@ -137,11 +121,11 @@ def confine(settings: Settings, folder: str, keep: tuple[int, ...]) -> None:
         header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
         with contextlib.suppress(OSError):
             checked(libc.capset, header, nothing)
-    gain_no_rights()
-    die_with_parent(signal.SIGKILL)
+    libc.prctl(kernel.NO_MORE_RIGHTS, 1, 0, 0, 0)
+    libc.prctl(kernel.DIE_WITH_PARENT, signal.SIGKILL)
     filter_calls(os.uname().machine, network=not settings["namespaces"])
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
     tempfile.tempdir = None
     sys.path[:] = [path for path in sys.path if path] + settings["packages"]
-    be_visible()
+    libc.prctl(kernel.VISIBLE, 1)  # a process may look at itself, as every other may

@@ -132,6 +132,13 @@ def test_all_that_a_package_brings_works_in_a_run(
     assert summary["score_mean"] == len("HELLO")
     steps = (tmp_path / "runs/parrot/lines.jsonl").read_text("utf-8").splitlines()
     assert json.loads(steps[0])["score/mean"] == len("HELLO")
+    # What a journal says is data: the code of a package is imported as the run's own file names it, too.
+    own = RUN.replace("kind: demo, says: HELLO, replicas: 2, router: demo", "kind: scripted, turns: [HELLO]")
+    (tmp_path / "run.yaml").write_text(own, encoding="utf-8")
+    refusal = CliRunner().invoke(app, ["resume", "runs/parrot"])
+    assert refusal.exit_code == 2
+    assert "engine.kind: the run in" in refusal.output
+    assert "began with 'demo', and that file names none" in refusal.output
     graph = load_agent(tmp_path / "parrot.yaml")
     assert graph.interaction is not None
     assert (graph.interaction.use, graph.interaction.kwargs) == ("demo_pack:Nobody", {"mood": "calm"})
