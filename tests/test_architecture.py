@@ -195,3 +195,9 @@ def test_the_content_of_a_message_is_read_in_one_place() -> None:
                 case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant("content"), *_]):
                     readers.add(name_of(path))
     assert readers == set(CONTENT_HOMES), "use text_of and media_of of fsm_rollout.trajectory.content"
+
+
+def test_unit_tests_start_no_program() -> None:
+    programs = ("subprocess", "tests.programs", "multiprocessing", "mark.process")
+    texts = {path: path.read_text("utf-8") for path in (ROOT / "tests" / "unit").rglob("*.py")}
+    assert [(path.name, name) for path, text in texts.items() for name in programs if name in text] == []
