@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsm_rollout.agent.graph import TERMINATED, TransitionSpec
-from fsm_rollout.agent.rules.structure import Finding, Structure
+from fsm_rollout.agent.rules.structure import Finding, Structure, finding
 from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 
@@ -15,14 +15,11 @@ def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:
     reachable, can_end = structure.reachable(), structure.can_end()
     for state in structure.graph.states:
         if state not in reachable and state != TERMINATED:
-            message = f"state '{state}' is never entered; add a transition with dest: {state}, or remove it"
-            yield Finding(2, ("states", state), message)
+            what = f" is never entered; add a transition with dest: {state}, or remove it"
+            yield finding(2, ("states", state), what)
         elif state in reachable and state not in can_end:
-            message = (
-                f"state '{state}' cannot end: no transitions lead from it to a final state; "
-                f"add one with dest: {TERMINATED}"
-            )
-            yield Finding(3, ("states", state), message)
+            what = f" cannot end: no transitions lead from it to a final state; add one with dest: {TERMINATED}"
+            yield finding(3, ("states", state), what)
 
 
 def _cycles(structure: Structure) -> Iterator[Finding]:
@@ -57,17 +54,13 @@ def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
     if not agents or not callers:
         return
     if graph.limits.tool_calls is None:
-        message = f"tool '{agents[0]}' is an agent, so its calls must be bounded; set limits.tool_calls"
-        yield Finding(10, ("tools", agents[0]), message)
+        yield finding(10, ("tools", agents[0]), " is an agent, so its calls must be bounded; set limits.tool_calls")
         return
     routed = any(_routes_calls(row) and {*structure.sources(row)} & {*callers} for row in graph.transitions)
     for state in callers:
         if routed and graph.states[state].max_visits is not None:
-            message = (
-                f"state '{state}' has max_visits, so tool_calls no longer bounds its calls of agents once a "
-                "'limit_reached' transition has routed it; remove max_visits"
-            )
-            yield Finding(10, ("states", state, "max_visits"), message)
+            what = " has max_visits, so tool_calls no longer bounds its calls of agents once a 'limit_reached' "
+            yield finding(10, ("states", state, "max_visits"), f"{what}transition has routed it; remove max_visits")
 
 
 def _routes_calls(row: TransitionSpec) -> bool:
@@ -105,12 +98,10 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
                 path: ConfigPath = ("states", state, "on_error") if place is None else ("transitions", place)
                 if path not in reported:
                     reported.add(path)
-                    where = f"state '{state}': on_error" if place is None else f"transition {place + 1}"
-                    message = (
-                        f"{where}: '{start}' has let the model speak in context '{context}', and nothing answers "
-                        f"before '{row.dest}' asks it again; give '{row.dest}' a prompt, or write a message on the way"
-                    )
-                    yield Finding(21, path, message)
+                    spoken = f"'{start}' has let the model speak in context '{context}', and nothing answers"
+                    remedy = f"give '{row.dest}' a prompt, or write a message on the way"
+                    where = ": on_error: " if place is None else ": "
+                    yield finding(21, path, f"{where}{spoken} before '{row.dest}' asks it again; {remedy}")
 
 
 def _may_write(structure: Structure, state: str, context: str) -> bool:

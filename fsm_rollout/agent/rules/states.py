@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, InteractionSpec, StateSpec
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS
-from fsm_rollout.agent.rules.structure import Finding, Structure
+from fsm_rollout.agent.rules.structure import Finding, Structure, finding
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.config_errors import ConfigPath
@@ -35,23 +35,20 @@ def _states(structure: Structure) -> Iterator[Finding]:
         if spec.name == "call_tools":
             waits = any(tool.timeout is None for tool in graph.tools.values())
         if waits and state.timeout is None and graph.limits.wall_seconds is None:
-            message = f"state '{name}' may wait for ever; give it a timeout, or set limits.wall_seconds"
-            yield Finding(11, at, message)
+            yield finding(11, at, " may wait for ever; give it a timeout, or set limits.wall_seconds")
         # 16. Keys must mean something to the handler.
         for key in _HANDLERS_KEYS:
             if key not in spec.keys and getattr(state, key) != getattr(_DEFAULTS, key):
                 takes = f"it takes {', '.join(spec.keys)}" if spec.keys else "it has no keys of its own"
-                message = f"state '{name}': {key} means nothing to handler '{spec.name}'; {takes}"
-                yield Finding(16, (*at, key), message)
+                yield finding(16, (*at, key), f": {key} means nothing to handler '{spec.name}'; {takes}")
         if spec.name == "call_tools" and state.context != MAIN and state.prompt is None and not state.reset:
-            message = f"state '{name}': context means nothing here; results go to the context that made the calls"
-            yield Finding(16, (*at, "context"), message)
+            what = ": context means nothing here; results go to the context that made the calls"
+            yield finding(16, (*at, "context"), what)
         if spec.name == "write" and state.prompt is None:
-            yield Finding(16, at, f"state '{name}' writes nothing; give it a prompt")
+            yield finding(16, at, " writes nothing; give it a prompt")
         # 19. Somebody must answer.
         if spec.name == "interact" and (state.interaction or graph.interaction) is None:
-            message = f"state '{name}' has nobody to answer; give it (or the agent) an `interaction: {{use: …}}`"
-            yield Finding(19, at, message)
+            yield finding(19, at, " has nobody to answer; give it (or the agent) an `interaction: {use: …}`")
 
 
 def _code(structure: Structure) -> Iterator[Finding]:
@@ -70,8 +67,7 @@ def _code(structure: Structure) -> Iterator[Finding]:
         try:
             code = load_object(interaction.use)
             if not callable(code):
-                message = f"interaction '{interaction.use}' cannot be called; name a class or a function"
-                yield Finding(14, path, message)
+                yield Finding(14, path, f"interaction '{interaction.use}' cannot be called; name a class or a function")
             elif unknown := _unknown_argument(code, interaction.kwargs):
                 yield Finding(14, path, f"interaction '{interaction.use}' takes no {unknown}")
         except ConfigError as error:
@@ -91,10 +87,8 @@ def _unknown_argument(code: Callable[..., object], kwargs: Mapping[str, object])
 def _trained(structure: Structure) -> Iterator[Finding]:
     for name, context in structure.graph.contexts.items():
         if context.trainable and context.engine != POLICY:
-            message = (
-                f"context '{name}': only contexts of engine '{POLICY}' can be trained, this one has '{context.engine}'"
-            )
-            yield Finding(15, ("contexts", name, "trainable"), message)
+            what = f": only contexts of engine '{POLICY}' can be trained, this one has '{context.engine}'"
+            yield finding(15, ("contexts", name, "trainable"), what)
 
 
 def _final_states(structure: Structure) -> Iterator[Finding]:
@@ -104,16 +98,13 @@ def _final_states(structure: Structure) -> Iterator[Finding]:
         if not graph.is_final(name):
             continue
         if name == TERMINATED and "final" in state.model_fields_set and not state.final:
-            yield Finding(
-                17, ("states", name, "final"), f"state '{name}' is always final; give another state the transitions"
-            )
+            yield finding(17, ("states", name, "final"), " is always final; give another state the transitions")
         for key in StateSpec.model_fields:
             if key != "final" and getattr(state, key) != getattr(_DEFAULTS, key):
-                yield Finding(17, ("states", name, key), f"state '{name}' is final, so its {key} would never be used")
+                yield finding(17, ("states", name, key), f" is final, so its {key} would never be used")
     for index, row in enumerate(graph.transitions):
         for source in filter(graph.is_final, row.source):
-            message = f"transition {index + 1}: state '{source}' is final; nothing leaves it"
-            yield Finding(17, ("transitions", index, "source"), message)
+            yield finding(17, ("transitions", index, "source"), f": state '{source}' is final; nothing leaves it")
     if graph.is_final(graph.initial):
         message = f"initial state '{graph.initial}' is final; a trajectory would end before it began"
         yield Finding(18, ("initial",), message)
@@ -132,16 +123,16 @@ def _templates(structure: Structure) -> Iterator[Finding]:
             environment.from_string(state.prompt)
             facts = meta.find_undeclared_variables(environment.parse(state.prompt))
         except TemplateSyntaxError as error:
-            yield Finding(20, path, f"state '{name}': prompt is no Jinja template: {error.message}", error.lineno)
+            yield finding(20, path, f": prompt is no Jinja template: {error.message}", error.lineno)
             continue
         for fact in sorted(facts - TEMPLATE_FACTS.keys()):
             hint = did_you_mean(fact, TEMPLATE_FACTS) or f"; known: {', '.join(TEMPLATE_FACTS)}"
-            yield Finding(20, path, f"state '{name}': prompt names '{fact}', which no trajectory has{hint}")
+            yield finding(20, path, f": prompt names '{fact}', which no trajectory has{hint}")
         for fact, part, line in _parts_of_facts(environment.parse(state.prompt)):
             kind, known_names, what = _known_parts(structure).get(fact, (object, (part,), ""))
             if part not in known_names and not hasattr(kind, part):
-                message = f"state '{name}': prompt names '{fact}.{part}', and {what}"
-                yield Finding(20, path, message + did_you_mean(part, known_names), line)
+                hint = did_you_mean(part, known_names)
+                yield finding(20, path, f": prompt names '{fact}.{part}', and {what}{hint}", line)
 
 
 def _known_parts(structure: Structure) -> Mapping[str, tuple[type, Collection[str], str]]:

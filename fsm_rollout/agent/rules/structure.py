@@ -15,7 +15,7 @@ from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
 from fsm_rollout.agent.words import is_custom
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigPath, describe_path
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, Trigger
 
 
@@ -27,6 +27,11 @@ class Finding:
     path: ConfigPath
     message: str
     text_line: int | None = None
+
+
+def finding(rule: int, path: ConfigPath, what: str, text_line: int | None = None) -> Finding:
+    """Return the finding that says ``what`` of the entry (a state, a transition, …) in which ``path`` lies."""
+    return Finding(rule, path, describe_path(path[:2]) + what, text_line)
 
 
 class Structure:

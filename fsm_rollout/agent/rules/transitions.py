@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from fsm_rollout.agent.graph import MAIN, TERMINATED
 from fsm_rollout.agent.predicates import PREDICATE_NAMES, PREDICATES, compile_predicate
 from fsm_rollout.agent.rules.impossible import never_fires, never_raised
-from fsm_rollout.agent.rules.structure import Finding, Structure
+from fsm_rollout.agent.rules.structure import Finding, Structure, finding
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.trajectory.config_errors import ConfigPath, describe_path
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
@@ -31,7 +31,7 @@ def names(structure: Structure) -> Iterator[Finding]:
         at: ConfigPath = ("transitions", index)
         if row.trigger not in triggers and not structure.without_handler:
             hint = did_you_mean(row.trigger, triggers)
-            yield Finding(1, (*at, "trigger"), f"transition {index + 1}: no state raises trigger '{row.trigger}'{hint}")
+            yield finding(1, (*at, "trigger"), f": no state raises trigger '{row.trigger}'{hint}")
         for source in row.source:
             yield from _defined((*at, "source"), "source", source, states, source == "*")
         yield from _defined((*at, "dest"), "dest", row.dest, states)
@@ -60,17 +60,12 @@ def _outcomes(structure: Structure) -> Iterator[Finding]:
                 continue
             rows = list(structure.graph.rows_of(state, trigger))
             if not rows:
-                message = (
-                    f"state '{state}' may raise '{trigger}', which no transition takes; add one with source: {state}"
-                )
-                yield Finding(4, ("states", state), message)
+                what = f" may raise '{trigger}', which no transition takes; add one with source: {state}"
+                yield finding(4, ("states", state), what)
             elif all(row.tests for _, row in rows):
                 last = rows[-1][0] or 0
-                message = (
-                    f"transition {last + 1}: the last transition for '{trigger}' from '{state}' is conditional; "
-                    "add one without conditions after it"
-                )
-                yield Finding(6, ("transitions", last), message)
+                what = f": the last transition for '{trigger}' from '{state}' is conditional; "
+                yield finding(6, ("transitions", last), f"{what}add one without conditions after it")
 
 
 def _never_raised(structure: Structure) -> Iterator[Finding]:
@@ -81,10 +76,9 @@ def _never_raised(structure: Structure) -> Iterator[Finding]:
             continue  # rule 1 says so
         for state in row.source:
             if state in structure.specs and (reason := never_raised(structure, state, row.trigger)) is not None:
-                message = f"transition {index + 1}: state '{state}' never raises '{row.trigger}': {reason}"
-                yield Finding(5, at, message)
+                yield finding(5, at, f": state '{state}' never raises '{row.trigger}': {reason}")
         if "*" in row.source and not structure.sources(row):
-            yield Finding(5, at, f"transition {index + 1}: no state raises '{row.trigger}'")
+            yield finding(5, at, f": no state raises '{row.trigger}'")
 
 
 def _shadowed(structure: Structure) -> Iterator[Finding]:
@@ -93,13 +87,11 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
         at: ConfigPath = ("transitions", index)
         contradictory = [predicate.name for predicate in row.conditions if predicate in row.unless]
         if contradictory:
-            yield Finding(
-                7, at, f"transition {index + 1} never fires: it wants '{contradictory[0]}' both to hold and not to hold"
-            )
+            yield finding(7, at, f" never fires: it wants '{contradictory[0]}' both to hold and not to hold")
             continue
         sources = structure.sources(row)
         if (reason := never_fires(structure, row, sources)) is not None:
-            yield Finding(7, at, f"transition {index + 1} never fires: {reason}")
+            yield finding(7, at, f" never fires: {reason}")
             continue
         # 1. Which earlier transition takes all cases of this one, by the state that it leaves.
         taken_by: dict[str, int] = {}
@@ -110,20 +102,13 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
         # 2. A transition that fires nowhere is named once. A `*` may be taken in part by transitions before it.
         dead = [state for state in sources if state in taken_by]
         for state in dead[:1] if len(dead) == len(sources) else [state for state in dead if state in row.source]:
-            message = (
-                f"transition {index + 1} never fires from '{state}': transition {taken_by[state] + 1} takes all its "
-                f"cases; "
-                "put it before, or remove it"
-            )
-            yield Finding(7, at, message)
+            taker = f"transition {taken_by[state] + 1} takes all its cases"
+            yield finding(7, at, f" never fires from '{state}': {taker}; put it before, or remove it")
     for state in structure.specs:
         rows = graph.rows_of(state, Trigger.FAILED) if graph.states[state].on_error is not None else ()
         for place in [place for place, row in rows if place is not None and not row.tests][:1]:
-            message = (
-                f"state '{state}': on_error never holds: transition {place + 1} takes every 'failed'; "
-                "remove one of them"
-            )
-            yield Finding(7, ("states", state, "on_error"), message)
+            what = f": on_error never holds: transition {place + 1} takes every 'failed'; remove one of them"
+            yield finding(7, ("states", state, "on_error"), what)
 
 
 def _single_rows(structure: Structure) -> Iterator[Finding]:
@@ -131,27 +116,21 @@ def _single_rows(structure: Structure) -> Iterator[Finding]:
     for index, row in enumerate(graph.transitions):
         at: ConfigPath = ("transitions", index)
         if row.trigger == Trigger.CANCELLED:
-            message = f"transition {index + 1}: 'cancelled' cannot be routed; it always ends the trajectory"
-            yield Finding(8, (*at, "trigger"), message)
+            yield finding(8, (*at, "trigger"), ": 'cancelled' cannot be routed; it always ends the trajectory")
         for predicate, answer in row.tests:
             path: ConfigPath = (*at, "conditions" if answer else "unless")
             if predicate.name not in PREDICATE_NAMES:
                 continue  # rule 1 says so
             if predicate.name == "limit" and row.trigger != Trigger.LIMIT_REACHED:
-                message = (
-                    f"transition {index + 1}: predicate 'limit' says nothing about '{row.trigger}', "
-                    "only 'limit_reached'"
-                )
-                yield Finding(12, path, message)
+                what = f": predicate 'limit' says nothing about '{row.trigger}', only 'limit_reached'"
+                yield finding(12, path, what)
             try:
                 compile_predicate(predicate, graph)
             except ConfigError as error:
-                yield Finding(12, path, f"transition {index + 1}: {error}")
+                yield finding(12, path, f": {error}")
         if row.stop_reason is not None and row.dest in graph.states and not graph.is_final(row.dest):
-            message = (
-                f"transition {index + 1}: stop_reason '{row.stop_reason}' would be lost, as '{row.dest}' is not final"
-            )
-            yield Finding(13, (*at, "stop_reason"), message)
+            what = f": stop_reason '{row.stop_reason}' would be lost, as '{row.dest}' is not final"
+            yield finding(13, (*at, "stop_reason"), what)
 
 
 RULES = (_outcomes, _never_raised, _shadowed, _single_rows)
