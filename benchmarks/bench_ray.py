@@ -20,7 +20,7 @@ from typing import Any
 
 from fsm_rollout import Prompt, load_agent
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -38,8 +38,8 @@ def agent(tool: str) -> Any:
     )
 
 
-def started(build: Callable[[str], Engine], replicas: int) -> PoolEngine:
-    return PoolEngine(RayPlacement(build, replicas, RayOptions(cpus=0.5)), replicas)
+def started(build: Callable[[str], Engine], replicas: int) -> EnginePool:
+    return EnginePool(RayPlacement(build, replicas, RayOptions(cpus=0.5)), replicas)
 
 
 def by_context(options: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ def by_context(options: argparse.Namespace) -> None:
             for i in range(options.chats)
         ]
         scheduler = Scheduler({"bench": graph}, {"policy": EngineClient(pool)}, concurrency=options.chats)
-        await pool.pause()
+        await EngineClient(pool).pause()
 
         async def run() -> None:
             async for group in scheduler.run(prompts):
@@ -77,7 +77,7 @@ def by_context(options: argparse.Namespace) -> None:
             await asyncio.sleep(0.1)
         gc.collect()
         before = time.process_time()
-        await pool.resume()
+        await EngineClient(pool).resume()
         await running
         return time.process_time() - before
 

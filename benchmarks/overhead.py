@@ -186,7 +186,7 @@ def ray_pool(options: argparse.Namespace) -> Any:
     """Return one replica of the engine, as an actor of Ray."""
     import ray
 
-    from fsm_rollout.engines.pool import PoolEngine
+    from fsm_rollout.engines.pool import EnginePool
     from fsm_rollout.engines.ray import RayOptions, RayPlacement
 
     if not ray.is_initialized():  # with as many CPUs as `bench_verl.py` says that there are
@@ -198,7 +198,7 @@ def ray_pool(options: argparse.Namespace) -> Any:
             engine: InstantEngine = there.InstantEngine(there.load_work(options, Path(folder)), options.delay)
         return engine
 
-    return PoolEngine(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)  # type: ignore[arg-type]  # Engine, but for `load`
+    return EnginePool(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)  # type: ignore[arg-type]  # Engine, but for `load`
 
 
 def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:

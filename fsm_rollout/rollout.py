@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,11 +24,14 @@ from fsm_rollout.agent.sound import AgentLike, sound_agents
 from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Engine, Weights
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import TokenSource, Weights
+from fsm_rollout.engines.replica import Placement, PoolTimes
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.specs import ENGINES
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_at_least, check_names, checked_names
-from fsm_rollout.scheduler.failure_policy import Failures, failures_of
+from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, log_failures
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
@@ -131,20 +133,21 @@ class Rollout(OwnLoop):
             raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
         # 3. What engines and schedulers are made from; nothing has been started yet.
         self._closed = False
-        self._owned: list[Engine] = []
+        self._owned: list[EnginePool] = []
         base = base or Path.cwd()
-        specs: dict[str, Engine | Mapping[str, Any]] = {}
+        specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}
         for name, engine_like in {POLICY: engine, **(engines or {})}.items():
             with about(f"engine '{name}'"):
                 specs[name] = as_engine_or_spec(engine_like, base)
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
-        self._client = partial(
-            EngineClient,
-            attempts=policy.engine_attempts,
-            backoff=policy.engine.backoff,
-            elsewhere=policy.engine.do == "elsewhere",
-            queue_timeout=queue_timeout,
+        engine_failures = policy.engine
+        self._tries = Tries(
+            attempts=engine_failures.attempts,
+            again=engine_failures.do in AGAIN,
+            backoff=engine_failures.backoff,
+            another_replica=engine_failures.do == "elsewhere",
         )
+        self._queue_timeout = queue_timeout
         # What the schedulers of runs and of evaluations have in common.
         self._common: dict[str, Any] = {
             "seed": seed,
@@ -155,7 +158,7 @@ class Rollout(OwnLoop):
         # 4. Engines, the scheduler, workers; if one of them fails, what was started is closed again.
         try:
             self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}
-            self.clients = {name: self._client(engine) for name, engine in self.engines.items()}
+            self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
             self.scheduler = Scheduler(
                 self.agents,
                 self.clients,
@@ -196,13 +199,15 @@ class Rollout(OwnLoop):
         if journal is not None:
             journal.describe(self.description)
 
-    def _engine(self, name: str, spec: Engine | Mapping[str, Any], base: Path) -> Engine:
-        if not isinstance(spec, Mapping):
+    def _engine(self, name: str, spec: EnginePool | TokenSource | Mapping[str, Any], base: Path) -> EnginePool:
+        if isinstance(spec, EnginePool):
             return spec
+        if not isinstance(spec, Mapping):
+            return EnginePool(Placement(spec), tries=self._tries, times=PoolTimes(silence=self._queue_timeout))
         with about(f"engine '{name}'"):
-            engine = build_engine(spec, base)
-        self._owned.append(engine)
-        return engine
+            pool = build_engine(spec, base, self._tries, self._queue_timeout)
+        self._owned.append(pool)
+        return pool
 
     async def stream(
         self,
@@ -334,7 +339,7 @@ class Rollout(OwnLoop):
         check_names("evaluate", batch, ("n", "sampling", *BATCH_OPTIONS))
         scheduler = Scheduler(
             self.agents,
-            {name: client.paused_with(self._client(client.engine)) for name, client in self.clients.items()},
+            {name: EngineClient(pool) for name, pool in self.engines.items()},
             sampling=as_sampling(sampling, "sampling").over(self._evaluation_sampling),
             validate=True,
             **self._common,
@@ -373,19 +378,15 @@ class Rollout(OwnLoop):
     async def asleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
         for client in self.clients.values():
-            await client.pause("asleep")
-        for engine in self.engines.values():
-            await engine.sleep()
+            await client.sleep()
 
     sleep = plain(asleep)
     """Do what :meth:`asleep` does and wait for it."""
 
     async def awake(self) -> None:
         """Make the engines ready again, and let what waits for them go on."""
-        for engine in self.engines.values():
-            await engine.wake()
         for client in self.clients.values():
-            await client.resume("asleep")
+            await client.wake()
 
     wake = plain(awake)
     """Do what :meth:`awake` does and wait for it."""
@@ -440,8 +441,8 @@ class Rollout(OwnLoop):
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
 
 
-def _describe(engine: Engine, spec: Engine | Mapping[str, Any]) -> dict[str, object]:
+def _describe(pool: EnginePool, spec: EnginePool | TokenSource | Mapping[str, Any]) -> dict[str, object]:
     if not isinstance(spec, Mapping) or spec["kind"] not in ENGINES.built_in:
-        spec = {"tokenizer": getattr(engine.tokenizer, "name_or_path", None)}
+        spec = {"tokenizer": getattr(pool.tokenizer, "name_or_path", None)}
     description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
-    return description | {"max_context": engine.max_context, "eos_ids": sorted(engine.eos_ids)}
+    return description | {"max_context": pool.facts.max_context, "eos_ids": sorted(pool.facts.eos_ids)}

@@ -37,6 +37,14 @@ ORDER = (
         "engines.specs",
         "engines.build",
         "engines.router",
+        "engines.weights",
+        "engines.replica",
+        "engines.replicas",
+        "engines.engine_ids",
+        "engines.retries",
+        "engines.silence",
+        "engines.request_queue",
+        "engines.pool",
         "engines.scripted.script",
     ),
     ("states",),
@@ -69,8 +77,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 MOST_LINES = 450
 LONGER = {  # modules that are still to be cut
-    "engines.client",
-    "engines.pool",
+    "engines.pool"
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from fsm_rollout.model.folders import stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Note, as_ids, as_logprobs, routed_experts
 
-if TYPE_CHECKING:
-    from fsm_rollout.engines.protocol import Weights
-
 
 class VerlEngine:
-    """See the module. ``max_context`` is verl's ``prompt_length + response_length``."""
+    """See the module: a source of tokens, whose weights and sleep are verl's own.
+
+    ``max_context`` is verl's ``prompt_length + response_length``.
+    """
 
     def __init__(self, client: Any, tokenizer: Any, *, max_context: int) -> None:
         self.client = client
@@ -126,15 +126,6 @@ class VerlEngine:
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Wait for these answers no longer; verl's servers may still finish them."""
         self._cancel(request_ids)
-
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Refuse: verl updates its servers itself."""
-        raise EngineError("verl updates the weights of its servers itself")
-
-    async def pause(self) -> None:
-        """Do nothing: verl pauses its servers itself; so for :meth:`resume`, :meth:`sleep` and :meth:`wake`."""
-
-    resume = sleep = wake = pause
 
     def load(self) -> Load:
         """Return how many answers are waited for."""

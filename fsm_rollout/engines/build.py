@@ -1,4 +1,4 @@
-"""From a spec to an engine: one in this process, or a pool of replicas.
+"""From a spec to the pool of an engine's replicas, be it one in this process.
 
 Invariant: nothing is built from a spec that is wrong. An engine's class is imported by its name when it is built, so
 this module knows none of them.
@@ -7,29 +7,34 @@ this module knows none of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fsm_rollout.engines.protocol import Engine, TokenSource
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import TokenSource
+from fsm_rollout.engines.replica import SILENCE, LocalPlacement, Placement, PoolTimes
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.specs import KINDS, EngineSpec, OwnSpec, build_router, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.names.objects import look_in, looked_in
 
 # An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind `transformers`.
-EngineLike = Engine | Mapping[str, Any] | str | Path
+EngineLike = EnginePool | TokenSource | Mapping[str, Any] | str | Path
 
 
-def as_engine_or_spec(given: EngineLike, base: Path) -> Engine | Mapping[str, Any]:
+def as_engine_or_spec(given: EngineLike, base: Path) -> EnginePool | TokenSource | Mapping[str, Any]:
     """Return an engine as it is, and everything else as a spec; a model's folder is relative to ``base``.
 
     Raises:
         ConfigError: it is neither an engine nor says which one is meant.
     """
     example = 'give an engine, its spec ({"kind": "transformers", "model": …}), or a model'
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping | EnginePool):
         return given
     if isinstance(given, str | Path):
         if str(given) in KINDS:
@@ -51,8 +56,12 @@ def as_engine_or_spec(given: EngineLike, base: Path) -> Engine | Mapping[str, An
     return given
 
 
-def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
+def build_engine(
+    spec: Mapping[str, object], base: Path, tries: Tries | None = None, queue_timeout: float = SILENCE
+) -> EnginePool:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
+
+    ``tries`` and ``queue_timeout`` (seconds of silence) are the run's, which the spec's ``pool`` may say otherwise.
 
     Raises:
         ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
@@ -62,18 +71,38 @@ def build_engine(spec: Mapping[str, object], base: Path) -> Engine:
         raise ConfigError([Problem(message) for _, message in found])
     spec = without_nulls(spec)
     checked = spec_class(str(spec["kind"])).model_validate(spec)
-    if checked.stands_alone:
-        return _build(checked, base)
-    engine_keys = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
-    build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
-    pool: Engine = resolve_name("fsm_rollout.engines.pool:build_pool")(checked, build_router(checked.router), build)
-    return pool
+    # 1. Where its replicas live.
+    if checked.starts_again:
+        engine_keys = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
+        build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
+        placement: Placement = LocalPlacement(build)
+        if checked.placement == "ray":
+            on_ray = import_module("fsm_rollout.engines.ray")  # Ray may not be installed
+            options = on_ray.RayOptions(
+                cpus=checked.cpus, gpus=checked.gpus, **(checked.ray.model_dump() if checked.ray else {})
+            )
+            placement = on_ray.RayPlacement(build, checked.replica_count, options)
+    else:
+        placement = Placement(_build(checked, base))
+    # 2. How patient the pool is with them.
+    keys, tries = checked.pool, tries or Tries()
+    times = PoolTimes(
+        start=keys.start_timeout, silence=keys.silence_timeout or queue_timeout, update=keys.update_timeout
+    )
+    return EnginePool(
+        placement,
+        checked.replica_count,
+        router=build_router(checked.router),
+        tries=replace(tries, attempts=keys.attempts or tries.attempts),
+        restarts=keys.restarts,
+        times=times,
+    )
 
 
-def _build(spec: EngineSpec, base: Path) -> Engine:
+def _build(spec: EngineSpec, base: Path) -> TokenSource:
     """Build one engine; EngineError if that fails, or what was built is no engine."""
     # Modules of this package that lack a library say so themselves.
-    make: Callable[..., Engine] = resolve_name(spec.engine_class)
+    make: Callable[..., TokenSource] = resolve_name(spec.engine_class)
     arguments = spec.engine_arguments(base)
     if not isinstance(spec, OwnSpec):
         return make(**arguments)
@@ -89,7 +118,7 @@ def _build(spec: EngineSpec, base: Path) -> Engine:
     return engine
 
 
-def _build_replica(spec: Mapping[str, object], base: Path, folders: Sequence[str], name: str) -> Engine:
+def _build_replica(spec: Mapping[str, object], base: Path, folders: Sequence[str], name: str) -> TokenSource:
     """Build the engine of one replica of a pool, maybe in another process: a user's code is found in ``folders``."""
     for folder in folders:
         look_in(folder)

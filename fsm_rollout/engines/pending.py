@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.once import Once
@@ -18,6 +19,9 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, add_note
+
+if TYPE_CHECKING:
+    from fsm_rollout.engines.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ class PendingRequest:
     request_id: str = ""
     cached_tokens: int = 0
     replica: str = ""
+    at: Replica | None = None  # the replica that has it
+    asked: bool = False  # whether that replica's engine was asked for it: only then is losing the replica a failed try
     aborted: bool = False
     done: Once = field(default_factory=Once)
     paused: bool = False  # whether the engine is paused
@@ -52,11 +58,11 @@ class PendingRequest:
     deadline_held: bool = False  # whether the deadline stands still
     has_chunk: bool = False  # whether the present try has had a chunk
     has_tokens: bool = False  # whether the present try has had tokens
-    # Whether the previous try was lost with its replica: silence then only means that no other replica has room.
-    lost: bool = False
+    lost: bool = False  # whether the previous try was lost with its replica
     on_end: Callable[[PendingRequest], None] | None = None  # called when it has ended
     # When the try is given up if its first chunk has not come by then; `None` from that chunk on.
     silent_until: float | None = None
+    client: object = None  # who submitted it
     on_tokens: Callable[[], object] | None = None  # called when tokens have come, to show them at once
 
     def keep_time(self) -> None:
@@ -94,6 +100,11 @@ class PendingRequest:
                 self.on_tokens()
             except Exception:  # a reader of the tokens must not harm the generation
                 logger.exception("tokens of request %s could not be shown as they came", self.request_id)
+
+    @property
+    def lane(self) -> int:
+        """What it comes before in a queue: 0 goes on, 1 is a turn of a trajectory that has had others, 2 is a first."""
+        return 0 if self.attempt > 1 or self.request.sampled else 1 if self.request.turn else 2
 
     @property
     def ended_as(self) -> FinishReason | None:

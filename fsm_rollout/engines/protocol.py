@@ -85,11 +85,6 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """What ``ids`` stand for beside text: pictures, say, in order."""
     trace: str = ""
     """The W3C ``traceparent`` of the span that asks; empty: nobody traces it."""
-    on_trial: bool = False
-    """It failed together with others and is tried again to find the one that fails; its failure says little about the
-    engine."""
-    avoids: str = ""
-    """The replica that failed it, if another one shall be tried."""
 
     def continued(self, sampled: Ids, request_id: str) -> Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""

@@ -17,9 +17,10 @@ from dataclasses import replace
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import Chunk, Engine, EngineFacts, Load, ReplicaLost, Request, Weights, facts_of
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, Weights, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.specs import RaySpec
+from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 
@@ -46,7 +47,7 @@ class RayOptions(RaySpec):
 class ReplicaActor:
     """Runs in the actor's process, all of it on one event loop: an engine, and what it has to tell the driver."""
 
-    def __init__(self, name: str, build: Callable[[str], Engine]) -> None:
+    def __init__(self, name: str, build: Callable[[str], TokenSource]) -> None:
         self._name = name
         self._placement = LocalPlacement(build)
         self._contexts = Contexts()
@@ -295,7 +296,7 @@ class RayPlacement(LocalPlacement):
             :data:`fsm_rollout.concurrency.ray_session.CONNECT` seconds.
     """
 
-    def __init__(self, build: Callable[[str], Engine], count: int, options: RayOptions | None = None) -> None:
+    def __init__(self, build: Callable[[str], TokenSource], count: int, options: RayOptions | None = None) -> None:
         super().__init__(build)
         self._options = options or RayOptions()
         self._count = count
@@ -314,7 +315,7 @@ class RayPlacement(LocalPlacement):
             self.close()
             raise
 
-    async def start(self, name: str) -> Engine:
+    async def start(self, name: str) -> TokenSource:
         """Create an actor and build its engine; a start that is given up leaves no actor."""
         engine = RayEngine(name, self._create(name, self._numbers.setdefault(name, len(self._numbers))))
         try:
@@ -326,9 +327,10 @@ class RayPlacement(LocalPlacement):
         return engine
 
     def share(self, weights: Weights) -> Remote:
-        """Put tensors into the object store, once for all replicas."""
+        """Check tensors and put them into the object store, once for all replicas."""
         if not isinstance(weights, Mapping):
             return str(weights)
+        check_finite(weights)
         return ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
 
     def advice(self) -> str:

@@ -1,6 +1,7 @@
 """One replica of a pool: where its engine is built, whether it is there, how fast it works.
 
-Invariant: nothing here decides; the pool (:mod:`fsm_rollout.engines.pool`) says which replica is lost and what it does.
+Invariant: nothing here decides; :mod:`fsm_rollout.engines.replicas` says which replica is lost, and
+:mod:`fsm_rollout.engines.pool` what it does.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.protocol import Engine, ReplicaLost, Weights
+from fsm_rollout.engines.protocol import Process, ReplicaLost, TokenSource, Weights
 from fsm_rollout.engines.router import FIRST, ReplicaView
+from fsm_rollout.engines.weights import StoredTensors
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
+SILENCE = 600.0  # seconds that an engine which says nothing is waited for, unless it is said
 PACE_MEMORY = 600.0  # seconds of work (of all requests together) after which a replica's pace counts half
 # Loading a model changes process-wide defaults for a while, so engines are built one after another.
 _BUILDING = threading.Lock()
@@ -25,18 +28,17 @@ _BUILDING = threading.Lock()
 _threads = DaemonThreads("fsm-rollout-replica")
 
 
-def failure_of(engine: Engine) -> EngineError | None:
-    """Return why an engine is gone: its ``failure``, which one that works in another process may have."""
-    failure: EngineError | None = getattr(engine, "failure", None)
-    return failure
+def failure_of(engine: TokenSource) -> EngineError | None:
+    """Return why an engine is gone, which one that works in another process may be."""
+    return engine.failure if isinstance(engine, Process) else None
 
 
-async def ping(engine: Engine) -> None:
-    """Return if an engine is there, or raise ReplicaLost; one in another process has a ``ping``, and is waited for."""
-    if (answer := getattr(engine, "ping", None)) is not None:
-        await answer()
-    if (failure := failure_of(engine)) is not None:
-        raise ReplicaLost(str(failure))
+async def ping(engine: TokenSource) -> None:
+    """Return if an engine is there, or raise ReplicaLost; one in another process is waited for."""
+    if isinstance(engine, Process):
+        await engine.ping()
+        if engine.failure is not None:
+            raise ReplicaLost(str(engine.failure))
 
 
 def describe(error: BaseException) -> str:
@@ -44,17 +46,44 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
-class LocalPlacement:
-    """Where replicas live: in this process, each an engine that ``build`` makes from its name, in a thread."""
+class Placement:
+    """Where the replicas of a pool come from: one engine that is there already, which has one life."""
 
-    def __init__(self, build: Callable[[str], Engine]) -> None:
+    restarts = False
+    """Whether an engine that is lost can be started again."""
+
+    def __init__(self, engine: TokenSource) -> None:
+        self.engine = engine
+
+    async def start(self, name: str) -> TokenSource:
+        """Return a replica's engine, or raise EngineError; a start that is cancelled leaves nothing behind."""
+        return self.engine
+
+    def share(self, weights: Weights) -> Weights:
+        """Return ``weights`` in the form in which the engines, now and later, are given them."""
+        return weights
+
+    def advice(self) -> str:
+        """Say what may keep a replica from starting in time, and what to try."""
+        return "give it more time with start_timeout"
+
+    def close(self) -> None:
+        """Free what the replicas shared; they are closed by now."""
+
+
+class LocalPlacement(Placement):
+    """Replicas in this process, each an engine that ``build`` makes from its name, in a thread."""
+
+    restarts = True
+
+    def __init__(self, build: Callable[[str], TokenSource]) -> None:
         self._build = build
 
-    async def start(self, name: str) -> Engine:
-        """Build a replica's engine, or raise EngineError; a start that is cancelled leaves nothing behind."""
+    async def start(self, name: str) -> TokenSource:
+        """Build a replica's engine."""
         wanted = True
 
-        def build() -> Engine:
+        def build() -> TokenSource:
             with _BUILDING:
                 if not wanted:
                     raise EngineError(f"replica '{name}' was given up before it started")
@@ -66,21 +95,11 @@ class LocalPlacement:
             wanted = False
 
     def share(self, weights: Weights) -> Weights:
-        """Return ``weights`` in the form in which any number of replicas, now and later, are given them.
+        """Check tensors and store them, once for all replicas.
 
-        Tensors are copied: a replica that starts later must get these, not what training has made of them since. To the
-        CPU's memory, because they are kept until others replace them all.
+        A replica that starts later must get these, not what training has made of them since.
         """
-        if isinstance(weights, Mapping):
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
-        return weights
-
-    def advice(self) -> str:
-        """Say what may keep a replica from starting in time, and what to try."""
-        return "give it more time with start_timeout"
-
-    def close(self) -> None:
-        """Free what the replicas shared; they are closed by now."""
+        return StoredTensors(weights) if isinstance(weights, Mapping) and weights else weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,8 @@ class PoolTimes:
     """Seconds that a pool waits for its replicas."""
 
     start: float = 600.0  # for one to start
-    silence: float = 300.0  # for one that has requests and is not held to say anything; then it is given up as hung
+    # For one that has work and is not held to say anything; also for the first chunk of a request that it has.
+    silence: float = SILENCE
     ping_every: float = 10.0
     ping: float = 30.0  # for the answer to a ping; then it is given up
     order: float = 60.0  # for one to pause, resume, sleep or wake
@@ -102,27 +122,27 @@ class Replica(ReplicaView):
     """One slot of a pool: an engine, and after its loss the engine that replaces it."""
 
     state: Literal["starting", "up", "dead"] = "starting"
-    engine: Engine | None = None
+    engine: TokenSource | None = None
     # The tasks that pass on the chunks of its present engine, one per dispatch.
     dispatches: set[asyncio.Task[None]] = field(default_factory=set)
     requests: int = 0  # sent to it
     tokens: int = 0  # got from it
     restarts: int = 0
-    moved: int = 0  # requests that it failed and that went on elsewhere
+    moved: int = 0  # requests that it failed and that went on at another replica, or in its next life
     cause: str = ""  # why it was last lost
-    strikes: int = 0  # dispatches it failed since it last finished a request
+    failures: int = 0  # dispatches it failed since it last finished a request
     losses: int = 0  # lives it lost since it last finished a request
     last_active: float = 0.0  # when it last sent a chunk, was given a request, or was resumed
     worked: float = 0.0  # seconds of work in which it sampled `sampled` tokens, the older ones counted less
     sampled: float = 0.0
 
     @property
-    def live(self) -> Engine:
+    def live(self) -> TokenSource:
         """The present engine of a replica that is up."""
         assert self.engine is not None
         return self.engine
 
-    async def open(self, placement: LocalPlacement, seconds: float) -> None:
+    async def open(self, placement: Placement, seconds: float) -> None:
         """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""
         try:
             async with asyncio.timeout(seconds):
@@ -155,7 +175,7 @@ class Replica(ReplicaView):
 
     def begin(self, now: float) -> None:
         """Reset its counts for a new engine or event loop."""
-        self.in_flight = self.waiting = self.strikes = 0
+        self.in_flight = self.waiting = self.failures = 0
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.last_active = now

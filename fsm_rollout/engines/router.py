@@ -58,10 +58,14 @@ class Router(Protocol):
         """
 
 
-def choose(router: Router, request: Request, replicas: Sequence[V]) -> V:
-    """Return the replica that the router chooses; EngineError ("RouterFailed") if it fails, or returns another."""
+def choose(router: Router, request: Request, replicas: Sequence[V], avoids: str = "") -> V:
+    """Return the replica that the router chooses, another than ``avoids`` if one has room.
+
+    Raises:
+        EngineError: ("RouterFailed") it fails, or returns none of them.
+    """
     name = type(router).__name__
-    others = [replica for replica in replicas if replica.name != request.avoids]
+    others = [replica for replica in replicas if replica.name != avoids]
     if any(replica.has_room for replica in others):
         replicas = others
     try:

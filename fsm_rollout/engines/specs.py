@@ -77,12 +77,16 @@ class RaySpec(StrictModel):
 class PoolSpec(StrictModel):
     """How patient a pool is with its replicas."""
 
-    attempts: Count = Field(3, description="how often a request is tried, by the pool and by its caller together")
+    attempts: Count | None = Field(
+        None, description="how often a generation of this engine is tried in all; default: the run's `failures`"
+    )
     restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
         3, description="how often in a row a replica is started again"
     )
     start_timeout: Positive = Field(600.0, description="seconds that a replica may take to start")
-    silence_timeout: Positive = Field(300.0, description="seconds that a replica with work may say nothing")
+    silence_timeout: Positive | None = Field(
+        None, description="seconds that a replica with work may say nothing; default: the run's `queue_timeout`"
+    )
     update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
 
 
@@ -116,9 +120,9 @@ class EngineSpec(StrictModel):
         return self.replicas
 
     @property
-    def stands_alone(self) -> bool:
-        """Whether this is one engine in this process, hence no pool."""
-        return self.replica_count == 1 and self.placement == "local"
+    def starts_again(self) -> bool:
+        """Whether a lost replica is started again: not the only one, in this process, which would only fall again."""
+        return self.replica_count > 1 or self.placement != "local"
 
     def missing_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
         """Yield where the spec names a model's folder that is not on this machine, which is to load it, and what."""
@@ -233,9 +237,9 @@ class SGLangSpec(EngineSpec):
     args: Mapping[str, object] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
 
     @property
-    def stands_alone(self) -> bool:
-        """Never: its process may die, and a pool brings it back, also a pool of one."""
-        return False
+    def starts_again(self) -> bool:
+        """Always: its process may die."""
+        return True
 
 
 class ServersSpec(EngineSpec):
@@ -258,9 +262,9 @@ class ServersSpec(EngineSpec):
         return len(self.urls)
 
     @property
-    def stands_alone(self) -> bool:
+    def starts_again(self) -> bool:
         """Never: a server that was lost is met anew, with our weights, by its pool."""
-        return False
+        return True
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Give each replica its url."""

@@ -22,7 +22,7 @@ from fsm_rollout.errors import ConfigError, JournalError, did_you_mean
 
 if TYPE_CHECKING:
     from fsm_rollout.agent.graph import AgentGraph
-    from fsm_rollout.engines.protocol import Engine
+    from fsm_rollout.engines.pool import EnginePool
     from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import Journal
     from fsm_rollout.trajectory.trajectory import Trajectory
@@ -86,7 +86,7 @@ class Page:
 def page(
     trajectory: Trajectory | str,
     *,
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, EnginePool],
     agents: Mapping[str, AgentGraph],
     journal: Journal | None = None,
 ) -> Page:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import ABORT_GRACE, EngineClient
+from fsm_rollout.engines.engine_ids import ABORT_GRACE
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Chunk, Load, Request, Weights
+from fsm_rollout.engines.protocol import EngineFacts, Request
 from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.worker_link import Link
@@ -28,45 +27,23 @@ from fsm_rollout.trajectory.tokens import Note
 MOST_UNSENT = 32  # so many requests wait at most for others of the same pass of the event loop
 
 
-@dataclass(slots=True)
-class RemoteEngine:
-    """What a worker knows of an engine of the run. Requests to it go through :class:`RemoteClient`."""
+class EngineState(msgspec.Struct, frozen=True):
+    """What a worker is told of an engine of the run."""
 
-    tokenizer: Any
-    max_context: int
-    eos_ids: frozenset[int]
+    facts: EngineFacts
     weight_version: int
 
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Refuse: the run's client alone speaks to the engine."""
-        raise EngineError("a worker asks the run's client, not the engine")
 
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """Do nothing, for the same reason."""
-
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Refuse: the run alone changes weights."""
-        raise EngineError("a worker cannot change the weights; call update_weights of the rollout")
-
-    async def pause(self) -> None:
-        """Do nothing: the run pauses its engines."""
-
-    resume = sleep = wake = aclose = pause
-
-    def load(self) -> Load:
-        """Return nothing: the run's engine knows."""
-        return Load()
-
-
-class RemoteClient(EngineClient):
+class RemoteClient:
     """The run's client of one engine, as a worker sees it. The run keeps the one ledger: it batches and retries.
 
     What is sent of a request: that somebody works on it or nobody (its deadline runs or stands still), and how it
     ended, with all its tokens.
     """
 
-    def __init__(self, name: str, engine: RemoteEngine, link: Link) -> None:
-        super().__init__(engine)
+    def __init__(self, name: str, engine: EngineState, link: Link) -> None:
+        self.facts, self.weight_version = engine.facts, engine.weight_version
+        self.chats: dict[object, ChatTemplate] = {}
         self._name, self._link = name, link
         self._contexts = Contexts()
         self._numbers = itertools.count()
@@ -74,7 +51,7 @@ class RemoteClient(EngineClient):
         self._unsent: list[tuple[int, Request]] = []
 
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
-        """Queue one request for the next flush; see :meth:`EngineClient.submit`."""
+        """Send a request soon; see :meth:`fsm_rollout.engines.client.EngineClient.submit`."""
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, loop.time(), deadline, request_id=request.request_id)
         pending.keep_time()
@@ -152,6 +129,6 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     replica: str
 
 
-def remote_clients(engines: Mapping[str, RemoteEngine], link: Link) -> dict[str, EngineClient]:
+def remote_clients(engines: Mapping[str, EngineState], link: Link) -> dict[str, RemoteClient]:
     """Return clients of the run's engines."""
     return {name: RemoteClient(name, engine, link) for name, engine in engines.items()}

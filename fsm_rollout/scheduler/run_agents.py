@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.client import Client
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ConfigError, Problem, ToolError, did_you_mean
@@ -29,11 +29,7 @@ class RunAgents:
     """
 
     def __init__(
-        self,
-        graphs: Mapping[str, AgentGraph],
-        clients: Mapping[str, EngineClient],
-        sampling: Sampling,
-        failures: Failures,
+        self, graphs: Mapping[str, AgentGraph], clients: Mapping[str, Client], sampling: Sampling, failures: Failures
     ) -> None:
         # By the identity of their graphs, which are immutable and outlive the run.
         self._bound: dict[int, RunnableAgent] = {}

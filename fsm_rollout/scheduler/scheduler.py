@@ -179,7 +179,7 @@ class Scheduler:
             run.prompts.on_change = run.changed.set
         journal = self.recorder.journal
         for client in self.clients.values():
-            client.before_dispatch = journal.persist if journal is not None else None
+            client.call_before_dispatch(journal.persist if journal is not None else None)
         # 3. Groups, until there are enough or no more.
         with calm_collection(self.concurrency), self.recorder.watched(self.failures.stall_seconds, self._waits):
             run.feeder = asyncio.create_task(self.samples.feed(run))

@@ -20,7 +20,7 @@ from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.step_timing import watch_steps
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import ConfigError, EngineError, describe, single
 from fsm_rollout.scheduler.failure_policy import Failures, class_of, class_of_timeout
 from fsm_rollout.states import built_in
@@ -47,7 +47,7 @@ class RunnableAgent(BoundAgent):
     """
 
     def __init__(
-        self, graph: AgentGraph, clients: Mapping[str, EngineClient], sampling: Sampling, failures: Failures
+        self, graph: AgentGraph, clients: Mapping[str, Client], sampling: Sampling, failures: Failures
     ) -> None:
         self.handlers: dict[str, State] = {}
         for state in graph.working_states:

@@ -21,13 +21,13 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.garbage_collection import calm_collection
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.names.objects import look_in
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.remote_client import RemoteClient, RemoteEngine, remote_clients
+from fsm_rollout.scheduler.remote_client import EngineState, RemoteClient, remote_clients
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
 from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
@@ -47,7 +47,7 @@ class WorkerSetup:
     """Everything that a worker is made of."""
 
     agents: Mapping[str, AgentGraph]
-    engines: Mapping[str, RemoteEngine]
+    engines: Mapping[str, EngineState]
     sampling: Sampling
     validate: bool
     failures: Failures
@@ -62,7 +62,7 @@ class WorkerSetup:
 class HandedTrajectories(TrajectoryStarter):
     """The trajectories that a worker is handed: it runs them and tells what happens."""
 
-    def __init__(self, setup: WorkerSetup, link: Link, clients: Mapping[str, EngineClient]) -> None:
+    def __init__(self, setup: WorkerSetup, link: Link, clients: Mapping[str, Client]) -> None:
         agents = RunAgents(setup.agents, clients, setup.sampling, setup.failures)
         policy = clients[POLICY]
         super().__init__(

@@ -18,13 +18,12 @@ from functools import partial
 from typing import Any, cast
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.wire import Contexts, unpack_requests
 from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.names.objects import looked_in
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.remote_client import Ending, RemoteEngine
+from fsm_rollout.scheduler.remote_client import Ending, EngineState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.worker import WorkerSetup
 from fsm_rollout.scheduler.worker_link import Link
@@ -254,7 +253,9 @@ class WorkerPool:
         scheduler = self.scheduler
         return WorkerSetup(
             agents={name: agent.graph for name, agent in scheduler.agents.by_name.items()},
-            engines={name: _as_remote(client) for name, client in scheduler.clients.items()},
+            engines={
+                name: EngineState(client.facts, client.weight_version) for name, client in scheduler.clients.items()
+            },
             sampling=scheduler.sampling,
             validate=scheduler.validate,
             failures=scheduler.failures,
@@ -429,8 +430,3 @@ class _RemoteDeadline:
         if held != self.held and (self.name, self.number) in self.worker.requests:
             self.worker.send("time", self.name, self.number, held)
         self.held = held
-
-
-def _as_remote(client: EngineClient) -> RemoteEngine:
-    engine = client.engine
-    return RemoteEngine(engine.tokenizer, engine.max_context, engine.eos_ids, engine.weight_version)

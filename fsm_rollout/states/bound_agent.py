@@ -17,7 +17,7 @@ from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, Interacti
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.settings import Sampling
@@ -35,7 +35,7 @@ class BoundContext:
     spec: Context
     chat: ChatTemplate
     tool_format: ToolFormat | None
-    client: EngineClient
+    client: Client
     # The schemas shown in the prompt; one object, so that the chat template can cache by identity.
     tools: tuple[dict[str, Any], ...]
     stop_ids: frozenset[int]  # the tokens that end a turn
@@ -53,7 +53,7 @@ class BoundAgent:
     def __init__(
         self,
         graph: AgentGraph,
-        clients: Mapping[str, EngineClient],
+        clients: Mapping[str, Client],
         sampling: Sampling,
         *,
         end_on_tool_failure: bool,
@@ -102,7 +102,7 @@ class BoundAgent:
             self._engines[name] = BoundContext(name, spec, chat, None, client, (), stop_ids, agent=name)
         return self._engines[name]
 
-    def _client(self, spec: Context) -> EngineClient:
+    def _client(self, spec: Context) -> Client:
         if spec.engine not in self.clients:
             raise ConfigError(
                 f"engine '{spec.engine}' is not one of the run's{did_you_mean(spec.engine, self.clients)}"
@@ -118,13 +118,13 @@ class BoundAgent:
         return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.facts.eos_ids)
 
 
-def shown_format(spec: Context, chat: ChatTemplate, client: EngineClient) -> ToolFormat:
+def shown_format(spec: Context, chat: ChatTemplate, client: Client) -> ToolFormat:
     """Return the form in which a context's model calls tools, which its chat template shows unless the agent says."""
     name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
     return get_format(name, client.facts.tokenizer)
 
 
-def shared_chat(client: EngineClient, spec: Context) -> ChatTemplate:
+def shared_chat(client: Client, spec: Context) -> ChatTemplate:
     """Return the chat template of an engine with a context's settings, one object for all that share them."""
     key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
     if key not in client.chats:

@@ -19,7 +19,7 @@ from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.engines.client import ABORT_GRACE
+from fsm_rollout.engines.engine_ids import ABORT_GRACE
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, as_ids, as_logprobs
@@ -109,7 +109,7 @@ def right(ticket: PendingRequest) -> None:
 
 
 async def through(
-    pool: PoolEngine, requests: Sequence[Request], meanwhile: Callable[[], Any] = list
+    pool: EnginePool, requests: Sequence[Request], meanwhile: Callable[[], Any] = list
 ) -> list[PendingRequest]:
     """Send everything through a dispatcher; call ``meanwhile`` once each replica has streamed something."""
     dispatcher = EngineClient(pool)

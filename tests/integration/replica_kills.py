@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
@@ -27,7 +27,7 @@ Processes = Callable[[], Awaitable[Sequence[int]]]
 
 
 async def differences(
-    pool: PoolEngine,
+    pool: EnginePool,
     graph: AgentGraph,
     prompts: Sequence[Prompt],
     processes: Processes,

@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.replica import PoolTimes
@@ -56,7 +56,7 @@ def cluster(ray_cluster: Cluster) -> Iterator[Cluster]:
 def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
     nodes = [cluster.head_node, *sorted(cluster.worker_nodes, key=lambda node: node.node_id)]
     options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
-    pool = PoolEngine(
+    pool = EnginePool(
         RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=600, ping=300, order=300, backoff=0.05)
     )
     assert [node_of(replica) for replica in pool.replicas] == [node.node_id for node in nodes]
@@ -95,7 +95,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     """Tokens, weights, a loss and the end, as for a driver within the cluster."""
     spec = {"kind": "transformers", "threads": 1, "placement": "ray", "cpus": 0.5}
     pool = build_engine({**spec, "ray": {"address": client_address}}, Path())
-    assert isinstance(pool, PoolEngine)
+    assert isinstance(pool, EnginePool)
     early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
     prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
 
@@ -112,7 +112,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
 
     async def main() -> list[list[list[int]]]:
         found = [await answers(pool, "a")]
-        assert await pool.update_weights(dict(early.state_dict())) == 1
+        assert await EngineClient(pool).update_weights(dict(early.state_dict())) == 1
         dispatcher = EngineClient(pool)
         tickets = [dispatcher.submit(request) for request in requests("b")]
         ray.kill(pool.replicas[0].engine.actor)  # type: ignore[union-attr]
@@ -121,7 +121,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         assert [ticket.error for ticket in tickets] == [None] * 4
         assert pool.replicas[0].restarts == 1
         found.append([list(ticket.ids) for ticket in tickets])
-        assert await pool.update_weights(str(model_folder("embedded"))) == 2
+        assert await EngineClient(pool).update_weights(str(model_folder("embedded"))) == 2
         found.append(await answers(pool, "c"))
         await pool.aclose()
         return found

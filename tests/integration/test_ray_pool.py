@@ -23,7 +23,7 @@ from fsm_rollout.concurrency.ray_session import answer_to
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine
 from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.replica import PoolTimes
@@ -188,12 +188,12 @@ def test_how_many_replicas_fit_into_a_node():
 # -- with a Ray that is there already ------------------------------------------------------------------------------
 
 
-def scripted(count: int, delay: float = 0.05, **options: Any) -> PoolEngine:
+def scripted(count: int, delay: float = 0.05, **options: Any) -> EnginePool:
     placement = RayPlacement(ByTrajectory(delay), count, RayOptions(cpus=0.5))
-    return PoolEngine(placement, count, times=TIMES, **options)
+    return EnginePool(placement, count, times=TIMES, **options)
 
 
-def actors(pool: PoolEngine) -> list[Any]:
+def actors(pool: EnginePool) -> list[Any]:
     return [replica.engine.actor for replica in pool.replicas]  # type: ignore[union-attr]
 
 
@@ -324,7 +324,7 @@ def test_an_engine_of_ones_own_runs_over_there(tmp_path: Path, monkeypatch: pyte
     look_in(str(tmp_path))
     own = {"kind": "own_engine:Echo", "says": "hello, world", "placement": "ray", "replicas": 2, "cpus": 0.5}
     pool = build_engine(own, Path())
-    assert isinstance(pool, PoolEngine)
+    assert isinstance(pool, EnginePool)
     expected = [*pool.tokenizer.encode("hello, world"), *pool.eos_ids]
 
     async def main() -> None:
@@ -350,10 +350,10 @@ def test_too_few_resources():
 @pytest.mark.ray("shared")
 def test_resources_that_others_hold():
     first = RayPlacement(ByTrajectory(0.0), 1, RayOptions(cpus=4))
-    pool = PoolEngine(first, 1, times=TIMES)
+    pool = EnginePool(first, 1, times=TIMES)
     second = RayPlacement(ByTrajectory(0.0), 1, RayOptions(cpus=4))
     with pytest.raises(EngineError, match="did not start within 1 s; a replica takes 4 CPU, free are nothing"):
-        PoolEngine(second, 1, times=PoolTimes(start=1))
+        EnginePool(second, 1, times=PoolTimes(start=1))
     asyncio.run(pool.aclose())
 
 
@@ -361,7 +361,7 @@ def test_resources_that_others_hold():
 def test_a_process_that_stands_still_is_noticed():
     times = PoolTimes(start=600, backoff=0.05, ping_every=0.2, ping=5.0)  # its neighbour answers in that
     placement = RayPlacement(ByTrajectory(0.05), 2, RayOptions(cpus=0.5))
-    pool = PoolEngine(placement, 2, times=times)
+    pool = EnginePool(placement, 2, times=times)
     process = ray.get(actors(pool)[0].__ray_call__.remote(lambda self: os.getpid()))
 
     async def main() -> None:
@@ -380,7 +380,7 @@ def test_an_engine_that_cannot_start_over_there_says_why():
         raise EngineError("there is no such device")
 
     with pytest.raises(EngineError, match="there is no such device"):
-        PoolEngine(RayPlacement(broken, 1, RayOptions(cpus=0.5)), 1, times=TIMES)
+        EnginePool(RayPlacement(broken, 1, RayOptions(cpus=0.5)), 1, times=TIMES)
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_an_engine_that_cannot_start_over_there_says_why():
 @pytest.mark.ray("shared")
 def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path: Path):
     """The oracle is the logprob of each token, which the weights that sampled it have chosen."""
-    pool = PoolEngine(RayPlacement(Weighted, 2, RayOptions(cpus=0.5)), 2, router=LeastLoadedRouter(), times=TIMES)
+    pool = EnginePool(RayPlacement(Weighted, 2, RayOptions(cpus=0.5)), 2, router=LeastLoadedRouter(), times=TIMES)
 
     async def main() -> list[PendingRequest]:
         client = EngineClient(pool)
@@ -405,7 +405,7 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
             # They come from folders: an actor that reads tensors has to import torch (those of test_ray_cluster do).
             (folder := tmp_path / str(version)).mkdir()
             (folder / "weight").write_text(str(version))
-            assert await pool.update_weights(folder) == version
+            assert await EngineClient(pool).update_weights(folder) == version
         async with asyncio.timeout(600):
             await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
         assert sum(stats.restarts for stats in pool.replicas) == 2
@@ -433,7 +433,7 @@ def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
     points = int(os.environ.get("KILL_POINTS", "1"))
     placement = RayPlacement(ray_work.Calling(tokenizer(), worker_work.CALL, 2), 2, RayOptions(cpus=0.5))
     times = PoolTimes(start=600, ping=300, order=300, backoff=0.05, ping_every=0.2)
-    pool = PoolEngine(placement, 2, times=times, restarts=points)  # one may die before it finishes anything
+    pool = EnginePool(placement, 2, times=times, restarts=points)  # one may die before it finishes anything
     pool.tokenizer = tokenizer()  # the actors' own knows the script's texts only
 
     async def processes() -> list[int]:

@@ -30,7 +30,7 @@ import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.openai.engine import OpenAIEngine
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Load
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
@@ -62,7 +62,7 @@ class Served:
 
     def __init__(self) -> None:
         pool = build_engine({"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040}, Path())
-        assert isinstance(pool, PoolEngine)
+        assert isinstance(pool, EnginePool)
         self.pool = pool
 
     @property
@@ -422,7 +422,7 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
 
     async def main() -> None:
         pool = served.pool
-        assert await pool.update_weights(tensors_of("early"), 70) == 70
+        assert await EngineClient(pool).update_weights(tensors_of("early"), 70) == 70
         client = EngineClient(pool)
         asked = [client.submit(request(pool, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
         async with asyncio.timeout(PATIENCE):

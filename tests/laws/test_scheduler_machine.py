@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
@@ -137,7 +137,7 @@ class Mortal(ScriptedEngine):
         await self.abort([request_id])
 
 
-class MortalPool(PoolEngine):
+class MortalPool(EnginePool):
     """A pool of such engines, whose replicas are killed one at a time."""
 
     def __init__(self, turns: Script, losses: Losses, count: int, **options: Any) -> None:

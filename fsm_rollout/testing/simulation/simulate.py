@@ -22,7 +22,7 @@ from typing import Any
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.garbage_collection import calm_collection
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
@@ -105,7 +105,7 @@ class Simulation:
     graph: AgentGraph
     plan: Plan
     tokenizer: Any
-    engine: ScriptedEngine | PoolEngine
+    engine: ScriptedEngine | EnginePool
     log: Sequence[Logged] = ()
     """What reached and left the engine; of a pool, each of its replicas."""
     replicas: MortalReplicas | None = None
@@ -205,7 +205,7 @@ def simulate(
     )  # fmt: skip
     if plan.pooled:
         replicas = MortalReplicas(lambda name: build(replica=name))
-        result = Simulation(graph, plan, tokenizer, PoolEngine(replicas, plan.schedule.replicas), replicas.traffic)
+        result = Simulation(graph, plan, tokenizer, EnginePool(replicas, plan.schedule.replicas), replicas.traffic)
         result.replicas = replicas
     else:
         engine = build()
@@ -265,7 +265,7 @@ async def _run(
     with nullcontext() if journal is None else closing(Journal(journal)) as book:
         # 1. The scheduler, with simulated tools in the place of real ones; users' handlers are watched.
         scheduler = Scheduler(
-            {played.agent: played}, OneEngine(engine, chats=_shared_chats(engine.tokenizer)), seed=plan.seed,
+            {played.agent: played}, OneEngine(engine, chats=_shared_chats(result.tokenizer)), seed=plan.seed,
             concurrency=plan.schedule.concurrency, sampling=sampling, listeners=[listen], journal=book,
         )  # fmt: skip
 
@@ -296,7 +296,7 @@ async def _run(
             await asyncio.gather(*faults, return_exceptions=True)
             if result.pool is not None:
                 await workers.close(result.pool)
-            if result.replicas is not None and isinstance(engine, PoolEngine):
+            if result.replicas is not None and isinstance(engine, EnginePool):
                 result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
             await engine.aclose()
 
@@ -322,7 +322,10 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
             await policy.resume()
         case "abort":
             requests = [line.what for line in result.log if isinstance(line.what, Request)]
-            await result.engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
+            engines = result.replicas.living if result.replicas is not None else [result.engine]
+            for engine in engines:
+                assert isinstance(engine, ScriptedEngine)
+                await engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
         case "kill_replica":
             assert result.replicas is not None, "a plan that kills replicas has some"
             result.replicas.kill(fault.target)

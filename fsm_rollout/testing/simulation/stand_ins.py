@@ -19,7 +19,8 @@ from pydantic import TypeAdapter
 from fsm_rollout.agent.graph import POLICY, AgentGraph, InteractionSpec
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, Weights
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, TokenSource, Weights
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
@@ -141,9 +142,12 @@ class OneEngine(dict[str, EngineClient]):
         options: those of :class:`~fsm_rollout.engines.client.EngineClient`.
     """
 
-    def __init__(self, engine: Engine, *, chats: dict[object, ChatTemplate] | None = None, **options: Any) -> None:
+    def __init__(
+        self, engine: TokenSource | EnginePool, *, chats: dict[object, ChatTemplate] | None = None, **options: Any
+    ) -> None:
         super().__init__()
-        self._engine, self._chats, self._options = engine, chats, options
+        self._pool = EngineClient(engine, **options).pool
+        self._chats = chats
         self[POLICY]  # a run wants to see it
 
     def __contains__(self, name: object) -> bool:
@@ -151,7 +155,7 @@ class OneEngine(dict[str, EngineClient]):
         return isinstance(name, str)
 
     def __missing__(self, name: str) -> EngineClient:
-        client = self[name] = EngineClient(self._engine, **self._options)
+        client = self[name] = EngineClient(self._pool)
         if self._chats is not None:
             client.chats = self._chats
         return client
@@ -169,6 +173,9 @@ class MortalReplica:
         if self.failure is not None and name in ("update_weights", "pause", "resume", "sleep", "wake"):
             raise self.failure
         return getattr(self.scripted, name)
+
+    async def ping(self) -> None:
+        """Answer while it lives."""
 
     def kill(self) -> None:
         """End this life as the death of a process does: nothing more leaves it, nothing more reaches it."""
@@ -218,6 +225,11 @@ class MortalReplicas(LocalPlacement):
         """Kill a replica, counted from 0 and round again; one that is dead stays so until it is started again."""
         names = list(self.lives)
         self.lives[names[number % len(names)]][-1].kill()
+
+    @property
+    def living(self) -> list[ScriptedEngine]:
+        """The engines that have not been killed."""
+        return [lives[-1].scripted for lives in self.lives.values() if lives[-1].failure is None]
 
     def log(self, up: Iterable[str]) -> list[Logged]:
         """Return the whole log, as it stands while the replicas named in ``up`` take part.

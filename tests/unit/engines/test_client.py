@@ -377,7 +377,7 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
             ticket = dispatcher.submit(request("a"), deadline)
             await asyncio.sleep(0.5)
             await dispatcher.pause()
-            dispatcher._failed(ticket, EngineError("lost during the pause"))
+            dispatcher.pool._retries.failed(ticket, EngineError("lost during the pause"))
             await dispatcher.resume()
             await asyncio.sleep(1.0)
             await asyncio.Event().wait()
@@ -487,7 +487,7 @@ def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, s
         assert type(await dispatcher.update_weights({}, np.int64(2))) is int
         with pytest.raises(EngineError, match=says):
             await dispatcher.update_weights(weights, version)
-        return dispatcher.engine.weight_version
+        return dispatcher.weight_version
 
     assert run(scripted(Turn(text="yes")), body) == 2
 
@@ -500,18 +500,6 @@ def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
         assert tokens.response_versions().tolist() == [last]
         with pytest.raises(EngineError, match="got 2147483648"):
             await dispatcher.update_weights({})
-        return dispatcher.engine.weight_version
+        return dispatcher.weight_version
 
     assert run(scripted(Turn(text="yes")), body) == 2**31 - 1
-
-
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_second_try_may_keep_away_from_the_replica_that_failed(elsewhere: bool) -> None:
-    engine = scripted(Turn(text="one two", error="Boom: no", fails=1), replica="r7")
-
-    async def body(dispatcher: EngineClient) -> None:
-        await done(dispatcher.submit(request("a")))
-
-    run(engine, body, elsewhere=elsewhere)
-    avoided = [line.what.avoids for line in engine.log if isinstance(line.what, Request)]
-    assert avoided == ["", "r7" if elsewhere else ""]

@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, SamplingParams
-from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
+from fsm_rollout.engines.replica import LocalPlacement, Placement, PoolTimes
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.router import LeastLoadedRouter, ReplicaView
 from fsm_rollout.engines.scripted.engine import Logged, Script, ScriptedEngine, Turn, scripted_logprob
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing import check_engine, run_virtual
-from fsm_rollout.testing.conformance.engine_subject import RequestAnswer, take
+from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.tokens import as_ids
 
 TEXT = "hello, wonderful world"
@@ -131,7 +131,7 @@ def ask(name: str, turn: int = 0, **sampling: Any) -> Request:
     )
 
 
-async def answers(pool: Engine, requests: Sequence[Request]) -> dict[str, PendingRequest]:
+async def answers(pool: EnginePool, requests: Sequence[Request]) -> dict[str, PendingRequest]:
     """Ask for everything as a rollout does."""
     client = EngineClient(pool)
     asked = {request.request_id: client.submit(request) for request in requests}
@@ -141,17 +141,7 @@ async def answers(pool: Engine, requests: Sequence[Request]) -> dict[str, Pendin
     return asked
 
 
-async def chunks_of(pool: Engine, requests: Sequence[Request]) -> dict[str, RequestAnswer]:
-    """Ask the pool itself, once."""
-    found = {request.request_id: RequestAnswer(request) for request in requests}
-    async for chunk in pool.generate(requests):
-        take(chunk, found)
-    for answer in found.values():
-        answer.check_whole(pool.max_context)
-    return found
-
-
-def right(answer: RequestAnswer | PendingRequest, tokenizer: Any) -> None:
+def right(answer: PendingRequest, tokenizer: Any) -> None:
     """Whether an answer is what the script says, with the logprobs of the right positions."""
     start = len(answer.request.ids)
     expected = [*tokenizer.encode(f"{answer.request.trajectory_id}: {TEXT}"), 256]
@@ -168,8 +158,8 @@ def place(tokenizer: Any) -> Place:
 TIMES = PoolTimes(start=50, silence=40, ping_every=5, ping=10, order=10, update=20, close=2, backoff=1)
 
 
-def make(place: Any, count: int = 3, **options: Any) -> PoolEngine:
-    return PoolEngine(place, count, times=TIMES, **options)
+def make(place: Any, count: int = 3, *, router: Any = None, restarts: int = 3, **tries: Any) -> EnginePool:
+    return EnginePool(place, count, times=TIMES, router=router, restarts=restarts, tries=Tries(**tries))
 
 
 def run(place: Place, body: Any, count: int = 3, **options: Any) -> Any:
@@ -187,39 +177,13 @@ def run(place: Place, body: Any, count: int = 3, **options: Any) -> Any:
     return result
 
 
-@pytest.mark.parametrize("max_running", [None, 1, 3])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_pool_of_scripted_replicas_conforms(tokenizer: Any, max_running: int | None, count: int):
-    def turn(request: Request) -> Turn:
-        return Turn(text=f"{request.ids[0]} {TEXT}", chunks=4, delay=0.5)
-
-    place = LocalPlacement(lambda name: ScriptedEngine(turn, tokenizer=tokenizer, max_running=max_running))
-
-    async def main() -> Any:
-        return await check_engine(PoolEngine(place, count))
-
-    assert run_virtual(main()).tokens > 100
-
-
-def test_a_pool_of_transformers_replicas_conforms(model: Any, tokenizer: Any):
-    place = LocalPlacement(lambda name: TransformersEngine(model, tokenizer))
-
-    async def main() -> None:
-        pool = PoolEngine(place, 2, router=LeastLoadedRouter())
-        await check_engine(pool, patience=600)
-        assert all(stats.requests > 5 and stats.tokens > 5 for stats in pool.replicas)
-
-    asyncio.run(main())
-
-
 def test_chunks_name_their_replica_and_its_numbers_add_up(place: Place, tokenizer: Any):
-    async def body(pool: PoolEngine) -> None:
-        found = await chunks_of(pool, [ask(str(i)) for i in range(9)])
+    async def body(pool: EnginePool) -> None:
+        found = await answers(pool, [ask(str(i)) for i in range(9)])
         came_from = Counter()
         for answer in found.values():
             right(answer, tokenizer)
-            (name,) = {chunk.replica for chunk in answer.chunks}
-            came_from[name] += 1
+            came_from[answer.replica] += 1
         assert came_from == {"replica-0": 3, "replica-1": 3, "replica-2": 3}
         assert [stats.requests for stats in pool.replicas] == [3, 3, 3]
         assert sum(stats.tokens for stats in pool.replicas) == sum(len(answer.ids) for answer in found.values())
@@ -229,7 +193,7 @@ def test_chunks_name_their_replica_and_its_numbers_add_up(place: Place, tokenize
 
 
 def test_a_flush_is_one_dispatch_per_replica(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask(str(i)) for i in range(12)])
         assert [len(batch) for life in place.all for batch in life.dispatches] == [4, 4, 4]
 
@@ -238,7 +202,7 @@ def test_a_flush_is_one_dispatch_per_replica(place: Place):
 
 @pytest.mark.parametrize("after", [0.5, 2.5, 7.5])
 def test_what_a_dead_replica_had_goes_on_elsewhere(place: Place, tokenizer: Any, after: float):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(9)]))
         await asyncio.sleep(after)
         place.last(1).die()
@@ -254,11 +218,11 @@ def test_what_a_dead_replica_had_goes_on_elsewhere(place: Place, tokenizer: Any,
 
 
 def test_a_dead_replica_comes_back_with_the_weights_and_works_again(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("warm")])
-        assert await pool.update_weights({"w": torch.ones(2)}) == 1
-        assert await pool.update_weights("somewhere", 7) == 7
-        assert await pool.update_weights({}, 8) == 8
+        assert await EngineClient(pool).update_weights({"w": torch.ones(2)}) == 1
+        assert await EngineClient(pool).update_weights("somewhere", 7) == 7
+        assert await EngineClient(pool).update_weights({}, 8) == 8
         place.last(0).die()
         await asyncio.sleep(5)
         assert [stats.state for stats in pool.replicas] == ["up", "up"]
@@ -279,19 +243,19 @@ def test_all_that_was_loaded_is_loaded_again_from_the_last_folder_on(place: Plac
             loaded.append((weights if isinstance(weights, str) else sorted(weights), version))
             return version or 0
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         tensor = torch.zeros(1)
         for names in (["a"], "folder", ["b", "c"], ["c", "d"], ["b"], ["d"]):
             weights = names if isinstance(names, str) else dict.fromkeys(names, tensor)
-            await pool.update_weights(weights)
+            await EngineClient(pool).update_weights(weights)
         tensor += 5  # training goes on with the same memory
-        place.build = lambda name: Notes(script, tokenizer=pool.tokenizer)
+        place.build = lambda name: Notes(script, tokenizer=pool.facts.tokenizer)
         lost = place.last(0)
         lost.die()
         await asyncio.sleep(TIMES.ping_every + 5)
         # The first update of "b" and "c" has nothing left: two later ones together have replaced it.
         assert loaded == [("folder", 2), (["c", "d"], 4), (["b"], 5), (["d"], 6)]
-        assert not tensor.eq(pool._weights[2][1]["b"]).any()
+        assert not tensor.eq(pool.replicas_here()._weights[2][1]["b"]).any()
 
     run(place, body, 2)
 
@@ -302,14 +266,14 @@ def test_weights_that_come_while_a_replica_loads_older_ones_are_loaded_too(place
             await asyncio.sleep(5)
             return await super().update_weights(weights, version)
 
-    async def body(pool: PoolEngine) -> None:
-        await pool.update_weights("first")
+    async def body(pool: EnginePool) -> None:
+        await EngineClient(pool).update_weights("first")
         lost = place.last(0)
-        place.build = lambda name: Slow(script, tokenizer=pool.tokenizer)
+        place.build = lambda name: Slow(script, tokenizer=pool.facts.tokenizer)
         lost.die()
         await asyncio.sleep(TIMES.ping_every + 3)
         assert pool.replicas[0].state == "starting"
-        assert await pool.update_weights("second") == 2
+        assert await EngineClient(pool).update_weights("second") == 2
         await asyncio.sleep(30)
         assert pool.replicas[0].state == "up"
         assert place.last(0).weight_version == 2
@@ -318,10 +282,10 @@ def test_weights_that_come_while_a_replica_loads_older_ones_are_loaded_too(place
 
 
 def test_a_replica_that_returns_while_all_are_held_is_held(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(2.5)
-        await pool.pause()
+        await EngineClient(pool).pause()
         tokens_sent = pool.replicas[0].tokens + pool.replicas[1].tokens
         place.last(0).die()
         await asyncio.sleep(100)
@@ -331,7 +295,7 @@ def test_a_replica_that_returns_while_all_are_held_is_held(place: Place):
         assert place.last(0).dispatches == [["r-new"]]
         assert tokens_sent == pool.replicas[0].tokens + pool.replicas[1].tokens
         assert not asked.done()
-        await pool.resume()
+        await EngineClient(pool).resume()
         assert all(answer.finish_reason == "stop" for answer in (await asked | await fresh).values())
 
     run(place, body, 2)
@@ -341,7 +305,7 @@ def test_a_replica_that_returns_while_all_are_held_is_held(place: Place):
 def test_a_hung_replica_is_noticed_in_the_stated_time(place: Place, tokenizer: Any, listens: bool):
     """One does not even answer pings, the other does but says nothing of its requests."""
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         loop = asyncio.get_running_loop()
         await answers(pool, [ask("warm")])
         hung, begin = place.last(0), loop.time()
@@ -361,7 +325,7 @@ def test_a_hung_replica_is_noticed_in_the_stated_time(place: Place, tokenizer: A
 def test_a_slow_but_talking_replica_is_left_alone(tokenizer: Any):
     place = Place(lambda name: Fragile(lambda _: Turn(text=TEXT, chunks=9, delay=35), tokenizer=tokenizer))
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask(str(i)) for i in range(2)])
         assert [stats.restarts for stats in pool.replicas] == [0, 0]
 
@@ -369,7 +333,7 @@ def test_a_slow_but_talking_replica_is_left_alone(tokenizer: Any):
 
 
 def test_lost_requests_are_tried_a_bounded_number_of_times(place: Place):
-    async def body(pool: PoolEngine) -> PendingRequest:
+    async def body(pool: EnginePool) -> PendingRequest:
         asked = asyncio.create_task(answers(pool, [ask("a")]))
         for _ in range(3):
             await asyncio.sleep(2.5)
@@ -384,7 +348,7 @@ def test_lost_requests_are_tried_a_bounded_number_of_times(place: Place):
 
 
 def test_when_all_are_lost_for_good_the_cause_is_named(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(1.5)
         place.failing_starts = 100
@@ -392,8 +356,7 @@ def test_when_all_are_lost_for_good_the_cause_is_named(place: Place):
             place.last(index).die()
         for answer in (await asked).values():
             assert "all 2 replica(s) are lost for good: replica-0: no memory left" in str(answer.error)
-        with pytest.raises(EngineError, match="lost for good"):
-            pool.generate([ask("new")])
+        assert "lost for good" in str((await answers(pool, [ask("new")]))["r-new"].error)
         assert [stats.state for stats in pool.replicas] == ["dead", "dead"]
         assert place.starts["replica-0"] == 1 + 2
 
@@ -401,7 +364,7 @@ def test_when_all_are_lost_for_good_the_cause_is_named(place: Place):
 
 
 def test_a_replica_that_finishes_work_is_forgiven(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         for life in range(5):
             await answers(pool, [ask(f"{life}-{i}") for i in range(2)])
             place.last(0).die()
@@ -423,7 +386,7 @@ def test_an_engine_that_fails_everything_is_started_again(tokenizer: Any):
 
     place = Place(build)
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         for answer in (await answers(pool, [ask(str(i)) for i in range(6)])).values():
             right(answer, tokenizer)
         assert built["replica-0"] == 2
@@ -432,37 +395,44 @@ def test_an_engine_that_fails_everything_is_started_again(tokenizer: Any):
     run(place, body, 2, attempts=4)
 
 
-def test_a_request_that_fails_alone_is_for_the_caller_to_try_again(tokenizer: Any):
-    place = Place(lambda name: Fragile([Turn(text="a", error="ValueError: no")], tokenizer=tokenizer))
+@pytest.mark.parametrize("another", [True, False])
+def test_a_second_try_may_keep_away_from_the_replica_that_failed(tokenizer: Any, another: bool):
+    def build(name: str) -> Fragile:
+        turn = Turn(text="a", error="Boom: no") if name == "replica-0" else Turn(text="a")
+        return Fragile([turn], tokenizer=tokenizer)
 
-    async def body(pool: PoolEngine) -> None:
-        for _ in range(5):
-            answer = (await chunks_of(pool, [ask("a")]))["r-a"]
-            assert answer.chunks[-1].error == "ValueError: no"
+    async def body(pool: EnginePool) -> None:
+        pending = (await answers(pool, [ask("a")]))["r-a"]
+        assert (pending.finish_reason, pending.replica) == (
+            ("stop", "replica-1") if another else ("abort", "replica-0")
+        )
         assert [stats.restarts for stats in pool.replicas] == [0, 0]
 
-    run(place, body, 2)
+    run(Place(build), body, 2, another_replica=another)
 
 
-def test_what_does_not_fit_waits_here_in_order_and_without_a_chunk(tokenizer: Any):
-    place = Place(lambda name: Fragile(script, tokenizer=tokenizer, max_running=2, log=True))
+def test_what_goes_on_comes_before_what_returns_and_that_before_what_begins(tokenizer: Any):
+    """Each replica has a request, and the rest waits; so it does when a replica is lost."""
+    place = Place(lambda name: Fragile(script, tokenizer=tokenizer, max_running=2))
 
-    async def body(pool: PoolEngine) -> None:
-        found: dict[str, RequestAnswer] = {}
-        requests = [ask(f"{i:03}") for i in range(200)]
-        found = {request.request_id: RequestAnswer(request) for request in requests}
-        first: list[str] = []
-        async for chunk in pool.generate(requests):
-            if not found[chunk.request_id].chunks:
-                first.append(chunk.request_id)
-                assert chunk.queue_seconds == pytest.approx(asyncio.get_running_loop().time())
-            take(chunk, found)
-            for life in place.all:
-                assert len(life._waiting) <= 32  # type: ignore[attr-defined]  # the rest can still go elsewhere
-        for answer in found.values():
-            right(answer, tokenizer)
-        ranks = [requests.index(found[request_id].request) for request_id in first]
-        assert all(abs(rank - place) <= 2 * 32 for place, rank in enumerate(ranks))
+    async def body(pool: EnginePool) -> None:
+        client = EngineClient(pool)
+        first = [ask(f"first-{i:03}") for i in range(150)]
+        goes_on = replace(ask("goes on", 5), sampled=1)
+        requests = [*first, *(ask(f"returns-{i}", 1 + i) for i in range(8)), goes_on]
+        pending = [client.submit(request) for request in first]
+        await asyncio.sleep(1.5)
+        place.last(0).die()
+        pending += [client.submit(request) for request in requests[len(first) :]]
+        await asyncio.gather(*(each.done.wait() for each in pending))
+        for each in pending[:-1]:
+            right(each, tokenizer)
+        admitted = sorted(pending, key=lambda each: each.admitted_at or 0.0)
+        places = [admitted.index(each) for each in pending]
+        late = 3 * 32  # what the replicas' engines have taken already
+        assert max(places[len(first) :]) < late
+        assert places[-1] == min(places[len(first) :])
+        assert all(abs(place - rank) <= late for rank, place in enumerate(places[: len(first)]))
 
     run(place, body, 2)
 
@@ -475,10 +445,10 @@ def test_a_full_replica_is_not_waited_for_while_another_idles(tokenizer: Any):
         lambda name: Fragile(lambda _: slow if name == "replica-0" else quick, tokenizer=tokenizer, max_running=4)
     )
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         async def chat(index: int) -> None:
             for turn in range(6):
-                await chunks_of(pool, [replace(ask(str(index), turn), request_id=f"r-{index}-{turn}")])
+                await answers(pool, [replace(ask(str(index), turn), request_id=f"r-{index}-{turn}")])
 
         await asyncio.gather(*(chat(i) for i in range(64)))
         done = [stats.requests for stats in pool.replicas]
@@ -491,10 +461,10 @@ def test_a_full_replica_is_not_waited_for_while_another_idles(tokenizer: Any):
 def test_aborts_end_what_waits_at_once_and_what_runs_with_its_tokens(tokenizer: Any):
     place = Place(lambda name: Fragile(script, tokenizer=tokenizer, max_running=1))
 
-    async def body(pool: PoolEngine) -> None:
-        asked = asyncio.create_task(chunks_of(pool, [ask(f"{i:03}") for i in range(100)]))
+    async def body(pool: EnginePool) -> None:
+        asked = asyncio.create_task(answers(pool, [ask(f"{i:03}") for i in range(100)]))
         await asyncio.sleep(3.5)
-        await pool.abort([f"r-{i:03}" for i in range(100)] + ["unknown"])
+        await asyncio.gather(*map(pool.abort, pool.under_way()))
         found = await asked
         assert {answer.finish_reason for answer in found.values()} == {"abort"}
         assert sum(bool(answer.ids) for answer in found.values()) == 2
@@ -504,12 +474,12 @@ def test_aborts_end_what_waits_at_once_and_what_runs_with_its_tokens(tokenizer: 
 
 
 def test_an_aborted_request_of_a_lost_replica_ends(place: Place):
-    async def body(pool: PoolEngine) -> None:
-        asked = asyncio.create_task(chunks_of(pool, [ask("a")]))
+    async def body(pool: EnginePool) -> None:
+        asked = asyncio.create_task(answers(pool, [ask("a")]))
         await asyncio.sleep(2.5)
         place.last(0).stuck = True
         await asyncio.sleep(1)
-        await pool.abort(["r-a"])
+        await asyncio.gather(*map(pool.abort, pool.under_way()))
         assert (await asked)["r-a"].finish_reason == "abort"
 
     run(place, body, 1)
@@ -527,7 +497,7 @@ def test_all_tokens_but_the_last_word_are_enough(place: Place, tokenizer: Any):
     whole = Turn(text=TEXT, chunks=1, delay=1.0)
     place.build = lambda name: LosesTheLastWord(lambda _: whole, tokenizer=tokenizer)
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         requests = [ask("a", max_tokens=5, ignore_eos=True), ask("b")]
         asked = asyncio.create_task(answers(pool, requests))
         await asyncio.sleep(2)
@@ -541,7 +511,7 @@ def test_all_tokens_but_the_last_word_are_enough(place: Place, tokenizer: Any):
 
 
 def test_weights_that_nobody_takes_change_nothing(place: Place, tokenizer: Any):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(1.5)
         for index in range(2):
@@ -549,7 +519,7 @@ def test_weights_that_nobody_takes_change_nothing(place: Place, tokenizer: Any):
         with pytest.raises(
             EngineError, match=r"no replica took the weights, so nothing has changed: .*a shape does not"
         ):
-            await pool.update_weights({})
+            await EngineClient(pool).update_weights({})
         assert pool.weight_version == 0
         for answer in (await asked).values():
             right(answer, tokenizer)
@@ -560,11 +530,11 @@ def test_weights_that_nobody_takes_change_nothing(place: Place, tokenizer: Any):
 
 
 def test_a_replica_that_alone_fails_an_update_comes_back_with_it(place: Place, tokenizer: Any):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(1.5)
         place.last(0).refuses.add("update")
-        assert await pool.update_weights({}) == 1
+        assert await EngineClient(pool).update_weights({}) == 1
         for answer in (await asked).values():
             right(answer, tokenizer)
             assert [version for _, version in answer.versions] == [0, 1]
@@ -576,9 +546,9 @@ def test_a_replica_that_alone_fails_an_update_comes_back_with_it(place: Place, t
 
 
 def test_an_update_that_its_caller_gives_up_is_carried_out_everywhere(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         pool._bind()
-        updating = asyncio.create_task(pool.update_weights({}))
+        updating = asyncio.create_task(EngineClient(pool).update_weights({}))
         await asyncio.sleep(0)
         updating.cancel()
         await asyncio.sleep(5)
@@ -590,16 +560,16 @@ def test_an_update_that_its_caller_gives_up_is_carried_out_everywhere(place: Pla
 
 
 def test_an_order_that_one_cannot_follow_costs_that_one(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
         place.last(0).refuses.add("pause")
-        await pool.pause()
+        await EngineClient(pool).pause()
         assert [stats.state for stats in pool.replicas] == ["starting", "up"]
-        await pool.resume()
+        await EngineClient(pool).resume()
         place.last(1).refuses.add("sleep")
         await asyncio.sleep(5)
         place.last(0).refuses.add("sleep")
-        await pool.sleep()  # those that come back will
+        await EngineClient(pool).sleep()  # those that come back will
         assert [stats.state for stats in pool.replicas] == ["starting", "starting"]
 
     run(place, body, 2)
@@ -646,7 +616,7 @@ class Broken:
 
 
 def test_a_router_of_ones_own_decides_and_its_errors_stay_with_the_request(place: Place, tokenizer: Any):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         begun = asyncio.get_running_loop().time()
         wrong = {
             "raises": "RouterFailed: router Broken failed: KeyError: 'bad'",
@@ -655,13 +625,14 @@ def test_a_router_of_ones_own_decides_and_its_errors_stay_with_the_request(place
             "stranger": "RouterFailed: router Broken returned ReplicaView(name='replica-9'",
             "later": "RouterFailed: router Broken returned <coroutine object",
         }
-        refused = await chunks_of(pool, [ask(name) for name in wrong])
+        refused = await answers(pool, [ask(name) for name in wrong])
         assert asyncio.get_running_loop().time() == begun
         for name, message in wrong.items():
-            (last,) = refused[f"r-{name}"].chunks
-            assert (last.error or "").startswith(message)
-        assert "drop its 'async'" in (refused["r-later"].chunks[-1].error or "")
-        found = await chunks_of(pool, [ask("a"), ask("nothing"), ask("b")])
+            error = refused[f"r-{name}"].error
+            assert error is not None
+            assert f"{error.kind}: {error}".startswith(message)
+        assert "drop its 'async'" in str(refused["r-later"].error)
+        found = await answers(pool, [ask("a"), ask("nothing"), ask("b")])
         right(found["r-a"], tokenizer)
         right(found["r-b"], tokenizer)
         assert [stats.requests for stats in pool.replicas] == [0, 2]
@@ -676,7 +647,8 @@ def test_a_pool_serves_one_loop_after_another(place: Place, tokenizer: Any):
 
     async def leave() -> None:
         quick.last(0)._script = lambda _: Turn(hang=True, text="a")  # type: ignore[attr-defined]
-        await anext(pool.generate([ask("left behind")]))
+        EngineClient(pool).submit(ask("left behind"))
+        await asyncio.sleep(0.01)
 
     async def go_on() -> str | None:
         quick.last(0)._script = [Turn(text="a")]  # type: ignore[attr-defined]
@@ -696,14 +668,14 @@ def test_what_is_answered_does_not_depend_on_the_number_of_replicas(model: Any, 
         for i in range(8)
     ]
 
-    async def main(engine: Engine) -> dict[str, list[int]]:
-        found = await answers(engine, requests)
-        await engine.aclose()
+    async def main(pool: EnginePool) -> dict[str, list[int]]:
+        found = await answers(pool, requests)
+        await pool.aclose()
         return {name: list(answer.ids) for name, answer in found.items()}
 
-    alone = asyncio.run(main(TransformersEngine(model, tokenizer)))
+    alone = asyncio.run(main(EnginePool(Placement(TransformersEngine(model, tokenizer)))))
     place = LocalPlacement(lambda name: TransformersEngine(model, tokenizer))
-    assert asyncio.run(main(PoolEngine(place, count, router=LeastLoadedRouter()))) == alone
+    assert asyncio.run(main(EnginePool(place, count, router=LeastLoadedRouter()))) == alone
 
 
 def test_through_the_client_every_pending_ends_once_whatever_is_lost(tokenizer: Any):
@@ -717,13 +689,13 @@ def test_through_the_client_every_pending_ends_once_whatever_is_lost(tokenizer: 
 
     place = Place(build)
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         client = EngineClient(pool)
         asked = [client.submit(ask(f"{i:02}")) for i in range(40)]
         for index in (0, 2, 1, 0):
             await asyncio.sleep(6)
             place.last(index).die()
-            await pool.update_weights({})
+            await EngineClient(pool).update_weights({})
         await asyncio.gather(*(pending.done.wait() for pending in asked))
         for pending in asked:
             assert pending.finish_reason == "stop"

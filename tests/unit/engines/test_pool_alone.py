@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsm_rollout.engines import pool as pool_module
+from fsm_rollout.engines import replicas as replicas_module
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine, Request
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -28,8 +28,8 @@ def place(tokenizer: Any) -> Place:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_all_are_lost_at_the_same_moment_twice(place: Place, tokenizer: Any, count: int):
-    async def body(pool: PoolEngine) -> None:
-        assert await pool.update_weights({"w": torch.ones(1)}, 4) == 4
+    async def body(pool: EnginePool) -> None:
+        assert await EngineClient(pool).update_weights({"w": torch.ones(1)}, 4) == 4
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(6)]))
         for _ in range(2):
             await asyncio.sleep(3.5)
@@ -48,7 +48,7 @@ def test_all_are_lost_at_the_same_moment_twice(place: Place, tokenizer: Any, cou
 def test_an_engine_that_dies_costs_its_requests_one_try(place: Place, tokenizer: Any):
     """Asked again it could only fail again, so it is not asked."""
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(3)]))
         await asyncio.sleep(2.5)
         place.last(0).die()
@@ -64,7 +64,7 @@ def test_an_engine_that_dies_costs_its_requests_one_try(place: Place, tokenizer:
 
 
 def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
         place.last(0).die()
         await asyncio.sleep(TIMES.ping_every + TIMES.ping + 5)
@@ -74,10 +74,10 @@ def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(plac
 
 
 def test_weights_for_an_engine_that_died_unnoticed_reach_its_successor(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
         place.last(0).die()
-        assert await pool.update_weights({"w": torch.ones(1)}) == 1
+        assert await EngineClient(pool).update_weights({"w": torch.ones(1)}) == 1
         assert place.last(0).weight_version == 1
         assert pool.replicas[0].restarts == 1
 
@@ -87,20 +87,20 @@ def test_weights_for_an_engine_that_died_unnoticed_reach_its_successor(place: Pl
 def test_weights_that_come_while_all_are_lost_are_looked_at_before_they_count(place: Place):
     """Else nobody would come back, as nobody could load them."""
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
         place.last(0).die()
         while pool.replicas[0].state == "up":  # noqa: ASYNC110  # until a ping finds out
             await asyncio.sleep(0.1)
 
         def refusing(name: str) -> Fragile:
-            life = Fragile(script, tokenizer=pool.tokenizer)
+            life = Fragile(script, tokenizer=pool.facts.tokenizer)
             life.refuses.add("update")
             return life
 
         place.build = refusing
         with pytest.raises(EngineError, match=r"no replica took the weights, so nothing has changed: .*a shape"):
-            await pool.update_weights({"w": torch.ones(1)})
+            await EngineClient(pool).update_weights({"w": torch.ones(1)})
         assert pool.weight_version == 0
         assert pool.replicas[0].state == "up"
 
@@ -116,12 +116,12 @@ def test_weights_that_all_die_of_are_not_loaded_a_third_time(place: Place):
             self.die()
             return await super().update_weights(weights, version)
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
-        place.build = lambda name: Deadly(script, tokenizer=pool.tokenizer)
+        place.build = lambda name: Deadly(script, tokenizer=pool.facts.tokenizer)
         place.last(0).die()
         with pytest.raises(EngineError, match=r"no replica took the weights, so nothing has changed: .*is gone"):
-            await pool.update_weights({"w": torch.ones(1)})
+            await EngineClient(pool).update_weights({"w": torch.ones(1)})
         assert tried in ([1], [1, 1])  # the first of two tries may have been its predecessor's
         assert pool.weight_version == 0
         await asyncio.sleep(5)
@@ -131,14 +131,14 @@ def test_weights_that_all_die_of_are_not_loaded_a_third_time(place: Place):
 
 
 def test_weights_for_a_pool_that_is_lost_for_good_are_an_error(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
         place.failing_starts = 100
         place.last(0).die()
         with pytest.raises(EngineError, match=r"all 1 replica\(s\) are lost for good: replica-0: no memory left"):
-            await pool.update_weights({"w": torch.ones(1)})
+            await EngineClient(pool).update_weights({"w": torch.ones(1)})
         with pytest.raises(EngineError, match="lost for good"):
-            await pool.update_weights({"w": torch.ones(1)})
+            await EngineClient(pool).update_weights({"w": torch.ones(1)})
         assert pool.weight_version == 0
 
     run(place, body, 1)
@@ -147,17 +147,17 @@ def test_weights_for_a_pool_that_is_lost_for_good_are_an_error(place: Place):
 def test_nobody_starts_again_while_all_sleep(place: Place, tokenizer: Any):
     """The memory is somebody else's then; weights that come meanwhile are there afterwards."""
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         await answers(pool, [ask("a")])
-        await pool.pause()
-        await pool.sleep()
+        await EngineClient(pool).pause()
+        await EngineClient(pool).sleep()
         place.last(0).die()
         await asyncio.sleep(100)
         assert pool.replicas[0].state == "starting"
         assert len(place.all) == 1
-        assert await pool.update_weights({"w": torch.ones(1)}) == 1
-        await pool.wake()
-        await pool.resume()
+        assert await EngineClient(pool).update_weights({"w": torch.ones(1)}) == 1
+        await EngineClient(pool).wake()
+        await EngineClient(pool).resume()
         (answer,) = (await answers(pool, [ask("b")])).values()
         right(answer, tokenizer)
         assert answer.versions == [(len(answer.ids), 1)]
@@ -168,13 +168,13 @@ def test_nobody_starts_again_while_all_sleep(place: Place, tokenizer: Any):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_no_numbers_are_refused_before_anybody_is_asked(place: Place, tokenizer: Any, bad: float):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         asked = asyncio.create_task(answers(pool, [ask(str(i)) for i in range(4)]))
         await asyncio.sleep(1.5)
         for life in place.all:
             life.refuses.add("pause")
         with pytest.raises(EngineError, match=r"new weight 'b' is not finite: . NaN and . infinite of 3 values"):
-            await pool.update_weights({"a": torch.ones(2), "b": torch.tensor([1.0, bad, 2.0])})
+            await EngineClient(pool).update_weights({"a": torch.ones(2), "b": torch.tensor([1.0, bad, 2.0])})
         assert pool.weight_version == 0
         for answer in (await asked).values():
             right(answer, tokenizer)
@@ -186,29 +186,29 @@ def test_weights_that_are_no_numbers_are_refused_before_anybody_is_asked(place: 
 # -- how often something that always fails is tried ------------------------------------------------------------------
 
 
-def through_a_client(place: Place, count: int, attempts: int, of_the_pool: int) -> tuple[str, int, float]:
+def tried(place: Place, count: int, **tries: Any) -> tuple[str, int, float]:
     """Return the error of one request, how often a replica got it, and how long that took."""
 
     async def main() -> tuple[str, int, float]:
-        pool = make(place, count, attempts=of_the_pool, restarts=100)
+        pool = make(place, count, restarts=100, **tries)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        pending = EngineClient(pool, attempts=attempts).submit(ask("a"))
+        pending = EngineClient(pool).submit(ask("a"))
         await pending.done.wait()
         took = loop.time() - began
-        tries = sum(len(batch) for life in place.all for batch in life.dispatches)
+        times = sum(len(batch) for life in place.all for batch in life.dispatches)
         await pool.aclose()
-        return str(pending.error), tries, took
+        return str(pending.error), times, took
 
     return run_virtual(main())
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("of_the_pool", [1, 3, 5])
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_what_kills_every_replica_is_tried_so_often_and_no_more(
-    tokenizer: Any, count: int, attempts: int, of_the_pool: int
-):
+@pytest.mark.parametrize("attempts", [1, 3, 5])
+@pytest.mark.parametrize("again", [True, False])
+def test_what_kills_every_replica_is_tried_so_often_and_no_more(tokenizer: Any, count: int, attempts: int, again: bool):
+    """Also where what an engine fails by itself is not tried again."""
+
     def poison(request: Request) -> Turn:
         return Turn(text=TEXT, crash="the kernel crashed", delay=0.5)
 
@@ -218,32 +218,27 @@ def test_what_kills_every_replica_is_tried_so_often_and_no_more(
             super()._crash(answers, message)
 
     place = Place(lambda name: Crashing(poison, tokenizer=tokenizer))
-    error, tries, took = through_a_client(place, count, attempts, of_the_pool)
-    assert tries == of_the_pool
-    assert error == f"EngineError: {of_the_pool} tries failed, the last one: the kernel crashed"
-    assert took < 20 * of_the_pool
+    error, tries, took = tried(place, count, attempts=attempts, again=again)
+    assert tries == attempts
+    assert error == f"EngineError: {attempts} tries failed, the last one: the kernel crashed"
+    assert took < 20 * attempts
 
 
-def test_the_tries_of_the_caller_count_too(tokenizer: Any):
-    """Each fails alone, so each is the caller's to begin, until the pool has seen enough of it."""
+@pytest.mark.parametrize("again", [True, False])
+def test_what_fails_by_itself_is_tried_again_if_it_may(tokenizer: Any, again: bool):
     place = Place(lambda name: Fragile([Turn(text="a", error="ValueError: no")], tokenizer=tokenizer))
-    error, tries, _ = through_a_client(place, 2, attempts=7, of_the_pool=4)
-    assert (tries, error) == (4, "EngineError: 4 tries failed, the last one: ValueError: no")
+    assert tried(place, 2, attempts=4, again=again)[:2] == ("ValueError: no", 4 if again else 1)
 
 
 def test_a_request_that_is_asked_anew_has_all_its_tries_again(tokenizer: Any):
     place = Place(lambda name: Fragile([Turn(text="a", error="ValueError: no", fails=2)], tokenizer=tokenizer))
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         for _ in range(2):
-            answer = (await answers(pool, [ask("a")]))["r-a"]
-            assert str(answer.error) == "EngineError: 1 tries failed, the last one: ValueError: no"
+            assert str((await answers(pool, [ask("a")]))["r-a"].error) == "ValueError: no"
         assert (await answers(pool, [ask("a")]))["r-a"].finish_reason == "stop"
 
     run(place, body, 1, attempts=1)
-
-
-# -- starting and stopping -------------------------------------------------------------------------------------------
 
 
 def test_a_start_that_is_given_up_is_not_waited_for(tokenizer: Any):
@@ -267,7 +262,7 @@ def test_a_start_that_is_given_up_is_not_waited_for(tokenizer: Any):
 
 
 def test_requests_that_are_aborted_one_by_one_are_one_message(place: Place):
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         client = EngineClient(pool)
         asked = [client.submit(ask(str(i))) for i in range(20)]
         await asyncio.sleep(2.5)
@@ -319,7 +314,7 @@ def test_a_start_that_takes_long_says_what_it_waits_for(
             await asyncio.sleep(0)
         return await begin(name)
 
-    monkeypatch.setattr(pool_module, "TELL_START_AFTER", 0.0)
+    monkeypatch.setattr(replicas_module, "TELL_START_AFTER", 0.0)
     monkeypatch.setattr(place, "start", slow)
     run_virtual(main())
     (message,) = caplog.messages
@@ -329,7 +324,7 @@ def test_a_start_that_takes_long_says_what_it_waits_for(
 def test_a_close_that_takes_long_says_what_it_waits_for(place: Place, caplog: pytest.LogCaptureFixture):
     async def main(seconds: float) -> None:
         pool = make(place, 2)
-        await pool.pause()
+        await EngineClient(pool).pause()
         stop = place.last(1).aclose
 
         async def slow() -> None:
@@ -372,7 +367,7 @@ def test_a_pool_may_be_closed_from_another_loop_while_its_own_still_runs(place: 
 
     async def main() -> None:
         pool = make(place, 2)
-        asked = asyncio.create_task(pool.pause())
+        asked = asyncio.create_task(EngineClient(pool).pause())
         await asked
         await asyncio.to_thread(asyncio.run, pool.aclose())
         assert all(life.stopped for life in place.all)

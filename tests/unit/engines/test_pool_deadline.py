@@ -7,7 +7,7 @@ from typing import Any
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine
 from tests.unit.engines.test_pool import Fragile, Place, ask, run, script
 
@@ -24,7 +24,7 @@ def test_the_time_of_a_visit_stands_still_while_nobody_works_on_it(tokenizer: An
 
     place = Slow(lambda name: Fragile(script, tokenizer=tokenizer))
 
-    async def body(pool: PoolEngine) -> None:
+    async def body(pool: EnginePool) -> None:
         deadline = Deadline(12.0)
         async with deadline:
             pending = EngineClient(pool).submit(ask("a"), deadline)

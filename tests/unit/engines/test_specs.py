@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from fsm_rollout.engines import build
 from fsm_rollout.engines.build import build_engine
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.specs import faults
@@ -22,14 +22,17 @@ from tests.embedded import tokenizer
 
 def said(spec: dict[str, Any], base: Path) -> str:
     """Return what the engine answers to the first turn of context main."""
-    engine = build_engine({"kind": "scripted", **spec}, base)
-    params = SamplingParams(50, stop_ids=engine.eos_ids)
+    pool = build_engine({"kind": "scripted", **spec}, base)
+    params = SamplingParams(50, stop_ids=pool.facts.eos_ids)
     request = Request("r", as_ids([1]), params, agent="solver", context="main")
 
     async def ids() -> list[int]:
-        return [token async for chunk in engine.generate([request]) for token in chunk.ids]
+        pending = EngineClient(pool).submit(request)
+        await pending.done.wait()
+        await pool.aclose()
+        return list(pending.ids)
 
-    return str(engine.tokenizer.decode(asyncio.run(ids()), skip_special_tokens=True))
+    return str(pool.facts.tokenizer.decode(asyncio.run(ids()), skip_special_tokens=True))
 
 
 def test_a_script_stands_in_the_spec_or_in_a_file(tmp_path: Path):
@@ -46,10 +49,10 @@ def test_a_script_stands_in_the_spec_or_in_a_file(tmp_path: Path):
 
 
 def test_the_embedded_model_is_the_default():
-    engine = build_engine({"kind": "transformers", "max_running": 3, "max_context": 128}, Path.cwd())
-    assert isinstance(engine, TransformersEngine)
-    assert engine.max_context == 128
-    asyncio.run(engine.aclose())
+    pool = build_engine({"kind": "transformers", "max_running": 3, "max_context": 128}, Path.cwd())
+    assert isinstance(pool.replicas[0].engine, TransformersEngine)
+    assert pool.facts.max_context == 128
+    asyncio.run(pool.aclose())
 
 
 def test_a_key_that_is_null_is_not_there(tmp_path: Path):
@@ -192,15 +195,14 @@ def test_an_engine_of_ones_own_takes_the_keys_of_its_class(tmp_path: Path):
     assert said(own, tmp_path) == "AB"
     assert said({**own, "times": 2}, tmp_path) == "ABAB"
     assert said({"kind": f"{HERE}:Choosy", "says": "please "}, tmp_path) == "PLEASE "
-    engine = build_engine({**own, "notes": "notes.txt"}, tmp_path)
+    engine = build_engine({**own, "notes": "notes.txt"}, tmp_path).replicas[0].engine
     assert engine.notes == tmp_path / "notes.txt"  # type: ignore[attr-defined]  # as every path of a run's file
 
 
 def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
     spec = {"kind": f"{HERE}:Shouting", "says": "ab", "replicas": 2, "router": "least_loaded", "pool": {"attempts": 5}}
     pool = build_engine(spec, tmp_path)
-    assert isinstance(pool, PoolEngine)
-    assert (len(pool.replicas), pool.attempts) == (2, 5)
+    assert (len(pool.replicas), pool.tries.attempts) == (2, 5)
     asyncio.run(pool.aclose())
     assert said(spec, tmp_path) == "AB"
 

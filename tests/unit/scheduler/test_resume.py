@@ -628,7 +628,7 @@ def test_visit_timeouts_stand_still_during_an_update() -> None:
     bench = Bench(agent(), slow())
     bench.engine = Slow(slow({"p0": 1.0}), tokenizer=tokenizer(), log=True)
     for dispatcher in bench.scheduler.clients.values():
-        dispatcher.engine = bench.engine
+        dispatcher.pool.replicas[0].engine = bench.engine
     assert only(bench.go(1, 1, at={3.0: bench.new_weights})).stop_reason == "answered"
     begun = bench.log[0][1].at
     times = [line.at - begun for line in bench.engine.log if isinstance(line.what, Chunk)]

@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines import weights as weights_module
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.http import link as http_link
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Load, ReplicaLost
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
@@ -242,20 +245,28 @@ async def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_
     """From the pool; also where nobody looked while it was away: its first answer says which weights it has."""
     folder, first = embedded_model("early"), SGLangStandIn()
     port, times = first.port, PoolTimes(backoff=0.05)
-    pool = PoolEngine(LocalPlacement(lambda name: SGLangHTTPEngine(first.url)), 1, restarts=1000, times=times)
-    assert (await one(pool)).ids == [FIRST] * 4
-    assert await pool.update_weights(folder) == 1
-    assert (await one(pool)).versions == [1] * 4
+    place = LocalPlacement(lambda name: SGLangHTTPEngine(first.url))
+    pool = EnginePool(place, restarts=1000, times=times, tries=Tries(attempts=1))
+    client = EngineClient(pool)
+
+    async def asked() -> PendingRequest:
+        pending = client.submit(request("a"))
+        await pending.done.wait()
+        return pending
+
+    assert list((await asked()).ids) == [FIRST] * 4
+    assert await client.update_weights(folder) == 1
+    assert (await asked()).versions == [(4, 1)]
     first.stop()
     second = None if noticed else SGLangStandIn(port)
     if noticed:
-        assert "cannot be reached" in str((await one(pool)).chunks[-1].error)
+        assert "cannot be reached" in str((await asked()).error)
     else:
-        error = (await one(pool)).chunks[-1].error
+        error = (await asked()).error
         assert "samples with weights of version 'default', not '1' as loaded here; it was restarted" in str(error)
     second = second or SGLangStandIn(port)
-    got = await one(pool)
-    assert (got.ids, got.versions) == ([EARLY] * 4, [1] * 4)
+    got = await asked()
+    assert (list(got.ids), got.versions) == ([EARLY] * 4, [(4, 1)])
     assert second.loaded == [(str(folder.resolve()), "1")]
     await pool.aclose()
     second.stop()

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fsm_rollout.engines.pool import PoolEngine
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.router import LeastLoadedRouter
@@ -21,7 +23,6 @@ from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_w
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
-from fsm_rollout.testing.conformance.engine_subject import RequestAnswer, take
 from fsm_rollout.trajectory.tokens import as_ids
 
 
@@ -30,10 +31,12 @@ def greedy(count: int) -> list[Request]:
     return [Request(f"r{i}", as_ids([40 + i, 70, 80]), params, trajectory_id=f"t{i}") for i in range(count)]
 
 
-async def sampled(engine: PoolEngine | TransformersEngine) -> dict[str, RequestAnswer]:
-    found = {request.request_id: RequestAnswer(request) for request in greedy(4)}
-    async for chunk in engine.generate(greedy(4)):
-        take(chunk, found)
+async def sampled(engine: EnginePool | TransformersEngine) -> dict[str, PendingRequest]:
+    client = EngineClient(engine)
+    found = {request.request_id: client.submit(request) for request in greedy(4)}
+    for pending in found.values():
+        await pending.done.wait()
+    await client.drain()
     return found
 
 
@@ -43,14 +46,14 @@ def test_replicas_of_a_pool_in_this_process_load_a_folder_together():
         wanted = {name: answer.ids for name, answer in (await sampled(other)).items()}
         await other.aclose()
         place = LocalPlacement(lambda name: TransformersEngine("embedded"))
-        pool = PoolEngine(place, 2, router=LeastLoadedRouter())
+        pool = EnginePool(place, 2, router=LeastLoadedRouter())
         before = await sampled(pool)
         assert {name: answer.ids for name, answer in before.items()} != wanted
-        assert await pool.update_weights("embedded:early") == 1
+        assert await EngineClient(pool).update_weights("embedded:early") == 1
         found = await sampled(pool)
         assert {name: answer.ids for name, answer in found.items()} == wanted
-        chunks = [chunk for answer in found.values() for chunk in answer.chunks if chunk.ids]
-        assert {(chunk.replica, chunk.weight_version) for chunk in chunks} == {("replica-0", 1), ("replica-1", 1)}
+        versions = {(answer.replica, version) for answer in found.values() for _, version in answer.versions}
+        assert versions == {("replica-0", 1), ("replica-1", 1)}
         assert [stats.restarts for stats in pool.replicas] == [0, 0]
         await pool.aclose()
 
@@ -71,7 +74,8 @@ class OnGpu(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*(a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
-        return found if (kwargs or {}).get("device") == torch.device("cpu") else cls(found)
+        there = (kwargs or {}).get("device") != torch.device("cpu") and isinstance(found, torch.Tensor)
+        return cls(found) if there else found
 
 
 def test_weights_for_later_replicas_are_kept_as_they_are_and_off_the_gpu():
