@@ -115,7 +115,7 @@ def http() -> Iterator[HTTPServer]:
     server.stop()
 
 
-def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but_what_it_is_given() -> None:
+async def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but_what_it_is_given() -> None:
     box = toolbox(mcp=STDIO, allow=["add", "read", "environment"], timeout=PATIENCE)
     add, read, _ = (schema["function"] for schema in box.schemas("main"))
     assert (add["name"], add["description"], read["name"]) == ("add", "Add two numbers.", "read")
@@ -125,26 +125,23 @@ def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but
         "required": ["left"],
     }
 
-    async def main() -> None:
-        async with session(box) as call:
-            assert (await call("add", left=2)).result == "3"
-            wrong = await call("add", left="x")
-            assert wrong.bad
-            assert wrong.result == (
-                "error: add: argument 'left': 'x' is not of type 'integer'; correct the arguments and try again"
-            )
-            missing = await call("add", lefft=1)
-            assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.result
-            failed = await call("read", path="/x")
-            assert (failed.failure, failed.bad) == ("tool_error", False)
-            assert "there is no file /x; try again, or go on without it" in failed.result
-            assert (await call("count")).failure == "unknown_tool"
-            names = (await call("environment")).result
-            assert "TOKEN" in names
-            assert "PATH" in names
-            assert "API_KEY" not in names
-
-    asyncio.run(main())
+    async with session(box) as call:
+        assert (await call("add", left=2)).result == "3"
+        wrong = await call("add", left="x")
+        assert wrong.bad
+        assert wrong.result == (
+            "error: add: argument 'left': 'x' is not of type 'integer'; correct the arguments and try again"
+        )
+        missing = await call("add", lefft=1)
+        assert "argument 'lefft' is not a parameter; did you mean 'left'?" in missing.result
+        failed = await call("read", path="/x")
+        assert (failed.failure, failed.bad) == ("tool_error", False)
+        assert "there is no file /x; try again, or go on without it" in failed.result
+        assert (await call("count")).failure == "unknown_tool"
+        names = (await call("environment")).result
+        assert "TOKEN" in names
+        assert "PATH" in names
+        assert "API_KEY" not in names
 
 
 @pytest.mark.parametrize(
@@ -190,24 +187,21 @@ def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: b
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_call_has_its_time_and_the_session_goes_on() -> None:
+async def test_a_call_has_its_time_and_the_session_goes_on() -> None:
     box = toolbox(mcp=STDIO, timeout=PATIENCE)
     soon = toolbox(mcp=STDIO, timeout=0.2)
 
-    async def main() -> None:
-        async with session(box) as call:
-            before = (await call("count")).result.split()[0]
-            async with asyncio.TaskGroup() as tasks:
-                slow = tasks.create_task(call("hang", seconds=1e6))
-                assert (await call("count")).result == f"{before} 2"  # the other call holds up nobody
-                slow.cancel()
-            assert (await call("count")).result == f"{before} 3"
-        async with session(soon) as call:
-            while (late := await call("hang", seconds=1e6)).failure != "timed_out":
-                pass
-            assert late.result.startswith("error: hang did not answer and was stopped after 0.2 s")
-
-    asyncio.run(main())
+    async with session(box) as call:
+        before = (await call("count")).result.split()[0]
+        async with asyncio.TaskGroup() as tasks:
+            slow = tasks.create_task(call("hang", seconds=1e6))
+            assert (await call("count")).result == f"{before} 2"  # the other call holds up nobody
+            slow.cancel()
+        assert (await call("count")).result == f"{before} 3"
+    async with session(soon) as call:
+        while (late := await call("hang", seconds=1e6)).failure != "timed_out":
+            pass
+        assert late.result.startswith("error: hang did not answer and was stopped after 0.2 s")
 
 
 def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,24 +227,21 @@ def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.L
     assert "the server has ended; it is started or connected to again" in caplog.text
 
 
-def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPServer) -> None:
+async def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPServer) -> None:
     box = toolbox(mcp={"url": http.url}, timeout=PATIENCE)
 
-    async def main() -> None:
-        async with session(box) as call, session(box, "b") as other:
-            assert (await call("add", left=2, right=5)).result == "7"
-            assert (await other("add", left=2)).result == "3"
-            http.stop()
-            lost = await call("add", left=1)
-            assert lost.failure in ("ToolDied", "ConnectionError")
-            assert not lost.bad
-            away = await call("add", left=1)
-            assert away.failure == "Unreachable"
-            assert "add is not available (Unreachable); try again later" in away.result
-            http.start()
-            assert (await call("add", left=1)).result == "2"
-
-    asyncio.run(main())
+    async with session(box) as call, session(box, "b") as other:
+        assert (await call("add", left=2, right=5)).result == "7"
+        assert (await other("add", left=2)).result == "3"
+        http.stop()
+        lost = await call("add", left=1)
+        assert lost.failure in ("ToolDied", "ConnectionError")
+        assert not lost.bad
+        away = await call("add", left=1)
+        assert away.failure == "Unreachable"
+        assert "add is not available (Unreachable); try again later" in away.result
+        http.start()
+        assert (await call("add", left=1)).result == "2"
 
 
 def test_a_run_calls_them_and_records_what_they_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

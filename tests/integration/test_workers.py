@@ -132,17 +132,14 @@ def test_a_worker_that_is_killed_loses_nothing() -> None:
     assert sum(trajectory.resumptions for trajectory in shaken) > 0
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gone_tool.py"
     path.write_text('async def gone() -> str:\n    """Be gone."""\n    return ""\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     graph = agent("gone_tool:gone")
 
-    async def main() -> None:
-        async with Rollout(graph, engine(tokenizer(), TURNS, 0.0)) as rollout:
-            WorkerPool(rollout.scheduler, 1, start_process)
-            path.unlink()
-            with pytest.raises(EngineError, match=r"could not start: .*gone_tool"):
-                [group async for group in rollout.stream(prompts(1))]
-
-    asyncio.run(main())
+    async with Rollout(graph, engine(tokenizer(), TURNS, 0.0)) as rollout:
+        WorkerPool(rollout.scheduler, 1, start_process)
+        path.unlink()
+        with pytest.raises(EngineError, match=r"could not start: .*gone_tool"):
+            [group async for group in rollout.stream(prompts(1))]

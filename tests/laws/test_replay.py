@@ -194,46 +194,40 @@ async def answers(engine: ReplayEngine, asked: list[Request]) -> dict[str, tuple
     return found
 
 
-def test_shorter_and_continued_requests(journal: Path) -> None:
-    async def go() -> None:
-        engine = replay(journal)
-        whole = await answers(engine, requests(journal))
-        assert [reason for _, reason, _ in whole.values()] == ["stop", "stop"]
-        short = await answers(engine, requests(journal, max_tokens=3))
-        assert short == {name: (ids[:3], "length", None) for name, (ids, _, _) in whole.items()}
-        rest = [r.continued(as_ids(whole[r.request_id][0][:3]), r.request_id) for r in requests(journal)]
-        assert await answers(engine, rest) == {name: (ids[3:], "stop", None) for name, (ids, _, _) in whole.items()}
-        wrong = [r.continued(as_ids([5, 5, 5]), r.request_id) for r in requests(journal)]
-        assert all("ReplayDiverged" in str(error) for _, _, error in (await answers(engine, wrong)).values())
-
-    asyncio.run(go())
+async def test_shorter_and_continued_requests(journal: Path) -> None:
+    engine = replay(journal)
+    whole = await answers(engine, requests(journal))
+    assert [reason for _, reason, _ in whole.values()] == ["stop", "stop"]
+    short = await answers(engine, requests(journal, max_tokens=3))
+    assert short == {name: (ids[:3], "length", None) for name, (ids, _, _) in whole.items()}
+    rest = [r.continued(as_ids(whole[r.request_id][0][:3]), r.request_id) for r in requests(journal)]
+    assert await answers(engine, rest) == {name: (ids[3:], "stop", None) for name, (ids, _, _) in whole.items()}
+    wrong = [r.continued(as_ids([5, 5, 5]), r.request_id) for r in requests(journal)]
+    assert all("ReplayDiverged" in str(error) for _, _, error in (await answers(engine, wrong)).values())
 
 
-def test_a_held_replay_answers_later_or_never(journal: Path) -> None:
-    async def go() -> None:
-        engine = replay(journal)
-        first, second = requests(journal)
-        await engine.pause()
-        await engine.sleep()
-        one, two = asyncio.ensure_future(answers(engine, [first])), asyncio.ensure_future(answers(engine, [second]))
-        await asyncio.sleep(0)
-        assert engine.load().waiting == 2
-        await engine.abort(["r1", "unknown"])
-        assert await two == {"r1": ([], "abort", None)}
-        await engine.wake()
-        assert engine.load().waiting == 1
-        await engine.resume()
-        assert (await one)["r0"][1] == "stop"
-        await engine.pause()
-        last = asyncio.ensure_future(answers(engine, [first]))
-        await asyncio.sleep(0)
-        await engine.aclose()
-        assert await last == {"r0": ([], "abort", None)}
-        with pytest.raises(EngineError, match="closed"):
-            engine.generate([first])
-        assert await engine.update_weights({}) == engine.weight_version == 1
-
-    asyncio.run(go())
+async def test_a_held_replay_answers_later_or_never(journal: Path) -> None:
+    engine = replay(journal)
+    first, second = requests(journal)
+    await engine.pause()
+    await engine.sleep()
+    one, two = asyncio.ensure_future(answers(engine, [first])), asyncio.ensure_future(answers(engine, [second]))
+    await asyncio.sleep(0)
+    assert engine.load().waiting == 2
+    await engine.abort(["r1", "unknown"])
+    assert await two == {"r1": ([], "abort", None)}
+    await engine.wake()
+    assert engine.load().waiting == 1
+    await engine.resume()
+    assert (await one)["r0"][1] == "stop"
+    await engine.pause()
+    last = asyncio.ensure_future(answers(engine, [first]))
+    await asyncio.sleep(0)
+    await engine.aclose()
+    assert await last == {"r0": ([], "abort", None)}
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([first])
+    assert await engine.update_weights({}) == engine.weight_version == 1
 
 
 def test_a_generation_that_the_run_cut_off_fails_where_it_was(tmp_path: Path) -> None:

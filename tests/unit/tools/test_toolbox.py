@@ -469,17 +469,14 @@ def test_a_tool_that_never_returns_holds_up_nobody():
     assert not GATE.is_set()
 
 
-def test_a_blocking_tool_does_not_stall_the_loop():
-    async def main() -> None:
-        session = opened(box(hang="hang", add="async_add"))
-        blocked = asyncio.create_task(session.call(a_call("hang", "c1")))
-        results = [await session.call(a_call("add", f"c{i}", left=i, right=1)) for i in range(10)]
-        assert [result.result for result in results] == [str(i + 1) for i in range(10)]
-        assert not blocked.done()
-        GATE.set()
-        assert (await blocked).result == "late"
-
-    asyncio.run(main())
+async def test_a_blocking_tool_does_not_stall_the_loop():
+    session = opened(box(hang="hang", add="async_add"))
+    blocked = asyncio.create_task(session.call(a_call("hang", "c1")))
+    results = [await session.call(a_call("add", f"c{i}", left=i, right=1)) for i in range(10)]
+    assert [result.result for result in results] == [str(i + 1) for i in range(10)]
+    assert not blocked.done()
+    GATE.set()
+    assert (await blocked).result == "late"
 
 
 def test_an_async_tool_that_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

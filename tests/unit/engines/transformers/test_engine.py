@@ -197,20 +197,17 @@ def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
     assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
 
 
-def test_a_failing_model_fails_what_is_under_way_and_no_more(model: Any, tokenizer: Any, monkeypatch: Any):
-    async def main() -> None:
-        engine = TransformersEngine(model, tokenizer)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                type(model.model.rotary_emb), "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no more"))
-            )
-            with pytest.raises(EngineError, match="the model failed: MemoryError: no more"):
-                await collect(engine, request("a"), request("b"))
-        assert engine.load() == Load()
-        assert (await collect(engine, request("a")))[-1].finish_reason == "length"
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_a_failing_model_fails_what_is_under_way_and_no_more(model: Any, tokenizer: Any, monkeypatch: Any):
+    engine = TransformersEngine(model, tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(model.model.rotary_emb), "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no more"))
+        )
+        with pytest.raises(EngineError, match="the model failed: MemoryError: no more"):
+            await collect(engine, request("a"), request("b"))
+    assert engine.load() == Load()
+    assert (await collect(engine, request("a")))[-1].finish_reason == "length"
+    await engine.aclose()
 
 
 @pytest.mark.parametrize("token", [257, -1])
@@ -225,44 +222,38 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any
     asyncio.run(engine.aclose())
 
 
-def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
-    async def main() -> None:
-        engine = TransformersEngine(model, tokenizer, send_every=1)
-        stream = engine.generate([request("r", 100, seed=1)])
-        while not (await anext(stream)).ids:
-            pass
-        with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause"):
-            await engine.sleep()
-        await engine.pause()
-        held = engine.load()
-        cache = weakref.ref(engine._thread.decode._cache)
+async def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer, send_every=1)
+    stream = engine.generate([request("r", 100, seed=1)])
+    while not (await anext(stream)).ids:
+        pass
+    with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause"):
         await engine.sleep()
-        assert cache() is None
-        await engine.resume()
-        assert engine.load() == held
-        await engine.wake()
-        rest = [chunk async for chunk in stream]
-        assert rest[-1].finish_reason == "length"
-        await engine.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            await engine.pause()
-        await engine.abort(["r"])
+    await engine.pause()
+    held = engine.load()
+    cache = weakref.ref(engine._thread.decode._cache)
+    await engine.sleep()
+    assert cache() is None
+    await engine.resume()
+    assert engine.load() == held
+    await engine.wake()
+    rest = [chunk async for chunk in stream]
+    assert rest[-1].finish_reason == "length"
+    await engine.aclose()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.pause()
+    await engine.abort(["r"])
 
-    asyncio.run(main())
 
-
-def test_an_order_that_is_cancelled_does_not_hurt_the_thread(model: Any, tokenizer: Any):
-    async def main() -> None:
-        engine = TransformersEngine(model, tokenizer)
-        for _ in range(20):
-            task = asyncio.create_task(engine.update_weights({}))
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        assert (await collect(engine, request("r")))[-1].finish_reason == "length"
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_an_order_that_is_cancelled_does_not_hurt_the_thread(model: Any, tokenizer: Any):
+    engine = TransformersEngine(model, tokenizer)
+    for _ in range(20):
+        task = asyncio.create_task(engine.update_weights({}))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert (await collect(engine, request("r")))[-1].finish_reason == "length"
+    await engine.aclose()
 
 
 @pytest.mark.parametrize(
