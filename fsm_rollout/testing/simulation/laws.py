@@ -8,7 +8,7 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 | 2 | a checked agent ends within its bound, under any outcomes |
 | 3 | a stream's ids, mask, logprobs, versions and spans have one length, and spans cover it |
 | 4 | mask 1 exactly on the trained tokens that the engine sampled; logprob 0.0 elsewhere |
-| 5 | each generation's input extends the one before it, token for token |
+| 5 | each generation's input extends the one before it, token for token; a stream's requests are one session |
 | 6 | a calm run's results do not depend on the schedule, nor on where it was set aside; events fold to the trajectory |
 | 7 | every sampled token of a trained context is in exactly one row |
 | 8 | every prompt comes back exactly once, ended or suspended, and nothing is left running |
@@ -154,6 +154,7 @@ def keeps_streams(run: Simulation) -> None:
     """Laws 3, 4 and 5 for every stream, against the engine's log; and law 7 for the rows."""
     logged = run.sampled()
     graphs = _agents(run)
+    sessions: set[str] = set()  # a prefix cache lets go of a session's tokens when its stream is over
     for trajectory in run.trajectories:
         by_context: dict[str, list[Stream]] = defaultdict(list)
         for stream in trajectory.streams:
@@ -161,7 +162,12 @@ def keeps_streams(run: Simulation) -> None:
         for context, streams in by_context.items():
             requests = list(logged.pop((trajectory.trajectory_id, context), []))
             for stream in streams:
-                _check_stream(trajectory, stream, requests, graphs[trajectory.agent].context(context).trained)
+                trained = graphs[trajectory.agent].context(context).trained
+                own = _check_stream(trajectory, stream, requests, trained)
+                if len(own) > 1 or own & sessions or "" in own:
+                    what = f"a stream's requests are of the sessions {sorted(own)}; each stream has one, its own"
+                    raise LawBroken(5, what, trajectory.trajectory_id)
+                sessions |= own
             for lost in requests:
                 if len(lost.ids):
                     what = f"{len(lost.ids)} tokens sampled for {lost.request.request_id}"
@@ -172,13 +178,14 @@ def keeps_streams(run: Simulation) -> None:
             raise LawBroken(7, "the engine sampled tokens that are in no stream", trajectory_id)
 
 
-def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled], trained: bool) -> None:
-    """Take from ``requests`` what was sampled in this stream, and compare every token."""
+def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled], trained: bool) -> set[str]:
+    """Take from ``requests`` what was sampled in this stream, and compare every token; return their sessions."""
     tokens = stream.tokens
     ids = tokens.ids.tolist()
     size, prompt = len(ids), tokens.prompt_length
     sampled, logprobs = np.zeros(size, dtype=np.int8), np.zeros(size, dtype=np.float32)
     versions = np.full(size, -1)
+    sessions: set[str] = set()
 
     def broken(law: int, message: str, first: int, last: int) -> LawBroken:
         return LawBroken(law, message, trajectory.trajectory_id, tokens=(stream.context, first, last))
@@ -189,6 +196,7 @@ def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled
         if requests[0].request.ids.tolist() != ids[:start]:
             break
         answer = requests.pop(0)
+        sessions.add(answer.request.session)
         end = start + len(answer.ids)
         if ids[start:end] != answer.ids.tolist():
             at = next(i for i, token in enumerate(answer.ids) if start + i >= size or ids[start + i] != token)
@@ -214,6 +222,7 @@ def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled
         raise broken(3, "the spans do not cover the stream", 0, size - 1)
     if spans[0].owner is not Owner.PROMPT or any(s.owner is Owner.PROMPT for s in spans[1:]):
         raise broken(3, "a stream has one opening prompt, at its start", 0, size - 1)
+    return sessions
 
 
 def _check_rows(trajectory: Trajectory) -> None:

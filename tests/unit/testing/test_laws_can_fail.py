@@ -10,6 +10,8 @@ import yaml
 from msgspec.structs import replace
 
 from fsm_rollout import load_agent, prove
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import Logged
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.laws import LawBroken
@@ -36,6 +38,13 @@ def swap_groups(run: Simulation) -> None:
     one[0], two[0] = two[0], one[0]
 
 
+def share_a_session(run: Simulation) -> None:
+    run.log = [
+        Logged(line.at, replace(line.what, session="one")) if isinstance(line.what, Request) else line
+        for line in run.log
+    ]
+
+
 def rotate(values: array) -> None:
     values.insert(0, values.pop())
 
@@ -58,13 +67,14 @@ def hold_all(run: Simulation) -> None:
         (lambda run: run.groups.pop(), 8),
         (lambda run: run.groups[0].trajectories.pop(), 8),
         (lambda run: run.events["p0/0"].append(run.events["p0/0"][-1]), 8),
+        (share_a_session, 5),
         (swap_groups, 8),
         (lambda run: setattr(run.groups[0].trajectories[0], "transitions", 99), 2),
         (lambda run: run.events["p0/0"].pop(-2), 6),
     ],
     ids=[
         "owner", "logprobs", "version", "token", "a group is lost", "a sample is lost", "it ends twice",
-        "groups are swapped", "too many transitions", "an event is forgotten",
+        "a session is shared", "groups are swapped", "too many transitions", "an event is forgotten",
     ],
 )  # fmt: skip
 def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], object], law: int) -> None:
