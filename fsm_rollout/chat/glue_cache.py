@@ -18,6 +18,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsm_rollout.chat.derive import Glue, Slot, Step, draw_word, fit
@@ -77,7 +78,7 @@ class GlueCache:
     def _may_matter(self, texts: Sequence[str]) -> bool:
         """Return whether the chat template may treat one of the texts unlike others."""
         for text in texts:  # noqa: SIM110  # a generator costs more than the searches
-            if text in self._compared or True in [word in text for word in self._tested]:
+            if text in self._compared or any(map(text.__contains__, self._tested)):
                 return True
         return False
 
@@ -267,12 +268,12 @@ class GlueCache:
         if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= 2:
             return None
         try:
-            texts = [_plain_text(message) for message in messages if message.keys() == _PROMPT_KEYS]
-            roles = [message["role"] for message in messages]
+            texts = list(map(_plain_text, messages))
+            roles = list(map(itemgetter("role"), messages))
             digest = self._tools_digest(tools)
         except (KeyError, TypeError, AttributeError, ValueError):
             return None
-        if roles not in (["user"], ["system", "user"]) or len(texts) < len(roles):
+        if roles not in (["user"], ["system", "user"]) or {*map(frozenset, messages)} != {_PROMPT_KEYS}:
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None

@@ -145,7 +145,7 @@ def check_written(messages: Messages) -> None:
         ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
 
     """
-    if all(type(message) is dict and _is_plain(message) for message in messages):
+    if all(map(_is_plain, messages)):
         return
     for index, message in enumerate(conform(messages, Dialect())):
         if message["role"] not in ROLES:
@@ -154,8 +154,10 @@ def check_written(messages: Messages) -> None:
             raise malformed(index, "has no content")
 
 
-def _is_plain(message: dict[str, object]) -> bool:
+def _is_plain(message: Mapping[str, object]) -> bool:
     """Return whether a message is a text with a known role, and at most the id of the call that it answers."""
+    if type(message) is not dict:
+        return False
     role, id_ = message.get("role"), message.get("tool_call_id")
     return (
         type(role) is str

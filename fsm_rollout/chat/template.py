@@ -143,7 +143,7 @@ class ChatTemplate:
         What would hold up the event loop is encoded in a thread, without the cache, which belongs to the loop's.
         """
         messages = asked.messages if isinstance(asked, Opening) else asked.new
-        if sum([len(text_of(message)) for message in messages]) > LONG_TEXT:
+        if sum(map(len, map(text_of, messages))) > LONG_TEXT:
             return await asyncio.to_thread(self.reference.encode, asked)
         return self.encode_here(asked)
 

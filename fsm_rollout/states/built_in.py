@@ -60,10 +60,12 @@ class CallTools(State):
             async with slots:
                 await ctx.call_tool(attempt, prepaid=True)
 
-        # Calls that this visit finished before it was interrupted are requested again, and answered from its record.
-        finished_here = {event.id for event in trajectory.visit_events if isinstance(event, Called)}
-        finished_before = {called.id for called in trajectory.called} - finished_here
-        open_calls = [attempt for attempt in trajectory.attempts if attempt.id not in finished_before]
+        open_calls = trajectory.attempts
+        if trajectory.called:
+            # Those that this visit finished before an interruption are asked for again, and answered from its record.
+            finished_here = {event.id for event in trajectory.visit_events if isinstance(event, Called)}
+            finished_before = {called.id for called in trajectory.called} - finished_here
+            open_calls = [attempt for attempt in open_calls if attempt.id not in finished_before]
         if len(open_calls) == 1:  # the usual case; a task for it would cost as much as all else here
             await ctx.call_tool(open_calls[0], prepaid=True)
         else:

@@ -24,7 +24,7 @@ from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.effect_log import EffectLog
+from fsm_rollout.states.effect_log import NO_EFFECTS
 from fsm_rollout.states.generation import Generation, OnTokens
 from fsm_rollout.states.sampler import ended, submit, without_stop
 from fsm_rollout.states.visit import Visit
@@ -124,7 +124,7 @@ class HandlerContext(Visit):
 
         What was charged and not generated before the interruption is not charged again.
         """
-        self._effects = EffectLog(())
+        self._effects = NO_EFFECTS
         for event in self.trajectory.visit_events:
             if isinstance(event, events.LimitCharged):
                 self._prepaid += event.limit == LimitName.ASSISTANT_TURNS

@@ -51,6 +51,9 @@ class EffectLog:
         return sum(not event.resumed for queue in turns for event in queue)
 
 
+NO_EFFECTS = EffectLog(())  # of all visits that were not interrupted
+
+
 class Replayed:
     """What tools, users and judges answered in the recorded run that is being replayed."""
 

@@ -24,7 +24,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import PromptTooLong, StreamError, did_you_mean
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.effect_log import EffectLog
+from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName
@@ -48,7 +48,7 @@ class Visit:
         self._loop = asyncio.get_running_loop()
         # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
         self._entry = next(iter(self.trajectory.visit_events), None)
-        self._effects = EffectLog(self.trajectory.visit_events)
+        self._effects = EffectLog(self.trajectory.visit_events) if self.trajectory.visit_events else NO_EFFECTS
         self._over = False
 
     # -- time, facts and limits ---------------------------------------------------------------------------------

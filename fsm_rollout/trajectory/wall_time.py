@@ -7,6 +7,7 @@ all say what it says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -35,7 +36,8 @@ class TimeSpent(msgspec.Struct):
     def end_visit(self) -> None:
         """Add the present visit's times to those of the earlier ones; clocks may differ from one to the next."""
         if self.intervals:
-            self.earlier = {kind: self.seconds(kind) for kind in ("any", "queue", "generate", "tool", "interact")}
+            for kind in {"any", *map(itemgetter(0), self.intervals)}:
+                self.earlier[kind] = self.seconds(kind)
             self.intervals = []
 
     def seconds(self, kind: str) -> float:
