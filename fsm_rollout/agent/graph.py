@@ -413,9 +413,8 @@ class AgentGraph(StrictModel):
             model=model, states=states, initial=self.initial, auto_transitions=False, name=self.agent
         )
         for state, trigger, _, row in self.table():
-            tests, dest = ((), TERMINATED) if row is None else (row.tests, row.dest)
-            conditions, unless = ([str(test) for test, holds in tests if holds is asked] for asked in (True, False))
-            machine.add_transition(trigger, state, dest, conditions=[*conditions], unless=[*unless])
+            dest, conditions, unless = (TERMINATED, (), ()) if row is None else (row.dest, row.conditions, row.unless)
+            machine.add_transition(trigger, state, dest, conditions=[*map(str, conditions)], unless=[*map(str, unless)])
         return machine
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transitions import MachineError
-from transitions.extensions import GraphMachine, MachineFactory
+from transitions import Machine, MachineError
+from transitions.extensions import GraphMachine, HierarchicalMachine, LockedMachine
+from transitions.extensions.asyncio import AsyncMachine
 from transitions.extensions.markup import MarkupMachine
+from transitions.extensions.nesting import NestedState
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import load_agent
@@ -214,10 +216,16 @@ def test_markup_and_pictures_of_the_library_show_every_agent(path: Path) -> None
         assert text in drawn
 
 
-@pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_other_machines_of_the_library_take_it_too(locked: bool, asynchronous: bool) -> None:
-    if locked and asynchronous:
-        return  # the library has none
-    machine_class = MachineFactory.get_predefined(locked=locked, asyncio=asynchronous)
-    assert isinstance(agent(ROWS).machine(machine_class, Model()), machine_class)
+class SlashState(NestedState):
+    separator = "/"  # with the library's own, `_`, most names would be two
+
+
+class NestedMachine(HierarchicalMachine):
+    state_cls = SlashState
+
+
+@pytest.mark.parametrize("machine_class", [LockedMachine, AsyncMachine, NestedMachine])
+def test_other_machines_of_the_library_take_it_too(machine_class: type[Machine]) -> None:
+    machine = agent(ROWS).machine(machine_class, Model())
+    assert isinstance(machine, machine_class)
+    assert len(machine.get_transitions("generated", "GENERATING", "PROCESSING_TOOLS")) == 1
