@@ -373,7 +373,9 @@ def chat_rules() -> str:
 
 API: dict[str, tuple[str, ...]] = {
     "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt"),
-    "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.stream.Turn", "fr.Group", "fr.Journal"),
+    "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.stream.AssistantTurn", "fr.Group",
+        "fr.Journal",
+    ),
     "Reading a journal": ("journal.histories", "journal.read", "journal.events", "journal.trajectory_ids",
         "journal.blob",
     ),
