@@ -13,9 +13,10 @@ from fsm_rollout.trajectory.journal import Journal
 
 def prompted(trajectory_id: str = "g/0", **facts: Any) -> Prompted:
     """Return how a trajectory begins: a group's sample, or what a sample has called, unless ``facts`` say otherwise."""
-    group_id, _, sample = trajectory_id.partition("/")
+    group_id, _, rest = trajectory_id.partition("/")
+    sample = rest.partition("/")[0].partition("~")[0]
     defaults = {
-        "at": 0.0, "group_id": group_id, "sample": int(sample.partition("/")[0].partition("~")[0] or 0), "agent": "a",
+        "at": 0.0, "group_id": group_id, "sample": int(sample) if sample.isdecimal() else 0, "agent": "a",
         "parent_id": trajectory_id.rpartition("/")[0] if trajectory_id.count("/") > 1 else None, "initial": "PENDING",
         "messages": [], "extra": {}, "limits": {}, "seed": 0, "date": "2020-01-01T00:00:00",
     }  # fmt: skip

@@ -15,29 +15,23 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
 )
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests import events
 
 CALL = ToolCall(id="1", name="add", arguments={})
 BROKEN = MalformedCall(id="2", kind="json", message="add(")
 
 
 def prompted(initial: str = "GENERATING", at: float = 0.0, **limits: float | None) -> Prompted:
-    return Prompted(
-        at=at, trajectory_id="t", group_id="g", sample=0, agent="a", initial=initial, messages=[], extra={},
-        limits=dict(limits), seed=0, date="2026-01-01",
-    )  # fmt: skip
+    return events.prompted("t", at=at, initial=initial, limits=dict(limits))
 
 
 def opened(context: str = "main", length: int = 4) -> ContextOpened:
-    ids = array("i", range(length))
-    return ContextOpened(at=0, context=context, state="GENERATING", messages=[], ids=ids, trained=True, engine="policy")
+    return events.opened(context, at=0.0, ids=array("i", range(length)))
 
 
 def generated(text: str = "", *attempts: ToolCall | MalformedCall, tokens: int = 0, context: str = "main") -> Generated:
-    return Generated(
-        at=0, context=context, state="GENERATING", ids=array("i", [7] * tokens), logprobs=array("f", [0.0] * tokens),
-        versions=[(tokens, 0)] if tokens else [], finish_reason="stop",
-        message={"role": "assistant", "content": text}, attempts=list(attempts),
-    )  # fmt: skip
+    message = {"role": "assistant", "content": text}
+    return events.generated(context, tokens, at=0.0, message=message, attempts=list(attempts))
 
 
 def called(failure: str | None = None, *, bad: bool = False) -> Called:

@@ -14,11 +14,9 @@ from fsm_rollout.chat.markers import Part, encoder_for
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
-    ContextOpened,
     Ended,
     Generated,
     MessagesAppended,
-    Prompted,
     PromptExtended,
     Scored,
     ToolCall,
@@ -27,6 +25,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
+from tests.events import opened, prompted
 from tests.kit import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -109,28 +108,15 @@ def history(
     glued = encoder_for(tokenizer()).encode_parts([Part("\n"), Part(told, environment=True)], "guard")
     call = ToolCall(id="c1", name="calculate", arguments={"left": 1, "operator": told, "right": 2})
     answer = {"role": "tool", "content": told, "tool_call_id": "c1", "name": "calculate"}
+    asked = {"role": "user", "content": text}
     events: list[AnyEvent] = [
-        Prompted(
-            at=at,
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            sample=0,
-            agent="tool_user",
-            initial="PENDING",
-            messages=[{"role": "user", "content": text}],
-            extra={"answer": text},
-            limits={"assistant_turns": 3.0, "tool_calls": 1.0, "wall_seconds": None},
-            seed=1,
-            date="2026-01-01T00:00:00",
+        prompted(
+            trajectory_id, at=at, group_id=group_id, parent_id=None, agent="tool_user", messages=[asked], seed=1,
+            extra={"answer": text}, limits={"assistant_turns": 3.0, "tool_calls": 1.0, "wall_seconds": None},
         ),
-        ContextOpened(
-            at=at,
-            context="main",
-            state="PENDING",
-            messages=[{"role": "system", "content": "Be exact."}, {"role": "user", "content": text}],
+        opened(
+            at=at, messages=[{"role": "system", "content": "Be exact."}, asked],
             ids=ids("<|im_start|>user\n" + text + "<|im_end|>\n"),
-            trained=True,
-            engine="policy",
         ),
         moved(0.0, 0, "prompted", "PENDING", "GENERATING"),
         generated(3.0, "<tool_call>\n{}\n</tool_call><|im_end|>", 2.5, attempts=[call]),
@@ -162,7 +148,7 @@ def history(
         Scored(at=at + 9.0, value=0.25, turn=1, source="INTERACTING"),
         moved(10.0, 5, "interaction_done", "INTERACTING", "TERMINATED", stop_reason=stop_reason),
         Ended(at=at + 10.0, stop_reason=stop_reason),
-    ]
+    ]  # fmt: skip
     if score is not None:
         events.append(Scored(at=at + 10.0, value=score, source="reward"))
     return events
