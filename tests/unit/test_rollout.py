@@ -24,6 +24,7 @@ from fsm_rollout.rollout import BATCH_OPTIONS
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import Journal, metadata
+from tests.cases import table
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 from tests.routing import RoutingEngine, experts_at
@@ -354,34 +355,11 @@ def test_what_is_no_engine_says_what_to_give(engine: Any, says: str) -> None:
         fr.Rollout(agent(), SCRIPTED, engines={"judge": engine})
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"agent": "nowhere.yaml"}, "nowhere.yaml: no such file"),
-        ({"agent": 3}, "agent: got a int; give what load_agent returns"),
-        ({"agent": {}}, "agent: got an empty mapping"),
-        ({"agent": {"agent": "a", "states": {"A": {}}}}, "'transitions' is missing"),
-        (
-            {"sampling": {"temprature": 1.0}},
-            "sampling: Sampling: unknown key 'temprature'; did you mean 'temperature'?",
-        ),
-        ({"sampling": 0.5}, 'sampling: got 0.5; give a mapping: {"temperature": 0.7}'),
-        (
-            {"validation_sampling": {"top_p": 2}},
-            "validation_sampling: Sampling: top_p should be less than or equal to 1",
-        ),
-        ({"journal": "runs/x"}, "journal: got 'runs/x'; open one: Journal('runs/x')"),
-        ({"reward": 3}, "reward 3 is no function"),
-        ({"concurrency": "8"}, "concurrency must be at least 1 trajectory, got '8'"),
-        ({"workers": 0}, "workers must be at least 1 process, got 0"),
-        ({"max_staleness": 1.5}, "max_staleness must be at least 0 weight versions, got 1.5"),
-        ({"max_restarts": None}, "max_restarts must be at least 0 restarts, got None"),
-    ],
-)
-def test_a_wrong_argument_is_one_clear_line(options: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize("case", table("rollout_arguments")["rollout"], ids=str)
+def test_a_wrong_argument_is_one_clear_line(case: dict[str, Any]) -> None:
     with pytest.raises(fr.ConfigError) as caught:
-        fr.Rollout(**{"agent": agent(), "engine": SCRIPTED} | options)
-    assert says in str(caught.value)
+        fr.Rollout(**{"agent": agent(), "engine": SCRIPTED} | case["given"])
+    assert case["says"] in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -424,15 +402,7 @@ def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sa
         assert rollout.engine_stats()["policy"]["requests"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"n": "4"}, "n must be at least 1 trajectory per prompt, got '4'"),
-        ({"n": True}, "n must be at least 1 trajectory per prompt, got True"),
-        ({"target_groups": 0}, "target_groups must be at least 1 group, got 0"),
-        ({"over_sample": float("nan")}, "over_sample must be at least 1 group per group of the target, got nan"),
-    ],
-)
-def test_a_wrong_number_is_one_clear_line(options: dict[str, Any], says: str) -> None:
-    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(says)):
-        rollout.run(["What is 2 + 2?"], **options)
+@pytest.mark.parametrize("case", table("rollout_arguments")["run"], ids=str)
+def test_a_wrong_number_is_one_clear_line(case: dict[str, Any]) -> None:
+    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(case["says"])):
+        rollout.run(["What is 2 + 2?"], **case["given"])
