@@ -109,8 +109,8 @@ async def greedy_like_transformers(engine: Any, weights: str) -> list[Got]:
     await other.aclose()
     for got, want in zip(ours, theirs, strict=True):
         assert (got.ids, got.reason) == (want.ids, want.reason)
-        assert len(got.ids) > 3
         assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < CLOSE
+    assert max(len(got.ids) for got in ours) > 3
     return ours
 
 
