@@ -299,7 +299,8 @@ class Rollout(OwnLoop):
         Arguments are those of :meth:`stream`; further ones those of :meth:`TrajectoryBatch.from_trajectories` (widths,
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
-        check_names("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume", *BATCH_OPTIONS))
+        if batch:
+            check_names("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume", *BATCH_OPTIONS))
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
         scheduled = self._groups_of(self.scheduler, prompts, n, target_groups, deliver_at_end=True, **options)
         async with aclosing(scheduled) as stream:

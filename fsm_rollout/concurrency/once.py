@@ -10,28 +10,24 @@ import asyncio
 
 
 class Once:
-    """An event that is never taken back."""
+    """An event that is never taken back; whether it has ``happened`` may be read."""
 
-    __slots__ = ("_happened", "_waiting")
+    __slots__ = ("_waiting", "happened")
 
     def __init__(self) -> None:
-        self._happened = False
+        self.happened = False
         self._waiting: tuple[asyncio.Future[None], ...] = ()
-
-    def is_set(self) -> bool:
-        """Return whether it has happened."""
-        return self._happened
 
     def set(self) -> None:
         """Let it have happened."""
-        waiting, self._waiting, self._happened = self._waiting, (), True
+        waiting, self._waiting, self.happened = self._waiting, (), True
         for future in waiting:
             if not future.done():  # cancelled
                 future.set_result(None)
 
     async def wait(self) -> None:
         """Wait until it has happened."""
-        if not self._happened:
+        if not self.happened:
             future = asyncio.get_running_loop().create_future()
             self._waiting = (*self._waiting, future)
             await future

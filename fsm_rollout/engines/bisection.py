@@ -99,7 +99,7 @@ class Bisection:
     def judge(self) -> None:
         """Decide which of the requests that failed together are suspected."""
         self._stop_timer()
-        failed = {pending: error for pending, error in self._failed.items() if not pending.done.is_set()}
+        failed = {pending: error for pending, error in self._failed.items() if not pending.done.happened}
         self._failed.clear()
         # 1. With a part on trial that part is suspected, and those that ran beside it are not.
         tried = [pending for pending in failed if pending in self._on_trial]
@@ -137,13 +137,13 @@ class Bisection:
 
     def go_on(self) -> None:
         """Try the next part when the present one has passed; with none left, send what was held."""
-        passed = (each.done.is_set() or (each.has_tokens and not each.falls_late) for each in self._on_trial)
+        passed = (each.done.happened or (each.has_tokens and not each.falls_late) for each in self._on_trial)
         if self._timer is not None or not all(passed):
             return
         self._on_trial = []
         while self._parts:
             part, delay = self._parts[0]
-            if any(not pending.done.is_set() for pending in part):
+            if any(not pending.done.happened for pending in part):
                 self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
                 return
             self._parts.popleft()
@@ -160,7 +160,7 @@ class Bisection:
     def _begin(self) -> None:
         self._timer = None
         part, _ = self._parts.popleft()
-        self._on_trial = [pending for pending in part if not pending.done.is_set()]
+        self._on_trial = [pending for pending in part if not pending.done.happened]
         for pending in self._on_trial:
             self._ledger.enqueue(pending, on_trial=True)
         self.go_on()

@@ -67,7 +67,7 @@ class PendingRequest:
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""
-        stands_still = not self.done.is_set() and (self.admitted_at is None or self.waits or self.paused)
+        stands_still = not self.done.happened and (self.admitted_at is None or self.waits or self.paused)
         if self.deadline is not None and stands_still != self.deadline_held:
             self.deadline_held = stands_still
             if stands_still:
@@ -118,7 +118,7 @@ class PendingRequest:
 
     def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End the request; only the first call counts."""
-        if not self.done.is_set():
+        if not self.done.happened:
             self.finish_reason, self.error = finish_reason, error
             self.done.set()
             self.silent_until = None

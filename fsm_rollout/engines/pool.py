@@ -188,7 +188,7 @@ class EnginePool:
 
     def enqueue(self, pending: PendingRequest, *, on_trial: bool = False) -> None:
         """Send a request soon; while another is tried by itself, afterwards."""
-        if pending.done.is_set():  # ended between two tries
+        if pending.done.happened:  # ended between two tries
             return
         if self._retries.bisection.isolates and not on_trial:
             self._retries.bisection.hold(pending)
@@ -428,7 +428,7 @@ class EnginePool:
 
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
-        if pending.done.is_set():
+        if pending.done.happened:
             return
         pending.aborted = True
         try:

@@ -72,7 +72,7 @@ class Retries:
         ``maybe_shared``: another request may be the cause. While others are under way, it is not counted against this
         one: they are tried in parts until the cause is found.
         """
-        if pending.done.is_set():
+        if pending.done.happened:
             return
         self._requests.leave(pending)
         pending.lost = isinstance(error, ReplicaLost)
@@ -91,7 +91,7 @@ class Retries:
 
     def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
         """Count a failure as the request's own, and try it again unless it has been tried often enough."""
-        if pending.done.is_set():
+        if pending.done.happened:
             return
         pending.losses += pending.lost
         pending.failures += not pending.lost

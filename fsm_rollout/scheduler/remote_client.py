@@ -95,7 +95,7 @@ class RemoteClient:
 
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
-        if pending.done.is_set():
+        if pending.done.happened:
             return
         pending.aborted = True
         number = next(number for number, other in self._under_way.items() if other is pending)

@@ -15,11 +15,11 @@ async def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> No
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)
-    assert not once.is_set()
+    assert not once.happened
     assert [task.done() for task in waiting] == [True, False, False]
     once.set()
     once.set()
-    assert once.is_set()
+    assert once.happened
     await asyncio.gather(*waiting[1:])
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]

@@ -163,7 +163,7 @@ async def test_an_answer_that_is_none_is_the_end_of_the_engine_and_a_pool_builds
                 await engine.ping()
         assert len(server.bodies(server.generate)) == probes + 1, "a server that was lost is not asked again"
         pending = EngineClient(pool).submit(request("a"))
-        while not (pending.losses or pending.done.is_set()):  # noqa: ASYNC110  # the first try is lost
+        while not (pending.losses or pending.done.happened):  # noqa: ASYNC110  # the first try is lost
             await asyncio.sleep(0.001)
         server.raw = {}
         await pending.done.wait()
