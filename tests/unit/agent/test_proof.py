@@ -16,7 +16,8 @@ from fsm_rollout.agent import loader
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound, prove
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.graphs import CALCULATOR, graphs
+from fsm_rollout.testing.strategies.graphs import graphs
+from tests.cases import table
 from tests.kit import ROOT
 
 TRIGGERS = {
@@ -194,23 +195,8 @@ def test_the_ranking_is_never_below_the_search(graph: AgentGraph) -> None:
         assert high is None or (low is not None and low <= high)
 
 
-TOOL_AGENT: dict[str, Any] = {
-    "agent": "solver",
-    "limits": {"assistant_turns": 8, "tool_calls": 16, "response_tokens": 4096, "wall_seconds": 600},
-    "tools": {"calculate": {"use": CALCULATOR}},
-    "states": {"PENDING": {}, "GENERATING": {}, "PROCESSING_TOOLS": {}},
-    "transitions": [
-        {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-        {
-            "trigger": "generated",
-            "source": "GENERATING",
-            "dest": "PROCESSING_TOOLS",
-            "conditions": [{"name": "has_tool_calls"}],
-        },
-        {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-        {"trigger": "tools_done", "source": "PROCESSING_TOOLS", "dest": "GENERATING"},
-    ],
-}
+LIMITS = {"assistant_turns": 8, "tool_calls": 16, "response_tokens": 4096, "wall_seconds": 600}
+TOOL_AGENT: dict[str, Any] = table("rules")["a solver with a tool"]["base"] | {"limits": LIMITS}
 
 
 def agent(**changes: Any) -> AgentGraph:
@@ -280,20 +266,11 @@ def test_routed_seconds_and_tokens_are_outlived() -> None:
 
 
 def test_a_limit_routed_elsewhere_exempts_a_state_without_rows_of_its_own() -> None:
+    limit = {"limit": "assistant_turns"}
     rows = [
         {"trigger": "generated", "source": "GENERATING", "dest": "AGAIN"},
-        {
-            "trigger": "limit_reached",
-            "source": "GENERATING",
-            "dest": "AGAIN",
-            "conditions": [{"name": "limit", "argument": "assistant_turns"}],
-        },
-        {
-            "trigger": "generated",
-            "source": "AGAIN",
-            "dest": "AGAIN",
-            "unless": [{"name": "visits_over", "argument": 4}],
-        },
+        {"trigger": "limit_reached", "source": "GENERATING", "dest": "AGAIN", "conditions": limit},
+        {"trigger": "generated", "source": "AGAIN", "dest": "AGAIN", "unless": {"visits_over": 4}},
         {"trigger": "generated", "source": "AGAIN", "dest": "TERMINATED"},
     ]
     graph = agent(
