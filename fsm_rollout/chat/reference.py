@@ -36,7 +36,8 @@ class Opening(NamedTuple):
 class FollowUp(NamedTuple):
     """Asks for the ids between the last sampled token and the next generation: the *glue*.
 
-    ``history`` ends in the assistant's turn whose tokens are ``sampled_ids``; ``new`` are the messages that follow it.
+    ``history`` ends in the assistant's turn whose tokens, or the last one of them, are ``sampled_ids``; ``new`` are the
+    messages that follow it.
     """
 
     history: Messages

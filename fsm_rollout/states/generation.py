@@ -98,10 +98,10 @@ class Generation:
         history = stream.messages[: stream.glued]
         if chat.must_split(history, new, bound.tools):
             return await visit.open(bound, list(stream.messages), instead_of_glue=True)
-        sampled = stream.turn_ids
-        stopped = stream.finish_reason == FinishReason.STOP and len(sampled) > 0 and sampled[-1] in bound.stop_ids
+        last = stream.tokens.tail(max(stream.turn_at, len(stream.tokens) - 1))  # of the turn's tokens, all that counts
+        stopped = stream.finish_reason == FinishReason.STOP and len(last) > 0 and last[0] in bound.stop_ids
         finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        asked = FollowUp(history, new, bound.tools, sampled, finish_reason, visit.date)
+        asked = FollowUp(history, new, bound.tools, last, finish_reason, visit.date)
         encoded = await chat.encode(asked)
         if len(stream.messages) - stream.glued > len(new):  # another task of the handler has written meanwhile
             return await self._glue(stream, stream.pending)

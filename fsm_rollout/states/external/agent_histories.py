@@ -183,7 +183,7 @@ class AgentHistories:
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
         turn = branch.turns[number]
-        ids = stream.tokens.ids[turn.start : turn.end]
+        ids = stream.tokens.tail(turn.start)[: turn.end - turn.start]
         stopped = len(ids) > 0 and ids[-1] in branch.bound.stop_ids
 
         def delivered() -> None:
