@@ -103,15 +103,7 @@ class _Tool(Subject):
         self.tools_kwargs, self.extra = tools_kwargs, extra
         # Each call by itself and in full: tries and truncation are the toolbox's.
         spec = spec.model_copy(update={"retry": Retry(), "response_tokens": None})
-        graph = AgentGraph(
-            agent="check",
-            tools={"tool": spec},
-            states={"PENDING": {}, "GENERATING": {"timeout": 1.0}},
-            transitions=(
-                {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-                {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-            ),
-        )
+        graph = AgentGraph(agent="check", tools={"tool": spec}, states={"PENDING": {}}, transitions=())
         try:
             self.box = Toolbox(graph)
             self.box.check(tools_kwargs)
