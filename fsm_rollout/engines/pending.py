@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.once import Once
 from fsm_rollout.engines.answer_check import checked
-from fsm_rollout.engines.protocol import Chunk, Request
-from fsm_rollout.errors import EngineError
+from fsm_rollout.engines.protocol import Chunk, ReplicaLost, Request
+from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, add_note
 
@@ -102,6 +102,22 @@ class PendingRequest:
                 logger.exception("tokens of request %s could not be shown as they came", self.request_id)
 
     @property
+    def rest(self) -> Request:
+        """What is asked for the present try: what no earlier one has streamed."""
+        again = self.request_id != self.request.request_id
+        return self.request.continued(self.ids, self.request_id) if again else self.request
+
+    def failed_by(self, chunk: Chunk) -> EngineError | None:
+        """Return how a chunk that was taken fails the try; ``None``: not at all."""
+        if chunk.error is not None:
+            return _failure(chunk.error)
+        if chunk.finish_reason == FinishReason.ABORT and not self.aborted:
+            return EngineError(f"the engine aborted request {self.request_id} by itself")
+        if chunk.finish_reason is not None and not (self.ids or self.aborted):
+            return EngineError(f"the engine ended request {self.request_id} without a single token")
+        return None
+
+    @property
     def lane(self) -> int:
         """What it comes before in a queue: 0 goes on, 1 is a turn of a trajectory that has had others, 2 is a first."""
         return 0 if self.attempt > 1 or self.request.sampled else 1 if self.request.turn else 2
@@ -125,3 +141,13 @@ class PendingRequest:
             if self.on_end is not None:
                 self.on_end(self)
             self.keep_time()
+
+
+def _failure(error: str) -> EngineError:
+    """Return the error of a chunk, ``Class: message``, as an exception."""
+    kind, colon, message = error.partition(": ")
+    if kind == "ReplicaLost":
+        return ReplicaLost(message)
+    if kind == "PromptTooLong":
+        return PromptTooLong(error)
+    return EngineError(error, kind=kind if colon and kind.isidentifier() else None)

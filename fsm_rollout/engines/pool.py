@@ -26,11 +26,11 @@ from anyio.from_thread import start_blocking_portal
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, facts_of
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, failure_of
+from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, EngineFacts, Load, ReplicaLost, TokenSource, facts_of
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, failure_of, load_of
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.request_queue import RequestQueue
-from fsm_rollout.engines.retries import Retries, Tries, failure_in
+from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
 from fsm_rollout.engines.silence import SilenceWatch
 from fsm_rollout.errors import EngineError, PromptTooLong
@@ -71,20 +71,18 @@ class EnginePool:
         self.tries = tries = tries or Tries()
         self.dispatches = 0  # engine calls so far
         self.requests = 0  # requests submitted so far; over `dispatches` it is the mean batch
-        # Called before requests go out, by who wants it; must not block or raise.
-        self.before_dispatch: dict[object, Callable[[], object]] = {}
+        self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
         self._router: Router = router or StickyRouter()
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
         self.replicas = self._lives.all  # all replicas, each with its state
-        # All requests that have not ended, in order: also those between two tries.
-        self._open: dict[PendingRequest, None] = {}
+        self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
         # Those that a replica has, or is about to get, by the id of the present try.
         self.sent: dict[str, PendingRequest] = {}
         self._queue = RequestQueue()  # those of them that are at no replica
         # The ids that a replica may still have: also of requests that it did not end in time.
         self._engine_ids = EngineIds(self._look_at)
         self._retries = Retries(self, tries)
-        self._silence = SilenceWatch(self, self._lives.times.silence)
+        self._silence = SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatching = False  # whether what waits is sent in this pass of the loop
@@ -131,17 +129,7 @@ class EnginePool:
 
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
-        loads = [(replica, replica.live.load()) for replica in self._lives.up]
-        details = {f"{replica.name}.{what}": 0 for what in ("running", "in_flight") for replica in self.replicas}
-        details |= {f"{replica.name}.running": min(load.running, replica.in_flight) for replica, load in loads}
-        running = sum(details.values())
-        return Load(
-            running=running,
-            waiting=len(self._open) - running,
-            used_tokens=sum(load.used_tokens for replica, load in loads if replica.in_flight),
-            max_tokens=sum(load.max_tokens or 0 for _, load in loads) or None,
-            details=details | {f"{replica.name}.in_flight": replica.in_flight for replica, _ in loads},
-        )
+        return load_of(self.replicas, len(self._open))
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Belong to the running event loop; what an earlier one left under way has no listener any more."""
@@ -156,7 +144,7 @@ class EnginePool:
         for forgotten in (self._open, self.sent, self._queue, self._engine_ids, self._tasks):
             forgotten.clear()
         self._retries = Retries(self, self.tries)
-        self._silence = SilenceWatch(self, self._lives.times.silence)
+        self._silence = SilenceWatch(self, self._lives)
         self._lives.begin(loop)
         for replica in self._lives.up if left_over else ():
             self._spawn(replica.live.abort(left_over))
@@ -271,7 +259,7 @@ class EnginePool:
         self._silence.begin(asked.values())
         # 2. Give every chunk to its request.
         try:
-            async for chunk in engine.generate([_request(pending) for pending in asked.values()]):
+            async for chunk in engine.generate([pending.rest for pending in asked.values()]):
                 now = loop.time()
                 replica.measure(len(chunk.ids), now)
                 answered = self.sent.get(chunk.request_id)
@@ -307,22 +295,13 @@ class EnginePool:
         pending.replica = replica.name or pending.replica
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
-        if chunk.error is not None:
-            failure = failure_in(chunk.error)
-            if isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
-                self.end(pending, FinishReason.ABORT, failure)
-            else:
-                self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
-        elif chunk.finish_reason is None:
-            return
-        elif chunk.finish_reason == FinishReason.ABORT and not pending.aborted:
-            self._retries.failed(pending, EngineError(f"the engine aborted request {pending.request_id} by itself"))
-        elif not (pending.ids or pending.aborted):
-            self._retries.failed(
-                pending, EngineError(f"the engine ended request {pending.request_id} without a single token")
-            )
+        if (failure := pending.failed_by(chunk)) is None:
+            if chunk.finish_reason is not None:
+                self.end(pending, FinishReason(chunk.finish_reason))
+        elif isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
+            self.end(pending, FinishReason.ABORT, failure)
         else:
-            self.end(pending, FinishReason(chunk.finish_reason))
+            self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
 
     def leave(self, pending: PendingRequest) -> None:
         """Take a request from where it is: its replica, or the queue."""
@@ -383,10 +362,6 @@ class EnginePool:
             replica.moved += 1
             self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
         self.replicas_changed()
-
-    def restartable(self) -> list[Replica]:
-        """Return the replicas that are up and can be started again."""
-        return self._lives.up if self._lives.placement.restarts else []
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:
         """Give a silent replica up."""
@@ -473,10 +448,3 @@ class EnginePool:
             await self.drain()
         # 2. Stop every replica, and free what they shared.
         await self._lives.close()
-
-
-def _request(pending: PendingRequest) -> Request:
-    """Return what is asked for a request's present try: the rest of it."""
-    if pending.request_id == pending.request.request_id:
-        return pending.request
-    return pending.request.continued(pending.ids, pending.request_id)

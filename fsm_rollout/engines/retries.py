@@ -14,7 +14,7 @@ from typing import Protocol
 from fsm_rollout.engines.bisection import Bisection
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import ReplicaLost
-from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -131,13 +131,3 @@ class Retries:
         pending.attempt += 1
         pending.request_id = self._requests.free_id(pending.request.request_id, pending.attempt)
         return before
-
-
-def failure_in(error: str) -> EngineError:
-    """Return the error of a chunk, ``Class: message``, as an exception."""
-    kind, colon, message = error.partition(": ")
-    if kind == "ReplicaLost":
-        return ReplicaLost(message)
-    if kind == "PromptTooLong":
-        return PromptTooLong(error)
-    return EngineError(error, kind=kind if colon and kind.isidentifier() else None)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.replica import Replica
+from fsm_rollout.engines.replicas import Replicas
 
 
 class Watched(Protocol):
@@ -20,13 +21,6 @@ class Watched(Protocol):
 
     sent: dict[str, PendingRequest]
     """Those that a replica has, or is about to get."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is to be sampled."""
-
-    def restartable(self) -> list[Replica]:
-        """Return the replicas that are up and can be started again."""
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:
         """Take note that a replica said nothing for so long."""
@@ -38,16 +32,16 @@ class Watched(Protocol):
 class SilenceWatch:
     """See the module."""
 
-    def __init__(self, watched: Watched, seconds: float) -> None:
-        self._watched, self._seconds = watched, seconds
+    def __init__(self, watched: Watched, replicas: Replicas) -> None:
+        self._watched, self._replicas, self._seconds = watched, replicas, replicas.times.silence
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, requests: Iterable[PendingRequest]) -> None:
         """Watch requests that an engine was asked for just now, or that go on after a hold; or let them be in one."""
         silent_at = asyncio.get_running_loop().time() + self._seconds
         for pending in requests:
-            pending.silent_until = None if self._watched.paused else silent_at
-        if not self._watched.paused:
+            pending.silent_until = None if self._replicas.held else silent_at
+        if not self._replicas.held:
             self._look_by(silent_at)
 
     def stop(self) -> None:
@@ -66,10 +60,10 @@ class SilenceWatch:
         # A loop may be early by its clock's resolution.
         now, seconds = max(asyncio.get_running_loop().time(), self._timer.when()), self._seconds
         self._timer = None
-        if self._watched.paused:
+        if self._replicas.held:
             return
         # 1. Replicas.
-        for replica in self._watched.restartable():
+        for replica in self._replicas.up if self._replicas.placement.restarts else ():
             if replica.in_flight and now - replica.last_active >= seconds:
                 self._watched.replica_is_silent(replica, seconds)
             elif replica.in_flight:

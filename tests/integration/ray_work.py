@@ -112,12 +112,12 @@ async def through(
     pool: EnginePool, requests: Sequence[Request], meanwhile: Callable[[], Any] = list
 ) -> list[PendingRequest]:
     """Send everything through a dispatcher; call ``meanwhile`` once each replica has streamed something."""
-    dispatcher = EngineClient(pool)
+    dispatcher, before = EngineClient(pool), pool.requests
     tickets = [dispatcher.submit(request) for request in requests]
     async with asyncio.timeout(600):
         while not all(stats.tokens for stats in pool.replicas):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         meanwhile()
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets))
-    assert dispatcher.requests == len(requests)
+    assert pool.requests == before + len(requests)
     return tickets

@@ -22,7 +22,7 @@ from ray.cluster_utils import Cluster
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
+from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
@@ -95,7 +95,6 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     """Tokens, weights, a loss and the end, as for a driver within the cluster."""
     spec = {"kind": "transformers", "threads": 1, "placement": "ray", "cpus": 0.5}
     pool = build_engine({**spec, "ray": {"address": client_address}}, Path())
-    assert isinstance(pool, EnginePool)
     early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
     prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
 
@@ -103,7 +102,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
         params = SamplingParams(60, temperature=0.0, ignore_eos=True)
         return [Request(f"{name}{i}", as_ids(ids), params, trajectory_id=f"{name}{i}") for i, ids in enumerate(prompts)]
 
-    async def answers(engine: Engine, name: str) -> list[list[int]]:
+    async def answers(engine: EnginePool | TransformersEngine, name: str) -> list[list[int]]:
         dispatcher = EngineClient(engine)
         tickets = [dispatcher.submit(request) for request in requests(name)]
         async with asyncio.timeout(600):
