@@ -34,10 +34,16 @@ def checked(
     # 1. Whole numbers and numbers that fit.
     try:
         ids, logprobs, version = as_ids(chunk.ids), as_logprobs(chunk.logprobs), index(chunk.weight_version)
-        notes = [
-            Note(NoteKind(note.kind), index(note.start), as_ids(note.counts), as_ids(note.values), index(note.layers))
-            for note in chunk.notes
-        ]
+        notes = (
+            [
+                Note(
+                    NoteKind(note.kind), index(note.start), as_ids(note.counts), as_ids(note.values), index(note.layers)
+                )
+                for note in chunk.notes
+            ]
+            if chunk.notes
+            else []
+        )
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(
             f"the engine answered request {request_id} with invalid tokens: {type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ class EngineIds(dict[str, Replica]):
         super().__init__()
         self._failed = failed
         self._aborts: list[str] = []  # what is to be ended in this pass of the loop
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # the calls that wait for an answer
 
     def abort_soon(self, request_id: str) -> None:
         """Have a request ended where it is."""
@@ -37,8 +37,8 @@ class EngineIds(dict[str, Replica]):
     def _flush(self) -> None:
         request_ids, self._aborts = self._aborts, []
         task = asyncio.get_running_loop().create_task(self.abort(request_ids))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Tell the replicas to end these requests, each its own."""
@@ -56,13 +56,7 @@ class EngineIds(dict[str, Replica]):
             logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
             self._failed(replica)
 
-    async def close(self) -> None:
-        """Wait for no answer any more."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def clear(self) -> None:
         """Forget all: their event loop is gone."""
         super().clear()
-        self._aborts, self._tasks = [], set()
+        self._aborts, self.tasks = [], set()

@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fsm_rollout.concurrency.deadline import Deadline
@@ -34,8 +35,8 @@ class PendingRequest:
     submitted_at: float
     # The timeout of the visit that waits for it: stands still while queued, and while the engine is paused.
     deadline: Deadline | None = None
-    ids: Ids = field(default_factory=lambda: array("i"))
-    logprobs: Logprobs = field(default_factory=lambda: array("f"))
+    ids: Ids = field(default_factory=partial(array, "i"))
+    logprobs: Logprobs = field(default_factory=partial(array, "f"))
     versions: list[tuple[int, int]] = field(default_factory=list)  # run lengths `(tokens, weight version)` over `ids`
     notes: list[Note] = field(default_factory=list)  # as in `Chunk`
     finish_reason: FinishReason | None = None

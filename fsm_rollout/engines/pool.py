@@ -81,8 +81,7 @@ class EnginePool:
         self._queue = RequestQueue()  # those of them that are at no replica
         # The ids that a replica may still have: also of requests that it did not end in time.
         self._engine_ids = EngineIds(self._look_at)
-        self._retries = Retries(self, tries)
-        self._silence = SilenceWatch(self, self._lives)
+        self._retries, self._silence = Retries(self, tries), SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatching = False  # whether what waits is sent in this pass of the loop
@@ -143,8 +142,7 @@ class EnginePool:
         left_over, self._loop, self._dispatching = [*self._engine_ids], loop, False
         for forgotten in (self._open, self.sent, self._queue, self._engine_ids, self._tasks):
             forgotten.clear()
-        self._retries = Retries(self, self.tries)
-        self._silence = SilenceWatch(self, self._lives)
+        self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._lives.begin(loop)
         for replica in self._lives.up if left_over else ():
             self._spawn(replica.live.abort(left_over))
@@ -178,8 +176,9 @@ class EnginePool:
         """Send a request soon; while another is tried by itself, afterwards."""
         if pending.done.happened:  # ended between two tries
             return
-        if self._retries.bisection.isolates and not on_trial:
-            self._retries.bisection.hold(pending)
+        bisection = self._retries.bisection
+        if bisection.busy and bisection.isolates and not on_trial:
+            bisection.hold(pending)
             return
         self.sent[pending.request_id] = pending
         self._queue.add(pending)
@@ -215,8 +214,9 @@ class EnginePool:
         batches: dict[Replica, list[PendingRequest]] = {}
         refused: list[tuple[PendingRequest, EngineError]] = []
         up = self._lives.up
+        room = sum([max(0, replica.allowed - replica.in_flight) for replica in up])
         for pending in self._queue:
-            if not any(replica.has_room for replica in up):
+            if not room:
                 break
             avoids = pending.replica if self.tries.another_replica and pending.failures else ""
             try:
@@ -224,9 +224,10 @@ class EnginePool:
             except EngineError as error:
                 refused.append((pending, error))
                 continue
-            if chosen.has_room:
+            if chosen.in_flight < chosen.allowed:
                 batches.setdefault(chosen, []).append(pending)
                 chosen.in_flight += 1
+                room -= 1
             else:
                 chosen.waiting += 1
         # 3. Send what was chosen.
@@ -282,7 +283,8 @@ class EnginePool:
             for request_id in asked:
                 self._engine_ids.pop(request_id, None)
         # 3. Whatever has no end now has failed.
-        self._dispatch_failed(replica, engine, asked, failure)
+        if not asked.keys().isdisjoint(self.sent):
+            self._dispatch_failed(replica, engine, asked, failure)
 
     def _take(self, pending: PendingRequest, replica: Replica, chunk: Chunk, now: float) -> None:
         """Give a chunk to its request."""
@@ -329,8 +331,6 @@ class EnginePool:
     ) -> None:
         """Try again what an engine has left of a dispatch; one that fails dispatch after dispatch is lost."""
         left = [self.sent[request_id] for request_id in asked if request_id in self.sent]
-        if not left:
-            return
         if replica.engine is engine:
             self._look_at(replica)
         if replica.state != "up" or replica.engine is not engine:
@@ -421,19 +421,19 @@ class EnginePool:
             return
         theirs = self.under_way(client)
         others = len(theirs) < len(self._open)
-        await self._engine_ids.abort([name for name in self._engine_ids if not others or self.sent.get(name) in theirs])
+        if left := [name for name in self._engine_ids if not others or self.sent.get(name) in theirs]:
+            await self._engine_ids.abort(left)
         for pending in theirs:
             self.end(pending, FinishReason.ABORT)
         if self._open:
             return
-        self._retries.bisection.clear()
+        if self._retries.bisection.busy:
+            self._retries.bisection.clear()
         self._silence.stop()
-        await self._engine_ids.close()
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._engine_ids.tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for replica in self.replicas:
-            replica.in_flight = 0
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
         """End everything with "abort" and stop every replica."""

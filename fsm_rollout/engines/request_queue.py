@@ -38,7 +38,8 @@ class RequestQueue:
 
     def discard(self, pending: PendingRequest) -> None:
         """Take a request out, if it is there."""
-        self._lanes[pending.lane].pop(pending, None)
+        for lane in self._lanes:
+            lane.pop(pending, None)
 
     def clear(self) -> None:
         """Take all out."""
