@@ -19,9 +19,11 @@ def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from tests.unit.trajectory.test_journal import Journal, LimitCharged, prompted
+from fsm_rollout.trajectory.events import LimitCharged
+from fsm_rollout.trajectory.journal import Journal
+from tests.kit import prompted
 journal = Journal({str(path)!r}, interval=3600.0)
-journal.append("t", prompted())
+journal.append("t", prompted("t"))
 for number in range(10):
     journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
 journal.flush()
@@ -36,12 +38,13 @@ os._exit(9)
 
 LATE = """
 import sys
-from tests.unit.trajectory.test_journal import Journal, prompted
+from fsm_rollout.trajectory.journal import Journal
+from tests.kit import prompted
 
 class Late:
     def __init__(self):
         self.journal = Journal(sys.argv[1], interval=3600.0)
-        self.journal.append("t", prompted())
+        self.journal.append("t", prompted("t"))
         if sys.argv[2] == "busy":  # what a commit leaves that the interpreter's end has stopped
             self.journal._committing.acquire()
 

@@ -27,7 +27,6 @@ from fsm_rollout.trajectory.events import (
     Ended,
     LimitCharged,
     MessagesAppended,
-    Prompted,
     Resumed,
     Snapshotted,
     encode,
@@ -50,22 +49,7 @@ from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.reader import delivered
 from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-
-def prompted(trajectory_id: str = "t") -> Prompted:
-    return Prompted(
-        at=0.0,
-        trajectory_id=trajectory_id,
-        group_id="g",
-        sample=0,
-        agent="solver",
-        initial="PENDING",
-        messages=[],
-        extra={},
-        limits={},
-        seed=0,
-        date="2020-01-01T00:00:00",
-    )
+from tests.kit import prompted
 
 
 def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]:
@@ -110,7 +94,7 @@ def test_only_a_journal_that_nobody_writes_goes_on(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="there is no journal"):
         Journal(path, append=True)
     with Journal(path) as journal:
-        journal.append("t", prompted())
+        journal.append("t", prompted("t"))
         with pytest.raises(JournalError, match="the run is still going on"):
             Journal(path, append=True)
         journal.append("u", prompted("u"))
@@ -171,7 +155,7 @@ def test_what_is_read_is_one_moment_and_holds_nobody_up(tmp_path: Path) -> None:
 def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     journal = Journal(path, interval=0.0)
-    journal.append("t", prompted())
+    journal.append("t", prompted("t"))
     journal.flush()
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # the writer waits for this one
@@ -188,7 +172,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path) -> None:
 
 def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "journal ?#%.sqlite"
-    a, b = msgspec.structs.replace(prompted("a"), parent_id="b"), prompted("b")
+    a, b = prompted("a", parent_id="b"), prompted("b")
     charged, ended = LimitCharged(at=1.5, limit="tool_calls"), Ended(at=2.0, stop_reason="answered")
     facts = {"agents": {"solver": "agent: solver\n"}, "run": "{}"}
     with Journal(path, metadata=facts, interval=3600.0) as journal:
@@ -213,10 +197,10 @@ def test_a_trajectory_begins_with_prompted_and_only_there(tmp_path: Path) -> Non
         with pytest.raises(JournalError, match="event 0 of trajectory t is charged; 'prompted' comes first"):
             journal.append("t", LimitCharged(at=0.0, limit="tool_calls"))
         with pytest.raises(TypeError, match="plain data"):
-            journal.append("t", msgspec.structs.replace(prompted(), extra={"x": object()}))
-        journal.append("t", prompted())
+            journal.append("t", prompted("t", extra={"x": object()}))
+        journal.append("t", prompted("t"))
         with pytest.raises(JournalError, match="event 1 of trajectory t is prompted"):
-            journal.append("t", prompted())
+            journal.append("t", prompted("t"))
     assert len(events(tmp_path / "j.sqlite", "t")) == 1, "what was refused leaves no gap"
 
 
@@ -224,7 +208,7 @@ def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.sqlite")
     journal.close()
     journal.close()
-    for use in (lambda: journal.append("t", prompted()), journal.flush):
+    for use in (lambda: journal.append("t", prompted("t")), journal.flush):
         with pytest.raises(JournalError, match=r"j\.sqlite is closed"):
             use()
 
@@ -257,7 +241,7 @@ def test_a_journal_is_closed_while_its_thread_is_about_to_wait(tmp_path: Path) -
 def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     journal = Journal(path)
-    journal.append("t", prompted())
+    journal.append("t", prompted("t"))
     journal.flush()
     with sqlite3.connect(path) as other:  # stands for a full disk: the next event cannot go in
         other.execute("INSERT INTO events VALUES (NULL, 't', 1, 0, x'00', 0)")
@@ -273,7 +257,7 @@ def test_a_write_that_fails_is_told_and_what_is_there_stays_whole(tmp_path: Path
     with sqlite3.connect(path) as other:
         other.execute("DELETE FROM events WHERE seq = 1")
     other.close()
-    assert events(path, "t") == [prompted()], "no half of a batch"
+    assert events(path, "t") == [prompted("t")], "no half of a batch"
 
 
 def test_one_file_holds_one_run(tmp_path: Path) -> None:
@@ -338,55 +322,42 @@ def several(path: Path, count: int = 20, length: int = 10, rounds: int = 1) -> d
     return histories
 
 
+ALIEN = pack([encode(prompted("x"))]), pack([encode(LimitCharged(at=1.0, limit="x"))])
+OF = "WHERE trajectory_id = '7/0' AND seq ="
+
+
 @pytest.mark.parametrize(
-    "payload", [b"\x00", pack([encode(prompted("x"))]), pack([encode(LimitCharged(at=1.0, limit="x"))])]
-)
-@pytest.mark.parametrize("seq", [0, 4, 9])
-def test_a_damaged_event_costs_its_trajectory_the_rest_and_nothing_else(
-    tmp_path: Path, seq: int, payload: bytes
+    ("rounds", "statement", "values", "kept", "says"),
+    [
+        *((1, f"UPDATE events SET payload = ? {OF} {seq}", [payload], seq, f"event {seq} of trajectory 7/0 is damaged")
+          for seq in (0, 4, 9) for payload in (b"\x00", *ALIEN)),
+        (3, f"UPDATE events SET payload = x'00' {OF} 3", [], 3, "event 3 of trajectory 7/0 is damaged"),
+        (1, f"UPDATE events SET seq = -92, payload = x'8165' {OF} 9", [], 9, "as its place is damaged (-92)"),
+        (1, f"UPDATE events SET seq = -9000000000 {OF} 9", [], 9, "as its place is damaged (-9000000000)"),
+        (1, f"DELETE FROM events {OF} 4", [], 4, "event 5 of trajectory 7/0 is damaged (those before it are gone)"),
+        (1, f"UPDATE events SET ended = 1 {OF} 9", [], 9, "event 9 of trajectory 7/0 is damaged"),
+        (1, f"UPDATE events SET trajectory_id = '7/1' {OF} 9", [], 9, "event 9 of trajectory 7/1 is damaged"),
+        (1, f"DELETE FROM events {OF} 9", [], 9, ""),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_costs_its_trajectory_the_rest_and_nothing_else(
+    tmp_path: Path, rounds: int, statement: str, values: list[bytes], kept: int, says: str
 ) -> None:
     path = tmp_path / "j.sqlite"
-    whole = several(path)
-    overwritten(path, "7/0", seq, payload)
+    whole = several(path, rounds=rounds)
+    changed(path, statement, *values)
     said: list[str] = []
     found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
-    expected = {name: history[: seq if name == "7/0" else None] for name, history in whole.items()}
+    expected = whole | {"7/0": whole["7/0"][:kept]}
     assert found == {name: history for name, history in expected.items() if history}
-    assert [line.partition(": ")[2].partition(" (")[0] for line in said] == [
-        f"event {seq} of trajectory 7/0 is damaged",
-        f"{10 - seq} of the 200 events that were written are missing; trajectories without their last events read as "
-        "unfinished, and those without their first are not there",
-    ]
+    *first, last = said
+    assert len(first) == bool(says)
+    assert says in "".join(first)
+    assert f"{10 - kept} of the 200 events that were written are missing" in last
     assert [t.trajectory_id for t in read(path, said.append)] == list(found)
-
-
-def test_a_damaged_row_costs_its_trajectory_what_it_did_since_the_commit_before(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = several(path, rounds=3)
-    overwritten(path, "7/0", 3, b"\x00")
-    found = {t.trajectory_id: t for t in read(path, lambda _: None)}
-    assert found == {name: Trajectory.fold(events[: 3 if name == "7/0" else None]) for name, events in whole.items()}
     with Journal(path, append=True) as journal:
-        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
-    assert [len(history) for history in histories(path)] == [4 if name == "7/0" else 10 for name in whole]
-
-
-@pytest.mark.parametrize("seq", [-92, -9000000000])
-def test_an_event_whose_place_is_damaged_costs_those_before_it_nothing(tmp_path: Path, seq: int) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = several(path)
-    last = len(whole["7/0"]) - 1
-    with closing(sqlite3.connect(path)) as connection, connection:
-        where = "WHERE trajectory_id = '7/0' AND seq = ?"
-        connection.execute(f"UPDATE events SET seq = ?, payload = X'8165' {where}", (seq, last))
-    said: list[str] = []
-    found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
-    assert found == {**whole, "7/0": whole["7/0"][:last]}
-    assert said[0] == f"{path}: an event of trajectory 7/0 is left out, as its place is damaged ({seq})"
-    with Journal(path, append=True) as journal:
-        journal.append("7/0", LimitCharged(at=9.0, limit="new"))
-    again = {t.trajectory_id: t for t in read(path)}
-    assert again["7/0"] == Trajectory.fold([*whole["7/0"][:last], LimitCharged(at=9.0, limit="new")])
+        journal.append("7/0", LimitCharged(at=9.0, limit="new") if kept else prompted("7/0"))
+    assert len(events(path, "7/0", pytest.fail)) == kept + 1
 
 
 @pytest.mark.parametrize(
@@ -411,17 +382,6 @@ def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: Any
     assert found == {**whole, "7/0": whole["7/0"][:5]}, "what stands before it in its row is read"
     assert "event 5 of trajectory 7/0" in said[0]
     assert says in said[0]
-
-
-def test_what_follows_a_gap_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "j.sqlite"
-    whole = several(path)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM events WHERE trajectory_id = '7/0' AND seq = 4")
-    said: list[str] = []
-    found = {history[0].trajectory_id: history for history in histories(path, report=said.append)}  # type: ignore[union-attr]
-    assert found == {**whole, "7/0": whole["7/0"][:4]}
-    assert "event 5 of trajectory 7/0 is damaged (those before it are gone)" in said[0]
 
 
 def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
@@ -497,7 +457,7 @@ def test_a_new_journal_is_never_empty(tmp_path: Path) -> None:
 def test_what_was_appended_is_kept_when_it_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     with Journal(path, interval=3600.0) as journal:
-        journal.append("t", prompted())
+        journal.append("t", prompted("t"))
         assert list(read(path)) == []
         journal.persist()
         assert [t.trajectory_id for t in read(path)] == ["t"]
@@ -506,7 +466,7 @@ def test_what_was_appended_is_kept_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_journal_whose_writer_was_killed_between_a_log_and_none_is_read(tmp_path: Path) -> None:
     path, cut_off = tmp_path / "journal.sqlite", tmp_path / "cut_off.sqlite"
     with Journal(path) as book:
-        book.append("t", prompted())
+        book.append("t", prompted("t"))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.executescript("PRAGMA cache_size = 1; BEGIN; CREATE TABLE half (data)")
         connection.executemany("INSERT INTO half VALUES (?)", [(bytes(10_000),)] * 100)  # more than stays in memory
@@ -558,7 +518,7 @@ def test_bytes_are_kept_once_and_are_what_was_written_or_not_there(tmp_path: Pat
     with Journal(path) as journal:
         name, other = journal.keep(b"state" * 10_000), journal.keep(b"picture")
         assert journal.keep(b"picture") == other == hashlib.sha256(b"picture").hexdigest()
-        journal.append("t", prompted())
+        journal.append("t", prompted("t"))
         journal.append("t", Snapshotted(at=1.0, tool="browser", blob=name))
     (trajectory,) = read(path)
     assert blob(path, trajectory.snapshots["browser"]) == b"state" * 10_000
@@ -583,9 +543,6 @@ def test_bytes_are_kept_once_and_are_what_was_written_or_not_there(tmp_path: Pat
     [
         ("run SET value = replace(value, 'agent: a', 'agent: b')", "of its run's 'agents' is left out: it is not"),
         ("run SET key = 'rum' WHERE key = 'run'", "of its run's 'rum' is left out"),
-        ("events SET trajectory_id = '7/1' WHERE trajectory_id = '7/0' AND seq = 9", "event 9 of trajectory 7/1"),
-        ("events SET ended = 1 WHERE trajectory_id = '7/0' AND seq = 9", "event 9 of trajectory 7/0 is damaged"),
-        ("events WHERE trajectory_id = '7/0' AND seq = 9", "1 of the 200 events that were written are missing"),
         ("events WHERE trajectory_id = '7/0'", "10 of the 200 events that were written are missing"),
         ("delivered SET group_id = '17/0' WHERE group_id = '7/0'", "the delivery of group '17/0' is left out"),
     ],
@@ -605,8 +562,7 @@ def test_a_group_counts_as_delivered_only_by_a_row_that_was_written(tmp_path: Pa
     path = tmp_path / "j.sqlite"
     with Journal(path) as journal:
         for name in ("a", "b"):
-            begun = msgspec.structs.replace(prompted(name), group_id=name)
-            for event in (begun, Ended(at=1.0, stop_reason="answered")):
+            for event in (prompted(name), Ended(at=1.0, stop_reason="answered")):
                 journal.append(name, event)
             journal.delivered(name)
     assert list(histories(path, unfinished=True)) == []
@@ -660,7 +616,6 @@ def test_a_flipped_byte_in_the_log_costs_what_stood_there_and_is_said(
         assert all(found[name] == whole[name] for name in found)
     # It goes on with all that was found, and what was there is kept.
     with Journal(path, append=True) as journal:
-        assert len(journal.groups) == 1
         assert sum(name in journal for name in whole) == len(found)
     assert "the journal goes on without what is damaged" in caplog.text
     assert path.with_name("left.damaged.sqlite-wal").read_bytes() == flipped
@@ -687,7 +642,7 @@ def test_what_is_left_of_an_earlier_round_of_the_log_is_no_damage(
     path = tmp_path / "j.sqlite"
     log = path.with_name("j.sqlite-wal")
     with Journal(path, interval=3600.0) as journal:
-        journal.append("t", prompted())
+        journal.append("t", prompted("t"))
         for number in range(20):
             journal.append("t", LimitCharged(at=1.0, limit=f"{number}" * PAGE))
             journal.persist()
