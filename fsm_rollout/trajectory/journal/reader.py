@@ -192,8 +192,8 @@ def _first(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | Non
 def events_written(connection: sqlite3.Connection) -> int:
     """Return how many events a journal has at least, as it was told when it was last closed, or its log moved."""
     for row in connection.execute("SELECT * FROM run WHERE key = 'events'"):
-        if is_sound(row):
-            return int(row[1])
+        with suppress(ValueError):  # a sum may be right where whoever made it wrote no number
+            return int(row[1]) if is_sound(row) else 0
     return 0
 
 
