@@ -21,7 +21,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from fsm_rollout.trajectory.events import LimitCharged
 from fsm_rollout.trajectory.journal import Journal
-from tests.kit import prompted
+from tests.events import prompted
 journal = Journal({str(path)!r}, interval=3600.0)
 journal.append("t", prompted("t"))
 for number in range(10):
@@ -39,7 +39,7 @@ os._exit(9)
 LATE = """
 import sys
 from fsm_rollout.trajectory.journal import Journal
-from tests.kit import prompted
+from tests.events import prompted
 
 class Late:
     def __init__(self):

@@ -18,7 +18,7 @@ from fsm_rollout.errors import JournalError
 from fsm_rollout.trajectory.events import AnyEvent, LimitCharged, encode, pack
 from fsm_rollout.trajectory.journal import Journal, histories, metadata
 from fsm_rollout.trajectory.journal.schema import PAGE
-from tests.kit import prompted
+from tests.events import prompted
 
 TRAJECTORIES, EVENTS = 30, 12
 ROW = 2

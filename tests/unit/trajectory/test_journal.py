@@ -49,7 +49,7 @@ from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.reader import delivered
 from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.kit import prompted
+from tests.events import prompted
 
 
 def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]:
