@@ -108,7 +108,7 @@ TALKS = {
     ),
     "limits": {"user_turns": 2},
 }
-TOLD = {name: {"use": f"{HERE}:{name}"} for name in ("breaks", "hang")}
+TOLD = {name: {"use": f"{HERE}:{name}"} for name in ("breaks", "hang")} | {"refuse": {"use": "tests.law_tools:refuse"}}
 HURRIED = changed(TOOLS, PROCESSING_TOOLS={"timeout": 5.0})
 SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
 Frame = dict[str, Any]
@@ -125,6 +125,8 @@ Frame = dict[str, Any]
         (TOOLS, call("breaks", "down"), "", "failed:ToolError", FailureClass.TOOL),
         (TOOLS, call("breaks", "dead"), "", "failed:ToolError", FailureClass.INFRASTRUCTURE),
         (TOOLS, call("breaks", "wrong"), "", "failed:ToolError", FailureClass.TOOL),
+        (TOOLS, call("refuse", "x"), "", "answered", None),  # what the model got wrong ends nothing
+        (TOOLS, "<tool_call>\n{broken\n</tool_call>", "", "answered", None),
         (HURRIED, call("hang", "x"), "", "timed_out", FailureClass.TOOL),
         (OWN, "", "anyhow", "failed:KeyError", FailureClass.ENVIRONMENT),
         (OWN, "", "is wrong", "failed:UndeclaredOutcome", FailureClass.ENVIRONMENT),
