@@ -86,7 +86,7 @@ class TrajectoryBatch:
     sample_scores: tuple[SampleScore, ...] = ()
     """The score of every sample of the batch's groups, of those without a row too: what baselines are made of."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step_figures.step_figures`."""
+    """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step.step_figures`."""
 
     @classmethod
     @calm_collection()

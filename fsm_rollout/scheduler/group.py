@@ -220,11 +220,19 @@ class GroupTable(dict[str, Group]):
 
 def log_failures(groups: Sequence[Group]) -> None:
     """Say in the log what failed in some groups and was not the policy's fault, and which samples have no score."""
-    samples = [trajectory for group in groups for trajectory in group.trajectories]
-    if failed := [each for each in samples if each.failure not in (None, FailureClass.POLICY)]:
+    failed: list[Trajectory] = []
+    errors: list[str] = []
+    count = scored = 0
+    for group in groups:
+        errors += group.reward_errors
+        for trajectory in group.trajectories:
+            count += 1
+            scored += trajectory.score is not None
+            if trajectory.failure not in (None, FailureClass.POLICY):
+                failed.append(trajectory)
+    if failed:
         text = "%d of %d trajectories failed, and not through the policy; the first: %s: %s: %s"
         first = failed[0]
-        logger.warning(text, len(failed), len(samples), first.trajectory_id, first.stop_reason, first.detail)
-    if errors := [error for group in groups for error in group.reward_errors]:
-        scored = sum(trajectory.score is not None for trajectory in samples)
-        logger.warning("scored %d of %d; the first without a score: %s", scored, len(samples), errors[0])
+        logger.warning(text, len(failed), count, first.trajectory_id, first.stop_reason, first.detail)
+    if errors:
+        logger.warning("scored %d of %d; the first without a score: %s", scored, count, errors[0])

@@ -23,6 +23,7 @@ from fsm_rollout.errors import BatchError
 from fsm_rollout.testing.strategies.histories import events_of, plans
 from fsm_rollout.trajectory.events import AnyEvent, Scored
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.events import generated, opened, prompted
 from tests.kit import ROOT, ratios
 
 
@@ -107,12 +108,10 @@ def test_parts_hold_every_row_once_and_keep_to_their_bound(trajectories: list[Tr
 
 def scored(several: Sequence[tuple[int, float | None]]) -> list[Trajectory]:
     """Return a group of samples that have so many trained tokens and such scores."""
-    from tests.unit.batch.test_batch import generated, opened, prompted
-
     trajectories = []
     for sample, (tokens, score) in enumerate(several):
         events: list[AnyEvent] = [replace(prompted(f"g/{sample}"), sample=sample)]
-        events += [opened(), generated(tokens)] if tokens else []
+        events += [opened(), generated(sampled=tokens)] if tokens else []
         events += [Scored(at=9.0, value=score)] if score is not None else []
         trajectories.append(Trajectory.fold(events))
     return trajectories

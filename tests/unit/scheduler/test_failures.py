@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.batch.step_figures import step_figures
+from fsm_rollout.batch.step import step_figures
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.environment.rewards import Reward
