@@ -250,10 +250,7 @@ def ranking(structure: Structure) -> Counts:
     # 2. The longest path through those.
     if cycle := structure.cycle_within(free):
         raise _endless(structure, cycle)
-    onward = {
-        state: [r.dest for _, r in structure.edges[state] if r.dest in free and r.trigger != Trigger.LIMIT_REACHED]
-        for state in free
-    }
+    onward = structure.onward_within(free)
     longest: dict[str, int] = {}
     for state in TopologicalSorter(onward).static_order():
         longest[state] = 1 + max((longest[dest] for dest in onward[state]), default=0)

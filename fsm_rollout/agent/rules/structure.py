@@ -108,16 +108,19 @@ class Structure:
     def _dests(self, state: str) -> list[str]:
         return [row.dest for _, row in self.edges.get(state, ())]
 
-    def cycle_within(self, states: Collection[str]) -> tuple[str, ...] | None:
-        """Return a shortest cycle through ``states`` alone, its first state repeated at the end, or ``None``.
+    def onward_within(self, states: Collection[str]) -> dict[str, list[str]]:
+        """Return which of ``states`` transitions lead to from each of them.
 
         ``limit_reached`` transitions do not count: each limit is routed once, so they cannot go round for ever.
         """
-        onward = {
+        return {
             state: [r.dest for _, r in self.edges[state] if r.trigger != Trigger.LIMIT_REACHED and r.dest in states]
             for state in states
         }
-        cycles = []
+
+    def cycle_within(self, states: Collection[str]) -> tuple[str, ...] | None:
+        """Return a shortest cycle through ``states`` alone, its first state repeated at the end, or ``None``."""
+        onward, cycles = self.onward_within(states), []
         for state in states:
             predecessors = _paths(state, onward.__getitem__)
             last = next((other for other in predecessors if state in onward[other]), None)
