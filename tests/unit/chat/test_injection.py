@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from itertools import pairwise
 from typing import Any
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import MarkerEncoder, Part
+from fsm_rollout.chat import ChatTemplate, template
+from fsm_rollout.chat.markers import MarkerEncoder, Part, parts_at
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.unit.chat import chat_zoo as zoo
@@ -221,3 +222,26 @@ def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
     assert guarded == 1
     assert encoder.decode([ids[at] for at in guarded_at]).strip() == "<tool_call>"
     assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("places", "parts"),
+    [
+        ([(0, 0, 1), (1, 3, 5)], [(0, 0, 1), (1, 2, 2)]),
+        ([(0, 2, 5)], [(0, 2, 2)]),  # its first character shares a token with what stands before it
+        ([(0, 3, 6)], [(0, 2, 2)]),  # and here its last one with what follows
+        ([(0, 1, 2)], []),
+    ],
+)
+def test_a_token_that_straddles_an_edge_is_scaffold(places: list[Any], parts: list[Any]) -> None:
+    assert list(parts_at(places, [(0, 1), (1, 3), (3, 4), (4, 5), (5, 7)])) == parts
+
+
+def test_a_long_text_is_encoded_in_a_thread_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "LONG_TEXT", 10)
+    history, new = [zoo.user(), zoo.said()], [zoo.user("more than ten characters")]
+    for asked in (Opening(new, None), FollowUp(history, new, None, [STOP], "stop")):
+        for _ in range(3):  # what the cache has learned is not asked there
+            encoded = asyncio.run(GUARD.encode(asked))
+            assert encoded.entry is None
+            assert encoded == GUARD.encode_here(asked)
