@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -29,19 +29,29 @@ SLOW_AFTER = 2.0  # seconds after which a command says what it is still doing
 @contextmanager
 def said_while_slow(what: str, console: Console) -> Iterator[Callable[[], None]]:
     """Say what is being done, once it takes long and then every few seconds; what this yields ends that earlier."""
-    over, started = threading.Event(), time.monotonic()
+    started = time.monotonic()
+    with _said(lambda: Text(f"{what} … ({time.monotonic() - started:.0f} s)"), console, SLOW_AFTER, PLAIN_EVERY) as end:
+        yield end
+
+
+@contextmanager
+def _said(line: Callable[[], Text], console: Console, first: float, every: float) -> Iterator[Callable[[], None]]:
+    """Print a line after ``first`` seconds, and then every so many; what this yields ends that earlier."""
+    over = threading.Event()
 
     def tick() -> None:
-        wait = SLOW_AFTER
+        wait = first
         while not over.wait(wait):
-            console.print(Text(f"{what} … ({time.monotonic() - started:.0f} s)"))
-            wait = PLAIN_EVERY
+            console.print(line())
+            wait = every
 
-    threading.Thread(target=tick, name="progress", daemon=True).start()
+    ticker = threading.Thread(target=tick, name="progress", daemon=True)
+    ticker.start()
     try:
         yield over.set
     finally:
         over.set()
+        ticker.join()
 
 
 class RunProgress:
@@ -60,8 +70,7 @@ class RunProgress:
         self._total, self._done = total, done
         self._console = console
         self._every = every
-        self._over = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+        self._shown = ExitStack()
         self._states: Counter[str] = Counter()
         self._sub_agents: set[str] = set()
         self._open: dict[str, Trajectory] = {}
@@ -75,22 +84,15 @@ class RunProgress:
 
     def __enter__(self) -> RunProgress:
         if self._console.is_terminal:
-            self._live.start()
+            self._shown.enter_context(self._live)
         else:
             self._console.print(self._line())
-            self._ticker.start()
+            self._shown.enter_context(_said(self._line, self._console, self._every, self._every))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Take the display away; the caller prints the result."""
-        self._live.stop()
-        self._over.set()
-        if self._ticker.ident is not None:
-            self._ticker.join()
-
-    def _tick(self) -> None:
-        while not self._over.wait(self._every):
-            self._console.print(self._line())
+        self._shown.close()
 
     def _line(self) -> Text:
         if not self._begun:

@@ -172,7 +172,7 @@ def _unfinished(connection: sqlite3.Connection, ids: Iterable[str]) -> list[str]
     over = {row[0] for row in connection.execute("SELECT * FROM delivered WHERE yes") if is_sound(row)}
     group_of: dict[str, str | None] = {}
     for trajectory_id in ids:
-        first = _first(connection, trajectory_id)
+        first = beginning(connection, trajectory_id)
         group_of[trajectory_id] = group = None if first is None else first.group_id
         is_sample = first is not None and first.parent_id is None
         if is_sample and group in over and not any(map(is_sound, connection.execute(_ENDED, (trajectory_id,)))):
@@ -180,7 +180,8 @@ def _unfinished(connection: sqlite3.Connection, ids: Iterable[str]) -> list[str]
     return [trajectory_id for trajectory_id, group in group_of.items() if group not in over]
 
 
-def _first(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | None:
+def beginning(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | None:
+    """Return a trajectory's first event, if it can be read."""
     query = "SELECT payload FROM events WHERE trajectory_id = ? AND seq = 0"
     for (payload,) in connection.execute(query, (trajectory_id,)):
         with suppress(msgspec.MsgspecError, TypeError, ValueError, IndexError):

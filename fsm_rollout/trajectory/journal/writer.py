@@ -23,9 +23,18 @@ import msgspec
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, pack, unpack
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, pack
 from fsm_rollout.trajectory.journal.folder import is_journal
-from fsm_rollout.trajectory.journal.reader import DAMAGED, blobs, delivered, events_written, logger, opened, recordings
+from fsm_rollout.trajectory.journal.reader import (
+    DAMAGED,
+    beginning,
+    blobs,
+    delivered,
+    events_written,
+    logger,
+    opened,
+    recordings,
+)
 from fsm_rollout.trajectory.journal.reader import metadata as read_metadata
 from fsm_rollout.trajectory.journal.schema import PAGE, SCHEMA, facts, is_sound, summed
 
@@ -40,7 +49,6 @@ _EVENTS = "INSERT INTO events (trajectory_id, seq, ended, payload, crc) VALUES (
 _FACT = "INTO run VALUES (?, ?, ?)"
 _DELIVERED = "INSERT OR REPLACE INTO delivered VALUES (?, ?, ?)"
 _BLOB = "INSERT OR IGNORE INTO blobs VALUES (?, ?)"
-_FIRSTS = "SELECT payload FROM events WHERE seq = 0"
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -86,9 +94,8 @@ class Journal(AbstractContextManager["Journal"]):
         except (sqlite3.Error, OSError) as error:
             why = "another process has it open: the run is still going on" if "locked" in str(error) else error
             raise JournalError(f"journal {self.path} cannot be written: {why}") from error
-        # To read is also to take hold of the log, so that nobody else writes from now on.
-        firsts = [unpack(payload)[0] for (payload,) in self._connection.execute(_FIRSTS)]
-        self.groups: set[str] = {first.group_id for first in firsts if isinstance(first, Prompted)}
+        firsts = (beginning(self._connection, trajectory_id) for trajectory_id in self._next)
+        self.groups: set[str] = {first.group_id for first in firsts if first is not None}
         """The ids of all groups that are in it."""
         self._written = sum(self._next.values())  # events that were committed
         self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
@@ -275,6 +282,7 @@ def _connect(path: Path, metadata: Mapping[str, object], append: bool) -> sqlite
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # the thread does
         connection.execute("PRAGMA cache_spill = OFF")  # each page is written once, when its transaction commits
+        connection.execute("SELECT key FROM run").fetchall()  # takes hold of the log: from now on nobody else writes
         if append:
             with connection:
                 connection.execute("BEGIN")
