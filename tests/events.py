@@ -15,7 +15,7 @@ def prompted(trajectory_id: str = "g/0", **facts: Any) -> Prompted:
     """Return how a trajectory begins: a group's sample, or what a sample has called, unless ``facts`` say otherwise."""
     group_id, _, rest = trajectory_id.partition("/")
     sample = rest.partition("/")[0].partition("~")[0]
-    defaults = {
+    defaults: dict[str, Any] = {
         "at": 0.0, "group_id": group_id, "sample": int(sample) if sample.isdecimal() else 0, "agent": "a",
         "parent_id": trajectory_id.rpartition("/")[0] if trajectory_id.count("/") > 1 else None, "initial": "PENDING",
         "messages": [], "extra": {}, "limits": {}, "seed": 0, "date": "2020-01-01T00:00:00",
@@ -25,13 +25,19 @@ def prompted(trajectory_id: str = "g/0", **facts: Any) -> Prompted:
 
 def opened(context: str = "main", **facts: Any) -> ContextOpened:
     """Return how a stream of two tokens is opened."""
-    defaults = {"state": "PENDING", "messages": [], "ids": array("i", [1, 2]), "trained": True, "engine": "policy"}
+    defaults: dict[str, Any] = {
+        "state": "PENDING",
+        "messages": [],
+        "ids": array("i", [1, 2]),
+        "trained": True,
+        "engine": "policy",
+    }
     return ContextOpened(context=context, **({"at": 1.0} | defaults | facts))
 
 
 def generated(context: str = "main", sampled: int = 2, **facts: Any) -> Generated:
     """Return a turn of so many tokens, each sampled with -0.5 by version 0."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "at": 2.0, "state": "GENERATING", "ids": array("i", range(10, 10 + sampled)), "finish_reason": "stop",
         "logprobs": array("f", [-0.5] * sampled), "versions": [(sampled, 0)] if sampled else [],
         "message": {"role": "assistant", "content": "hi"},

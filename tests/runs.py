@@ -35,7 +35,8 @@ def rows(*lines: str) -> list[dict[str, Any]]:
         source, trigger, dest, *more = line.split()
         row: dict[str, Any] = {"source": source, "trigger": trigger, "dest": dest}
         for word, value in zip(more[::2], more[1::2], strict=True):
-            row |= {"if": {"conditions": [{"name": value}]}, "as": {"stop_reason": value}}[word]
+            key = {"if": "conditions", "as": "stop_reason"}[word]
+            row[key] = [{"name": value}] if word == "if" else value
         found.append(row)
     return found
 
