@@ -263,7 +263,7 @@ class ServersSpec(EngineSpec):
 
     @property
     def starts_again(self) -> bool:
-        """Never: a server that was lost is met anew, with our weights, by its pool."""
+        """Always: a server that was lost is met anew, with our weights."""
         return True
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
