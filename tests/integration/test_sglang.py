@@ -424,7 +424,7 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
         pool = served.pool
         assert await EngineClient(pool).update_weights(tensors_of("early"), 70) == 70
         client = EngineClient(pool)
-        asked = [client.submit(request(pool, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
+        asked = [client.submit(request(first, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
         async with asyncio.timeout(PATIENCE):
             while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
