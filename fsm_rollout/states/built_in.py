@@ -83,7 +83,7 @@ class CallTools(State):
             if attempt.id not in finished:
                 name = attempt.name if isinstance(attempt, ToolCall) else "call"
                 text = tool_messages.timed_out(name, self.spec.timeout)
-                ctx.record_call(Called.of(attempt, text, "timed_out"))
+                ctx.record_here(Called.of(attempt, text, "timed_out"))
         self._write_results(trajectory, ctx)
 
     def _write_results(self, trajectory: Trajectory, ctx: HandlerContext) -> None:

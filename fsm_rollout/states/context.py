@@ -183,9 +183,7 @@ class HandlerContext(Visit):
         event = recorded.effects.take(kind, key)
         if event is None:
             raise ReplayDiverged(f"the run that is replayed has no '{kind.__struct_config__.tag}' of {key!r} here")
-        event = replace(event, at=self.clock(), state=self.state)
-        self.emit(event)
-        return event
+        return self.record_here(event)
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
@@ -196,18 +194,18 @@ class HandlerContext(Visit):
             )
             if self.resumed and begun:  # it may have been made before the visit was interrupted
                 text = tool_messages.interrupted(name)
-                return self.record_call(Called.of(attempt, text, "interrupted"))
+                return self.record_here(Called.of(attempt, text, "interrupted"))
             self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
-        return self.record_call(await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
+        return self.record_here(await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
 
-    def record_call(self, called: Called) -> Called:
-        """Record what a call came to, here and now, and return the event."""
-        called = replace(called, at=self.clock(), state=self.state)
-        self.emit(called)
-        return called
+    def record_here(self, event: E) -> E:
+        """Record an event with the present time and state, and return it."""
+        event = replace(event, at=self.clock(), state=self.state)
+        self.emit(event)
+        return event
 
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""

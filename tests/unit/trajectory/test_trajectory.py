@@ -37,6 +37,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import AssistantTurn, Stream
+from fsm_rollout.trajectory.tokens import MessagePart
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
 from tests.kit import under_way
@@ -334,3 +335,20 @@ def test_a_turn_s_calls_are_stored_once_and_stand_in_its_message() -> None:
     assert trajectory.assistant_turns[-1].message is stream.messages[-1]
     assert trajectory.last is not None
     assert encode(trajectory.last).count(b"look") == 1
+
+
+def test_parts_are_journalled_and_count_from_the_stream_s_first_token_and_message() -> None:
+    message = {"role": "user", "content": "a"}
+    glue = PromptExtended(at=3.0, context="main", state="S", ids=array("i", [5, 6, 7]), parts=[MessagePart(0, 1, 1)])
+    told = [
+        PROMPTED,
+        opened(messages=[message], parts=[MessagePart(0, 1, 1)]),
+        generated(),
+        MessagesAppended(at=3.0, context="main", state="S", messages=[message]),
+        glue,
+        generated(finish_reason="length"),
+        generated(continued=True),
+    ]
+    assert [decode(encode(event)) for event in told] == told
+    (stream,) = Trajectory.fold(told).streams
+    assert stream.parts == [(0, 1, 1), (1, 2, 2), (2, 5, 1), (3, 7, 4)]
