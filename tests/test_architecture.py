@@ -73,6 +73,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "sqlite3": ("trajectory.journal",),
     "prometheus_client": ("serve.metrics",),
     "mcp": ("tools.mcp_server",),
+    "graphviz": ("diagrams.draw",),
     "pygraphviz": (),  # in a process of its own, see diagrams.draw
 }
 MOST_LINES = 450

@@ -10,7 +10,7 @@ import pytest
 import fsm_rollout
 from tests.kit import ROOT
 
-HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "pygraphviz", "pyarrow")
+HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "graphviz", "pygraphviz", "pyarrow")
 CHECK = """
 from fsm_rollout.cli import app
 try:

@@ -19,7 +19,6 @@ from functools import cache, lru_cache
 from html import escape, unescape
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -122,20 +121,31 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path
 @lru_cache(64)  # a process of Graphviz takes a third of a second, and the pages of a run show the same agents
 def render(dot: str, form: Literal["svg", "png"]) -> bytes:
     """Return ``dot`` drawn as ``form``; DrawingError without Graphviz, or where it refuses the text."""
-    if which("dot") is not None:
-        program, command = "dot", ["dot", f"-T{form}", f"-Gdpi={_DPI[form]}"]
-    elif find_spec("pygraphviz") is not None:
-        program, command = "pygraphviz", [sys.executable, "-P", "-c", _PYGRAPHVIZ, form, _DPI[form]]
-    else:
-        raise DrawingError(
-            "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
-            "only DOT (.dot) and Mermaid (.mmd) do without"
-        )
-    done = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
-    if done.returncode != 0 or not done.stdout:
-        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DrawingError(f"Graphviz ({program}) failed with code {done.returncode}: {last_line}")
-    return done.stdout
+    if find_spec("graphviz") is not None:
+        import graphviz
+
+        head, brace, body = dot.partition("{")
+        source = graphviz.Source(f"{head}{brace}\n\tdpi={_DPI[form]}{body}")
+        try:
+            return bytes(source.pipe(format=form, quiet=True))
+        except graphviz.CalledProcessError as error:
+            raise _failed("dot", error.returncode, error.stderr) from error
+        except graphviz.ExecutableNotFound:
+            if find_spec("pygraphviz") is not None:
+                command = [sys.executable, "-P", "-c", _PYGRAPHVIZ, form, _DPI[form]]
+                process = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
+                if process.returncode != 0 or not process.stdout:
+                    raise _failed("pygraphviz", process.returncode, process.stderr) from None
+                return process.stdout
+    raise DrawingError(
+        "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
+        "only DOT (.dot) and Mermaid (.mmd) do without"
+    )
+
+
+def _failed(program: str, code: int, output: bytes | None) -> DrawingError:
+    last_line = (output or b"").decode(errors="replace").strip().rpartition("\n")[2]
+    return DrawingError(f"Graphviz ({program}) failed with code {code}: {last_line}")
 
 
 def template_environment(
