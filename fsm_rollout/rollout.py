@@ -376,21 +376,21 @@ class Rollout(OwnLoop):
     update_weights = plain(aupdate_weights)
     """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
 
-    async def asleep(self) -> None:
+    async def send_to_sleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
         for client in self.clients.values():
             await client.sleep()
 
-    sleep = plain(asleep)
-    """Do what :meth:`asleep` does and wait for it."""
+    sleep = plain(send_to_sleep)
+    """Do what :meth:`send_to_sleep` does and wait for it."""
 
-    async def awake(self) -> None:
+    async def wake_up(self) -> None:
         """Make the engines ready again, and let what waits for them go on."""
         for client in self.clients.values():
             await client.wake()
 
-    wake = plain(awake)
-    """Do what :meth:`awake` does and wait for it."""
+    wake = plain(wake_up)
+    """Do what :meth:`wake_up` does and wait for it."""
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.

@@ -96,6 +96,7 @@ def build_engine(
         tries=replace(tries, attempts=keys.attempts or tries.attempts),
         restarts=keys.restarts,
         times=times,
+        sleeps=checked.sleep is not None,
     )
 
 

@@ -82,6 +82,11 @@ class EngineClient:
         return self.pool.dispatches
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the engine sleeps between runs."""
+        return self.pool.sleeps
+
+    @property
     def serves_another_loop(self) -> bool:
         """Whether the engine belongs to an event loop that still lives and is not the running one."""
         return self.pool.serves_another_loop
@@ -102,9 +107,18 @@ class EngineClient:
         """See :class:`Client`."""
         await self.pool.abort(pending)
 
+    async def begin(self) -> None:
+        """Have an engine awake that sleeps between runs, until this client is drained."""
+        self.pool.runs.add(self)
+        await self.wake()
+
     async def drain(self) -> None:
         """End every request of this client; the engine itself stays open (whoever made it closes it)."""
         await self.pool.drain(self)
+        if self.pool.sleeps:
+            self.pool.runs.discard(self)
+            if not self.pool.runs:
+                await self.sleep()
 
     def waits_of(self, trajectory_id: str) -> list[PendingRequest]:
         """Return the requests of a trajectory that have not ended."""
@@ -158,6 +172,8 @@ class EngineClient:
             raise EngineError(f"weight versions are whole numbers up to {LAST_VERSION:,}, got {coming!r}")
         if coming < present:
             raise EngineError(f"weights of version {coming} cannot follow version {present}")
+        if self.pool.sleeps:  # they need the memory that was given back, and the run that is to use them comes next
+            await self.wake()
         # NumPy has whole numbers of its own. Without one, the engine counts from what it has by then.
         return await self.pool.replicas_here().update_weights(weights, None if version is None else version.__index__())
 

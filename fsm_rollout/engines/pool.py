@@ -53,6 +53,7 @@ class EnginePool:
         restarts: how often a replica that finishes nothing is started again before its place stays empty. Losses while
             a request that fails is looked for do not count.
         times: seconds that the pool waits for its replicas.
+        sleeps: whether the replicas give their memory back while no client has a run.
 
     Raises:
         EngineError: a replica cannot be built, or does not start in time; none is left behind.
@@ -67,10 +68,11 @@ class EnginePool:
         tries: Tries | None = None,
         restarts: int = 3,
         times: PoolTimes | None = None,
+        sleeps: bool = False,
     ) -> None:
-        self.tries = tries = tries or Tries()
-        self.dispatches = 0  # engine calls so far
-        self.requests = 0  # requests submitted so far; over `dispatches` it is the mean batch
+        self.tries, self.sleeps = tries or Tries(), sleeps
+        self.runs: set[object] = set()  # the clients that have a run, of a pool that sleeps between runs
+        self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
         self._router: Router = router or StickyRouter()
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
@@ -81,11 +83,11 @@ class EnginePool:
         self._queue = RequestQueue()  # those of them that are at no replica
         # The ids that a replica may still have: also of requests that it did not end in time.
         self._engine_ids = EngineIds(self._look_at)
-        self._retries, self._silence = Retries(self, tries), SilenceWatch(self, self._lives)
+        self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._dispatching = False  # whether what waits is sent in this pass of the loop
-        self._sleep_logged = False
+        # Whether what waits is sent in this pass of the loop; whether it was logged that it waits for a sleeper.
+        self._dispatching = self._sleep_logged = False
         try:
             if placement.restarts:
                 with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any

@@ -105,6 +105,9 @@ class EngineSpec(StrictModel):
     cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
     router: str = Field("sticky", description="`sticky`, `least_loaded`, or your own router: `module:Class`")
     pool: PoolSpec = Field(PoolSpec(), description="how patient the pool is with its replicas")
+    sleep: Literal["between_batches"] | None = Field(
+        None, description="`between_batches`: give memory back after each run; woken by the next one, or by new weights"
+    )
     ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
 
     @model_validator(mode="after")

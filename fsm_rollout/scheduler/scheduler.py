@@ -184,6 +184,9 @@ class Scheduler:
         with calm_collection(self.concurrency), self.recorder.watched(self.failures.stall_seconds, self._waits):
             run.feeder = asyncio.create_task(self.samples.feed(run))
             try:
+                for client in self.clients.values():
+                    if client.sleeps:
+                        await client.begin()
                 while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
                     for group in groups:
                         self._delivered.append(group.group_id)

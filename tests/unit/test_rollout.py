@@ -326,6 +326,36 @@ def test_an_agent_may_be_given_in_any_clear_form(form: Any) -> None:
         assert list(rollout.agents) == (["solver"] if isinstance(form, dict) else [agent().agent])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_may_sleep_between_batches(replicas: int) -> None:
+    """It is awake before the first, in each one and beside it, and from new weights on until the next one's end."""
+    asleep: list[bool] = []
+
+    def listen(*event: object) -> None:
+        asleep.append(is_asleep())
+
+    spec = {**SCRIPTED, "sleep": "between_batches", "replicas": replicas}
+    with fr.Rollout(agent(), spec, on_event=[listen]) as rollout:
+
+        def is_asleep() -> bool:
+            (state,) = {replica.engine._asleep for replica in rollout.engines["policy"].replicas}
+            return bool(state)
+
+        assert not is_asleep()
+        for _ in range(2):
+            assert len(rollout.run(["one", "two"])) == 2
+            assert is_asleep()
+            rollout.evaluate(["three"])
+            assert is_asleep()
+        rollout.update_weights({})
+        assert not is_asleep()
+        rollout.sleep()
+        rollout.run(["four"])
+        assert is_asleep()
+    assert asleep
+    assert not any(asleep[2:])  # a sleeper is woken as the first samples begin
+
+
 def test_an_engine_may_be_given_as_a_model(tmp_path: Path) -> None:
     folder = model_folder("embedded:early")
     (tmp_path / "mine").symlink_to(folder)
