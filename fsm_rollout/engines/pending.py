@@ -95,7 +95,8 @@ class PendingRequest:
             else:
                 self.versions.append((len(ids), version))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
-        self.replica = chunk.replica or self.replica
+        if self.at is None or not self.at.name:  # else that is what it is called here
+            self.replica = chunk.replica or self.replica
         if ids and self.on_tokens is not None:
             try:
                 self.on_tokens()

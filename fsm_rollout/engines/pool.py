@@ -78,11 +78,9 @@ class EnginePool:
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
         self.replicas = self._lives.all  # all replicas, each with its state
         self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
-        # Those that a replica has, or is about to get, by the id of the present try.
-        self.sent: dict[str, PendingRequest] = {}
+        self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
         self._queue = RequestQueue()  # those of them that are at no replica
-        # The ids that a replica may still have: also of requests that it did not end in time.
-        self._engine_ids = EngineIds(self._look_at)
+        self._engine_ids = EngineIds(self._look_at)  # also of requests that a replica did not end in time
         self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -267,7 +265,7 @@ class EnginePool:
                 replica.measure(len(chunk.ids), now)
                 answered = self.sent.get(chunk.request_id)
                 if answered is not None and answered.at is replica and chunk.request_id in asked:
-                    self._take(answered, replica, chunk, now)
+                    self._take(answered, chunk, now)
                 else:
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
                 if chunk.finish_reason is not None:
@@ -288,7 +286,7 @@ class EnginePool:
         if not asked.keys().isdisjoint(self.sent):
             self._dispatch_failed(replica, engine, asked, failure)
 
-    def _take(self, pending: PendingRequest, replica: Replica, chunk: Chunk, now: float) -> None:
+    def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> None:
         """Give a chunk to its request."""
         try:
             pending.take(chunk, now, self.facts.vocabulary)
@@ -296,7 +294,6 @@ class EnginePool:
             self._engine_ids.abort_soon(pending.request_id)
             self.end(pending, FinishReason.ABORT, error)  # not tried again: an engine that miscounts would do so again
             return
-        pending.replica = replica.name or pending.replica
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
         if (failure := pending.failed_by(chunk)) is None:
@@ -340,8 +337,10 @@ class EnginePool:
         replica.failures += not all(pending in self._retries.bisection for pending in left)
         for pending in left:
             replica.moved += 1
-            unfinished = EngineError(f"the engine never finished request {pending.request_id}")
-            self._retries.failed(pending, failure or unfinished, maybe_shared=True)
+            error = failure or EngineError(f"the engine never finished request {pending.request_id}")
+            # Another replica, or this one in its next life, may have it at once.
+            lost = ReplicaLost(str(error)) if self._lives.placement.restarts else error
+            self._retries.failed(pending, lost, maybe_shared=True)
         if replica.failures >= FAILURES:
             self._lose(replica, engine, f"its engine failed {FAILURES} times in a row: {failure}")
 
@@ -392,8 +391,7 @@ class EnginePool:
         for pending in self._open:
             pending.paused = self.paused
             pending.keep_time()
-        waiting = [p for p in self.sent.values() if p.at is not None and p.asked and not p.has_chunk]
-        self._silence.begin(waiting)
+        self._silence.begin(p for p in self.sent.values() if p.at is not None and p.asked and not p.has_chunk)
 
     def all_lost(self, error: EngineError) -> None:
         """End every request with the reason."""
