@@ -320,10 +320,14 @@ def test_glue_that_does_not_fit_is_not_written() -> None:
     assert trajectory.response_tokens == trajectory.trained_tokens
 
 
-class Blurt(State):
-    """A handler of a user's own: generates twice, and says a word."""
+class Speaker(State):
+    """A handler that comes to "said"."""
 
     triggers: ClassVar = ("said",)
+
+
+class Blurt(Speaker):
+    """A handler of a user's own: generates twice, and says a word."""
 
     class Options(BaseModel):
         word: str = "hm"
@@ -335,10 +339,8 @@ class Blurt(State):
         return Outcome("said")
 
 
-class Liar(State):
+class Liar(Speaker):
     """Returns what it has not declared."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         return Outcome("something else")
@@ -367,10 +369,8 @@ class Debate(Liar):
         return Outcome("said")
 
 
-class Twice(State):
+class Twice(Speaker):
     """Samples one context twice at once."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await asyncio.gather(ctx.generate("main"), ctx.generate("main"))
@@ -500,10 +500,8 @@ def test_a_stopped_scheduler_can_run_again() -> None:
     assert [only(groups).stop_reason, only(bench.go(1, 1)).stop_reason] == ["cancelled", "answered"]
 
 
-class CancelsItself(State):
+class CancelsItself(Speaker):
     """Awaits something that was cancelled, as code around anyio or httpx may."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         task = asyncio.ensure_future(asyncio.sleep(10))
@@ -512,10 +510,8 @@ class CancelsItself(State):
         return Outcome("said")
 
 
-class Leaves(State):
+class Leaves(Speaker):
     """Returns while a generation of its own is still running."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         self.left = asyncio.ensure_future(ctx.generate("main"))
@@ -523,10 +519,8 @@ class Leaves(State):
         return Outcome("said")
 
 
-class Deaf(State):
+class Deaf(Speaker):
     """Swallows its cancellation and goes on."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         try:
@@ -543,10 +537,8 @@ class Odd(BaseException):
 ENDS: dict[str, BaseException] = {"exit": SystemExit(3), "generator": GeneratorExit(), "odd": Odd("strange")}
 
 
-class Ends(State):
+class Ends(Speaker):
     """Raises what is no Exception, the way that the first message says; the other trajectories go on."""
-
-    triggers: ClassVar = ("said",)
 
     class Options(BaseModel):
         kind: str
@@ -607,10 +599,8 @@ def test_so_does_a_predicate() -> None:
     assert ends(groups) == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
 
 
-class Wrong(State):
+class Wrong(Speaker):
     """Goes wrong in a way of its own choice."""
-
-    triggers: ClassVar = ("said",)
 
     class Options(BaseModel):
         how: str
@@ -663,10 +653,8 @@ def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error
     assert (routed[-1].row, routed[-1].detail) == (2, line)
 
 
-class Scores(State):
+class Scores(Speaker):
     """Scores each of its turns as it goes, and an earlier one."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await ctx.generate("main")
@@ -682,10 +670,8 @@ def test_a_score_is_the_latest_turn_s_unless_it_says_another() -> None:
     assert only(run(custom("Scores"), ["hm", "ho"])[0]).turn_scores == [(0, 0.25), (1, 0.5), (0, 0.75)]
 
 
-class Looks(State):
+class Looks(Speaker):
     """Scores whether the facts are those that are said to be."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await ctx.generate("main")
@@ -711,10 +697,8 @@ def test_the_worked_example_of_a_handler_works() -> None:
     assert asked == ["Question 0?", "Only 2 words. Write more."]
 
 
-class Sleeps(State):
+class Sleeps(Speaker):
     """Keeps the event loop."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         await asyncio.sleep(1.0)
@@ -738,10 +722,8 @@ def test_a_handler_that_keeps_the_event_loop_is_named_once(
     )
 
 
-class Stubborn(State):
+class Stubborn(Speaker):
     """Swallows its cancellation and goes on for long."""
-
-    triggers: ClassVar = ("said",)
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         with suppress(asyncio.CancelledError):
