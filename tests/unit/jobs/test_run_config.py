@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward,
 from fsm_rollout.jobs.runner import _prompts
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
+from tests.cases import table
 from tests.kit import ROOT
 
 SMALLEST = "agent: a.yaml\nprompts: p.jsonl\nengine: {kind: scripted}\nout: runs/x\n"
@@ -170,68 +172,12 @@ def test_a_key_stands_in_the_users_own_file_alone(folder: Path) -> None:
     assert "$MINE" in load(folder, text.replace("sk-mine", "$MINE")).to_json()
 
 
-def test_all_mistakes_in_one_go(folder: Path) -> None:
-    text = """agent: a.yaml
-promts: p.jsonl
-n: 0
-limit: "5"
-seed: 1
-seed: 2
-validate: yes
-sampling: {temprature: 1.0}
-validation_sampling: {top_p: 2}
-reward: exact_anser
-engine: embedded
-engines: {policy: {kind: scripted}}
-failures: {engine: {attempt: 2}, tool: quit}
-concurrency: 0
-queue_timeout: 0
-out: runs/x
-"""
-    assert problems(folder, text) == [
-        ":1: 'prompts' is missing",
-        ":2: unknown key 'promts'; did you mean 'prompts'?",
-        ":3: n should be greater than or equal to 1, got 0",
-        ":4: limit should be a valid integer, got '5'",
-        ":6: key 'seed' is written twice in one mapping (before in line 5)",
-        ':7: `yes` is a boolean in YAML 1.1; write true or false, or "yes" for text',
-        ":8: sampling: unknown key 'temprature'; did you mean 'temperature'?",
-        ":9: validation_sampling.top_p should be less than or equal to 1, got 2",
-        ":10: reward.0.use: reward 'exact_anser' does not exist; did you mean 'exact_answer'? "
-        "Or give 'module:function'",
-        ":11: engine must be a mapping, got 'embedded'",
-        ":12: engines: 'policy' is the engine that is trained; describe it under `engine`",
-        ":13: failures.tool: do must be 'tell_model', 'retry', 'end' or 'stop', got 'quit'; known: end, retry, stop, "
-        "tell_model",
-        ":13: failures.engine: unknown key 'attempt'; did you mean 'attempts'?",
-        ":14: concurrency should be greater than or equal to 1, got 0",
-        ":15: queue_timeout should be greater than 0, got 0",
-    ]
-
-
-@pytest.mark.parametrize("agent", ["[a.yaml]", "{}", "{a: }", "3", '""', "{a: [b.yaml]}"])
-def test_what_is_no_agent(agent: str, folder: Path) -> None:
-    message = "agent: give the path of an agent's YAML, or a mapping from names to such paths"
-    got = {"3": ", got 3", '""': ", got ''"}.get(agent, "")
-    assert problems(folder, SMALLEST.replace("a.yaml", agent)) == [f":1: {message}{got}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "message"),
-    [
-        ("", (), ": is empty; a run needs `agent`, `prompts`, `engine` and `out`"),
-        ("- a", (), ":1: a run is a mapping with `agent`, `prompts`, `engine` and `out`, got a list"),
-        ("a: [", (), ":1: not YAML: while parsing a flow node, expected the node content, but found '<stream end>'"),
-        (SMALLEST, ("n",), "override 'n': is not of the form key=value, say limits.assistant_turns=4"),
-        (SMALLEST, ("nn=3",), "override 'nn=3': unknown key 'nn'; did you mean 'n'?"),
-        (SMALLEST, ("n=x",), "override 'n=x': n should be a valid integer, got 'x'"),
-        (SMALLEST, ("validate_run=true",), "override 'validate_run=true': unknown key 'validate_run'; did you mean 'v"),
-        (SMALLEST + "base: x\n", (), ":5: unknown key 'base'"),
-        (SMALLEST + "limit: ${nothing}\n", (), ":5: interpolation failed: "),
-    ],
-)
-def test_mistakes(text: str, overrides: tuple[str, ...], message: str, folder: Path) -> None:
-    assert problems(folder, text, *overrides)[0].startswith(message)
+@pytest.mark.parametrize("case", table("run_files")["cases"], ids=lambda case: str(case)[:60])
+def test_mistakes(case: dict[str, Any], folder: Path) -> None:
+    """All of them are said in one go, in the order of the file."""
+    text = case.get("text", SMALLEST.replace("a.yaml", case.get("agent", "a.yaml")) + case.get("more", ""))
+    found = problems(folder, text, *([case["override"]] if "override" in case else []))
+    assert found == case["says"] if isinstance(case["says"], list) else found[0].startswith(case["says"])
 
 
 def test_a_missing_file(folder: Path) -> None:
