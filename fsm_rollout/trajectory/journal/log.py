@@ -12,7 +12,7 @@ checked all at once, and each by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +37,6 @@ def _fibonacci(count: int) -> Words:
 _FIBONACCI = _fibonacci(_WORDS + 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A page as a transaction left it."""
-
-    page: int
-    commits: bool  # whether it is the last of its transaction
-    data: bytes
-    sound: bool  # whether it is what was written
-
-
 def log_of(journal: Path) -> bytes:
     """Return what is in the log beside a journal; nothing if there is none."""
     try:
@@ -55,14 +45,16 @@ def log_of(journal: Path) -> bytes:
         return b""
 
 
-def frames(log: bytes) -> list[Frame]:
-    """Return the frames of a log, in order, without those that are left of an earlier round of it."""
+def frames(log: bytes) -> Iterator[tuple[int, bytes, bool, bool]]:
+    """Yield the frames of a log, in order, without those that are left of an earlier round of it.
+
+    Each is the number of a page, the page, whether it is the last of its transaction, and whether it is what was
+    written.
+    """
     heads, sound = _checked(log)
-    starts = range(HEADER, HEADER + len(heads) * (FRAME_HEADER + PAGE), FRAME_HEADER + PAGE)
-    return [
-        Frame(int(head[0]), bool(head[1]), log[start + FRAME_HEADER : start + FRAME_HEADER + PAGE], bool(whole))
-        for start, head, whole in zip(starts, heads, sound, strict=True)
-    ]
+    for number, (head, whole) in enumerate(zip(heads.tolist(), sound.tolist(), strict=True), 1):
+        end = HEADER + number * (FRAME_HEADER + PAGE)
+        yield head[0], log[end - PAGE : end], head[1] != 0, whole
 
 
 def damage_of(journal: Path) -> str | None:

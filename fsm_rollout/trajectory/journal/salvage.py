@@ -63,12 +63,12 @@ class _Pages:
         self._newer: dict[int, bytes] = {}
         self._damaged: list[bytes] = []  # in the log: what is not damaged in them is no less worth
         pending: dict[int, bytes] = {}
-        for frame in frames(log_of(path)):
-            if frame.sound:
-                pending[frame.page] = frame.data
+        for number, page, commits, sound in frames(log_of(path)):
+            if sound:
+                pending[number] = page
             else:
-                self._damaged.append(frame.data)
-            if frame.commits:
+                self._damaged.append(page)
+            if commits:
                 self._newer |= pending
                 pending.clear()
 
