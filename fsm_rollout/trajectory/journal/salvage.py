@@ -63,8 +63,8 @@ class _Pages:
         self._newer: dict[int, bytes] = {}
         self._damaged: list[bytes] = []  # in the log: what is not damaged in them is no less worth
         pending: dict[int, bytes] = {}
-        for number, page, commits, sound in frames(log_of(path)):
-            if sound:
+        for number, page, commits, whole in frames(log_of(path)):
+            if whole:
                 pending[number] = page
             else:
                 self._damaged.append(page)
