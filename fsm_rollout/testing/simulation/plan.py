@@ -72,7 +72,7 @@ class Schedule(StrictModel):
 
     concurrency: int = Field(64, ge=1)
     max_running: int | None = Field(None, ge=1, description="requests that an engine answers at once")
-    replicas: int = Field(1, ge=1, description="engines that serve the run, as a pool of them when more than one")
+    replicas: int = Field(1, ge=1, description="engines that serve the run, a pool of them")
     workers: int = Field(1, ge=1, description="rollout workers that the run is shared among, when more than one")
     slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
 
@@ -99,11 +99,6 @@ class Plan(StrictModel):
         """Return what is said as turn ``index`` of ``agent/context`` (the key), ``Done.`` where a plan says nothing."""
         turns = self.says[trajectory % len(self.says)].get(key, ()) if self.says else ()
         return turns[min(index, len(turns) - 1)] if turns else Turn(text="Done.")
-
-    @property
-    def pooled(self) -> bool:
-        """Whether a pool serves the run: of several replicas, or of one that is killed and started again."""
-        return self.schedule.replicas > 1 or any(fault.kind == "kill_replica" for fault in self.faults)
 
     def line(self) -> str:
         """Return the plan as one word that a shell takes as it is."""

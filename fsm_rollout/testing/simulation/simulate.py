@@ -105,11 +105,11 @@ class Simulation:
     graph: AgentGraph
     plan: Plan
     tokenizer: Any
-    engine: ScriptedEngine | EnginePool
+    engine: EnginePool
+    replicas: MortalReplicas
+    """Those of the pool."""
     log: Sequence[Logged] = ()
-    """What reached and left the engine; of a pool, each of its replicas."""
-    replicas: MortalReplicas | None = None
-    """Those of a pool."""
+    """What reached and left each of its replicas."""
     pool: WorkerPool | None = None
     """Who runs the trajectories, if the plan has several workers, or kills one."""
     groups: list[Group] = field(default_factory=list)
@@ -203,13 +203,10 @@ def simulate(
         ScriptedEngine, partial(_says, plan), tokenizer=tokenizer, max_context=max_context,
         max_running=plan.schedule.max_running, log=True,
     )  # fmt: skip
-    if plan.pooled:
-        replicas = MortalReplicas(lambda name: build(replica=name))
-        result = Simulation(graph, plan, tokenizer, EnginePool(replicas, plan.schedule.replicas), replicas.traffic)
-        result.replicas = replicas
-    else:
-        engine = build()
-        result = Simulation(graph, plan, tokenizer, engine, engine.log)
+    replicas = MortalReplicas(lambda name: build(replica=name))
+    result = Simulation(
+        graph, plan, tokenizer, EnginePool(replicas, plan.schedule.replicas), replicas, replicas.traffic
+    )
     played = graph if real_tools else with_simulated_users(graph, plan.replies)
     # 2. What to begin from.
     requests = [
@@ -232,7 +229,8 @@ def simulate(
     finally:
         asyncio.set_event_loop(loop)
         try:
-            run.close()
+            with suppress(RuntimeError):  # what needs a loop that runs is over with it
+                run.close()
         finally:
             asyncio.set_event_loop(None)
             loop.set_exception_handler(lambda *_: None)  # a pool knows its loop for long, which need not know the run
@@ -296,8 +294,7 @@ async def _run(
             await asyncio.gather(*faults, return_exceptions=True)
             if result.pool is not None:
                 await workers.close(result.pool)
-            if result.replicas is not None and isinstance(engine, EnginePool):
-                result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
+            result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
             await engine.aclose()
 
 
@@ -322,12 +319,9 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
             await policy.resume()
         case "abort":
             requests = [line.what for line in result.log if isinstance(line.what, Request)]
-            engines = result.replicas.living if result.replicas is not None else [result.engine]
-            for engine in engines:
-                assert isinstance(engine, ScriptedEngine)
+            for engine in result.replicas.living:
                 await engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
         case "kill_replica":
-            assert result.replicas is not None, "a plan that kills replicas has some"
             result.replicas.kill(fault.target)
         case "kill_worker":
             assert result.pool is not None
