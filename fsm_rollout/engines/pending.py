@@ -36,7 +36,7 @@ class PendingRequest:
     # The timeout of the visit that waits for it: stands still while queued, and while the engine is paused.
     deadline: Deadline | None = None
     ids: Ids = field(default_factory=partial(array, "i"))
-    logprobs: Logprobs = field(default_factory=partial(array, "f"))
+    logprobs: Logprobs = field(default_factory=partial(array, "f"))  # type: ignore[arg-type]  # the code says which
     versions: list[tuple[int, int]] = field(default_factory=list)  # run lengths `(tokens, weight version)` over `ids`
     notes: list[Note] = field(default_factory=list)  # as in `Chunk`
     finish_reason: FinishReason | None = None
