@@ -56,7 +56,7 @@ def roll_out(model: str, threads: int | None, dialogues: int) -> None:
     engine = {"kind": "transformers", "model": model, "threads": threads, "max_running": dialogues}
     reward = "fsm_rollout.rewards:exact_answer"
     with fr.Rollout(fr.load_agent(CONFIGS / "agents/tool_user.yaml"), engine, reward=reward) as rollout:
-        thread = rollout.engines["policy"]._thread
+        thread = rollout.engines["policy"].replicas[0].engine._thread
         rollout.run(prompts, n=8)
         decoding_clock = time.pthread_getcpuclockid(thread.ident)
         clocks = (time.perf_counter, time.process_time, lambda: time.clock_gettime(decoding_clock))
