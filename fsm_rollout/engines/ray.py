@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
+
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
@@ -23,6 +25,7 @@ from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
+from fsm_rollout.trajectory.enums import FinishReason
 
 ray = import_ray()
 
@@ -216,8 +219,9 @@ class RayEngine:
         await _answer(self.actor.ping.remote())
 
     def load(self) -> Load:
-        """Return how busy the engine was when it last told something."""
-        return self._load
+        """Return how busy the engine was when it last told something, with what it was asked for since."""
+        load = self._load
+        return msgspec.structs.replace(load, waiting=max(load.waiting, len(self._streams) - load.running))
 
     async def aclose(self) -> None:
         """Let the engine close if it still can, then kill the actor."""
@@ -227,6 +231,11 @@ class RayEngine:
         self.failure = self.failure or EngineError(f"{self._name} is closed")
         if self._listener is not None and not self._listener.get_loop().is_closed():
             self._listener.cancel()
+        for request_id, stream in list(self._streams.items()):
+            if stream.loop is asyncio.get_running_loop():
+                end = FinishReason.ABORT
+                stream.put(Chunk(request_id, weight_version=self.weight_version, finish_reason=end))
+        self._streams.clear()
         if hasattr(self, "facts"):  # it has started
             with suppress(Exception):
                 async with asyncio.timeout(FAREWELL):
