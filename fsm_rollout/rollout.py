@@ -120,8 +120,6 @@ class Rollout(OwnLoop):
     ) -> None:
         # 1. The agents are sound, and end.
         self.agents = sound_agents(agent)
-        graphs = self.agents.values()
-        self._states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))  # numbered in each batch
         # 2. How to sample, and where trajectories run.
         self.validate = validate
         greedy, training_sampling = Sampling(temperature=0.0), as_sampling(sampling, "sampling")
@@ -170,6 +168,9 @@ class Rollout(OwnLoop):
                 max_restarts=max_restarts,
                 **self._common,
             )
+            graphs = [agent.graph for agent in self.scheduler.agents.all]  # sub-agents' too
+            # The states that are numbered in each batch, alike in every step.
+            self._states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
             self._workers: WorkerPool | None = None
             if workers > 1 or worker_placement == "ray":
                 start = start_process if worker_placement == "local" else start_actor

@@ -140,9 +140,6 @@ class TrajectoryBatch:
             rowed = {stream.row_id for stream in chosen}
             batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
         batch.sample_scores = sample_scores
-        if len(chosen) < len(streams):
-            rowed = {stream.row_id for stream in chosen}
-            batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
         return batch
 
     @classmethod

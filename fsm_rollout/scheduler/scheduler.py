@@ -350,9 +350,9 @@ class Scheduler:
     async def drop_carried(self) -> list[Group]:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
         groups: list[Group] = []
-        for group in self.carried:  # an interruption leaves the rest for another call
-            groups.append(group)
-            await self._drop(group)
+        while carried := self.carried:  # an interruption leaves the rest for another call, or for a run
+            groups.append(carried[0])
+            await self._drop(carried[0])
         return groups
 
     def _waits(self) -> list[str]:

@@ -28,6 +28,8 @@ from tests.cases import table
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 from tests.routing import RoutingEngine, experts_at
+from tests.runs import agent as graph
+from tests.runs import asking, rows
 
 CONFIGS = ROOT / "configs"
 SCRIPTED = {"kind": "scripted", "turns": ["The answer is 4."]}
@@ -234,10 +236,12 @@ def test_a_journal_without_metadata_gets_the_agents(tmp_path: Path) -> None:
 
 def test_states_have_the_same_numbers_in_every_step() -> None:
     """Whichever states a step has come through, and those of sub-agents too."""
-    delegate = fr.load_agent(CONFIGS / "agents/delegate.yaml")
-    with fr.Rollout(delegate, SCRIPTED) as rollout:
+    helping = {"PENDING": {}, "HELPING": {"handler": "generate", "timeout": 9.0}}
+    lines = rows("PENDING prompted HELPING", "HELPING generated TERMINATED")
+    helper = graph({"states": helping, "transitions": lines}, agent="helper")
+    with fr.Rollout(asking(helper), SCRIPTED) as rollout:
         names = rollout.run(["a"]).state_names
-    assert names == ("PENDING", "GENERATING", "PROCESSING_TOOLS")
+    assert names == ("PENDING", "HELPING", "GENERATING", "PROCESSING_TOOLS")
 
 
 def test_an_async_rollout_closes_what_it_built() -> None:

@@ -130,7 +130,7 @@ def recordings(
 ) -> Iterator[Recorded]:
     """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
     for journal in JournalFolder(run).journals():
-        seen: set[str] = set()
+        seen: dict[str, int] = {}
         try:
             with opened(journal) as connection:
                 yield from _recordings(connection, journal, unfinished, only, report, seen)
@@ -143,23 +143,28 @@ def recordings(
 
 
 def _recordings(
-    connection: sqlite3.Connection, journal: Path, unfinished: bool, only: str | None, report: Report, seen: set[str]
+    connection: sqlite3.Connection,
+    journal: Path,
+    unfinished: bool,
+    only: str | None,
+    report: Report,
+    seen: dict[str, int],
 ) -> Iterator[Recorded]:
+    """Yield trajectories; ``seen`` are those that were read before the damage was met, and how many events each has."""
     # 1. One snapshot for all that follows.
     connection.execute("BEGIN")
     ids: Iterable[str] = [only] if only is not None else [row[0] for row in connection.execute(_TRAJECTORIES)]
     if unfinished:
         ids = _unfinished(connection, ids)
     # 2. Each trajectory as far as it goes.
-    read = 0
     for trajectory_id in ids:
         if trajectory_id not in seen:
             recorded = _recording(connection, journal, trajectory_id, report)
-            seen.add(trajectory_id)
+            seen[trajectory_id] = 0 if recorded is None else len(recorded[1])
             if recorded is not None:
-                read += len(recorded[1])
                 yield recorded
     # 3. What is gone without a trace is still counted.
+    read = sum(seen.values())
     if only is None and not unfinished and (missing := events_written(connection) - read) > 0:
         report(
             f"{journal}: {missing:,} of the {read + missing:,} events that were written are missing; trajectories "

@@ -550,6 +550,18 @@ def test_what_is_carried_keeps_its_tools_open() -> None:
     assert OPENED[-1] == "-"
 
 
+def test_two_may_drop_what_waits_at_once() -> None:
+    bench = noting()
+
+    async def main() -> list[list[Group]]:
+        await bench.run(1, 3, target_groups=1, over_sample=3)
+        return await asyncio.gather(bench.scheduler.drop_carried(), bench.scheduler.drop_carried())
+
+    first, second = run_virtual(main())
+    assert {group.group_id for group in first + second} == {"p0", "p2"}
+    assert OPENED == ["+p0/0", "+p2/0", "-", "-"]
+
+
 def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> None:
     bench = noting(max_staleness=0)
 

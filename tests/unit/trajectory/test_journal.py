@@ -49,7 +49,7 @@ from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.reader import delivered
 from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.events import prompted
+from tests.events import prompted, written
 
 
 def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]:
@@ -382,6 +382,20 @@ def test_an_event_that_no_run_writes_is_a_damaged_one(tmp_path: Path, event: Any
     assert found == {**whole, "7/0": whole["7/0"][:5]}, "what stands before it in its row is read"
     assert "event 5 of trajectory 7/0" in said[0]
     assert says in said[0]
+
+
+def test_what_was_read_before_the_damage_was_met_is_not_missing(tmp_path: Path) -> None:
+    """SQLite reads up to a page that is overwritten; the rest is found in the pages."""
+    long = {"note": "x" * 2000}
+    path = written(tmp_path / "j.sqlite", *([prompted(f"{number}/0", extra=long)] for number in range(100)))
+    data = bytearray(path.read_bytes())
+    last = max(place for place in range(0, len(data), PAGE) if data[place] == 0x0D)  # of a table's rows
+    data[last : last + PAGE] = bytes(PAGE)
+    path.write_bytes(data)
+    said: list[str] = []
+    found = list(read(path, said.append))
+    assert 50 < len(found) < 100
+    assert f"{100 - len(found)} of the 100 events that were written are missing" in said[-1]
 
 
 def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
