@@ -316,7 +316,7 @@ class Rollout(OwnLoop):
         """
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        tokenizer = self.engines[POLICY].tokenizer
+        tokenizer = self.engines[POLICY].facts.tokenizer
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         return batch_of(groups, **{"state_names": self._states, "pad_id": pad_id or 0} | options)
 
@@ -445,6 +445,6 @@ BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed
 
 def _describe(pool: EnginePool, spec: EnginePool | TokenSource | Mapping[str, Any]) -> dict[str, object]:
     if not isinstance(spec, Mapping) or spec["kind"] not in ENGINES.built_in:
-        spec = {"tokenizer": getattr(pool.tokenizer, "name_or_path", None)}
+        spec = {"tokenizer": getattr(pool.facts.tokenizer, "name_or_path", None)}
     description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
     return description | {"max_context": pool.facts.max_context, "eos_ids": sorted(pool.facts.eos_ids)}

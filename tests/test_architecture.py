@@ -43,7 +43,6 @@ ORDER = (
         "engines.engine_ids",
         "engines.retries",
         "engines.silence",
-        "engines.request_queue",
         "engines.pool",
         "engines.scripted.script",
     ),

@@ -3,8 +3,9 @@
 Invariant: every request ends exactly once, whatever the replicas do, and holds every token that was streamed for it, in
 order. One is at one replica, or waits in the queue until one has room, or between two tries. All that can be sent in
 one pass of the event loop goes to each replica in one call (a *dispatch*), and so do all aborts; no request waits for
-another's end. Only the pool tries requests again: one that failed, or that was lost with its replica, goes on from the
-tokens already streamed.
+another's end. Of what waits for room, that which goes on comes first, then turns of trajectories that have had others,
+then first turns; in each of these lanes who came first. Only the pool tries requests again: one that failed, or that
+was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
 (:mod:`fsm_rollout.engines.bisection`), until the one is found that fails by itself. Nothing that an engine answers is
@@ -19,7 +20,8 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from operator import attrgetter
 
 from anyio.from_thread import start_blocking_portal
 
@@ -29,7 +31,6 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, EngineFacts, Load, ReplicaLost, TokenSource, facts_of
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, failure_of, load_of
 from fsm_rollout.engines.replicas import Replicas
-from fsm_rollout.engines.request_queue import RequestQueue
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
 from fsm_rollout.engines.silence import SilenceWatch
@@ -79,7 +80,7 @@ class EnginePool:
         self.replicas = self._lives.all  # all replicas, each with its state
         self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
         self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
-        self._queue = RequestQueue()  # those of them that are at no replica
+        self._lanes: list[dict[PendingRequest, None]] = [{}, {}, {}]  # those of them that wait for room, by lane
         self._engine_ids = EngineIds(self._look_at)  # also of requests that a replica did not end in time
         self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,15 +96,10 @@ class EnginePool:
         except BaseException:
             placement.close()
             raise
-        windows = [replica.live.max_context for replica in self.replicas]
-        self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
+        window = min(replica.live.max_context for replica in self.replicas)
+        self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=window)
 
     # -- facts, holds, weights ----------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.facts.tokenizer
 
     @property
     def weight_version(self) -> int:
@@ -130,23 +126,23 @@ class EnginePool:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
         return load_of(self.replicas, len(self._open))
 
-    def _bind(self) -> asyncio.AbstractEventLoop:
+    def _bind(self) -> None:
         """Belong to the running event loop; what an earlier one left under way has no listener any more."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
-            return loop
+            return
         if self._lives.closed:
             raise EngineError("the pool is closed; build another")
         if self.serves_another_loop:
             raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
         left_over, self._loop, self._dispatching = [*self._engine_ids], loop, False
-        for forgotten in (self._open, self.sent, self._queue, self._engine_ids, self._tasks):
+        self._lanes = [{}, {}, {}]
+        for forgotten in (self._open, self.sent, self._engine_ids, self._tasks):
             forgotten.clear()
         self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._lives.begin(loop)
         for replica in self._lives.up if left_over else ():
             self._spawn(replica.live.abort(left_over))
-        return loop
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -158,9 +154,10 @@ class EnginePool:
 
     def submit(self, pending: PendingRequest) -> None:
         """Take a request into the ledger, under another id where its own is under way, and send it soon."""
-        self._bind()
+        if self._loop is not asyncio.get_running_loop():
+            self._bind()
         pending.request_id = self.free_id(pending.request.request_id)
-        pending.paused = self.paused
+        pending.paused = bool(self._lives.held)
         pending.keep_time()
         if "asleep" in self._lives.held and not self._sleep_logged:
             self._sleep_logged = True
@@ -181,7 +178,7 @@ class EnginePool:
             bisection.hold(pending)
             return
         self.sent[pending.request_id] = pending
-        self._queue.add(pending)
+        self._lanes[pending.lane][pending] = None
         self.replicas_changed()
 
     def under_way(self, client: object = None) -> list[PendingRequest]:
@@ -199,7 +196,7 @@ class EnginePool:
     def _dispatch(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
         self._dispatching = False
-        if not self._queue or self._lives.closed or self._lives.looks:
+        if not any(self._lanes) or self._lives.closed or self._lives.looks:
             return
         for prepare in self.before_dispatch.values():
             prepare()
@@ -215,7 +212,7 @@ class EnginePool:
         refused: list[tuple[PendingRequest, EngineError]] = []
         up = self._lives.up
         room = sum([max(0, replica.allowed - replica.in_flight) for replica in up])
-        for pending in self._queue:
+        for pending in chain(*self._lanes):
             if not room:
                 break
             avoids = pending.replica if self.tries.another_replica and pending.failures else ""
@@ -236,7 +233,7 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         for replica, batch in batches.items():
             for pending in batch:
-                self._queue.discard(pending)
+                self._lanes[pending.lane].pop(pending, None)
                 pending.at, pending.asked, pending.replica = replica, False, replica.name or pending.replica
                 pending.has_chunk = pending.has_tokens = False
             if replica.in_flight == len(batch):  # it had nothing to do
@@ -272,7 +269,7 @@ class EnginePool:
                     self._engine_ids.pop(chunk.request_id, None)
                     if chunk.error is None:
                         replica.failures = replica.losses = 0  # whatever went wrong before is forgiven
-                if self._queue:
+                if any(self._lanes):
                     self.replicas_changed()
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
@@ -311,9 +308,10 @@ class EnginePool:
         if pending.at is not None:
             pending.at.in_flight -= 1
             pending.at = None
-            self.replicas_changed()
+            if any(self._lanes):
+                self.replicas_changed()
         else:
-            self._queue.discard(pending)
+            self._lanes[pending.lane].pop(pending, None)
 
     def end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End a request, wherever it is."""
@@ -354,20 +352,22 @@ class EnginePool:
     def replica_lost(self, replica: Replica, why: str) -> None:
         """Take back what a replica has: what its engine was asked for is tried again, the rest waits for another."""
         there = [pending for pending in self.sent.values() if pending.at is replica]
-        not_asked = [pending for pending in there if not pending.asked]
-        for pending in not_asked:
-            replica.in_flight -= 1
-            pending.at = None
-        self._queue.put_back(not_asked)
-        for pending in [pending for pending in there if pending.asked]:
+        first: list[dict[PendingRequest, None]] = [{}, {}, {}]  # what was taken out of its lane for nothing
+        for pending in there:
+            if not pending.asked:
+                replica.in_flight -= 1
+                pending.at = None
+                first[pending.lane][pending] = None
+        self._lanes = [back | lane for back, lane in zip(first, self._lanes, strict=True)]
+        for pending in filter(attrgetter("asked"), there):
             replica.moved += 1
             self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
         self.replicas_changed()
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:
         """Give a silent replica up."""
-        why = f"it has {replica.in_flight} request(s) and said nothing for {seconds:.0f} s"
-        self._lose(replica, replica.engine, why)
+        silence = f"said nothing for {seconds:.0f} s"
+        self._lose(replica, replica.engine, f"it has {replica.in_flight} request(s) and {silence}")
 
     def request_is_silent(self, pending: PendingRequest, seconds: float) -> None:
         """Give up a try for which nothing comes."""
@@ -419,7 +419,7 @@ class EnginePool:
         """End every request of a client, or of all, and every task that has nothing to do any more."""
         if self._loop is not asyncio.get_running_loop():
             return
-        theirs = self.under_way(client)
+        theirs = self.under_way(client) if self._open else []
         others = len(theirs) < len(self._open)
         if left := [name for name in self._engine_ids if not others or self.sent.get(name) in theirs]:
             await self._engine_ids.abort(left)

@@ -107,7 +107,7 @@ def page(
     from fsm_rollout.report.trajectory import trajectory_page
 
     recording = _recording_of(trajectory, journal)
-    texts = {name: TokenTexts(engine.tokenizer) for name, engine in engines.items()}
+    texts = {name: TokenTexts(engine.facts.tokenizer) for name, engine in engines.items()}
     sub_agents = {name: graph for agent in agents.values() for name, graph in by_name(agent).items()}
     graph = agents.get(recording.trajectory.agent) or sub_agents.get(recording.trajectory.agent)
     return Page(trajectory_page(recording, graph=graph, texts=texts.get))

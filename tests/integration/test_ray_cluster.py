@@ -96,7 +96,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     spec = {"kind": "transformers", "threads": 1, "placement": "ray", "cpus": 0.5}
     pool = build_engine({**spec, "ray": {"address": client_address}}, Path())
     early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
-    prompts = [pool.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
+    prompts = [pool.facts.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
 
     def requests(name: str) -> list[Request]:
         params = SamplingParams(60, temperature=0.0, ignore_eos=True)

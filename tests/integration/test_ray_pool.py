@@ -325,7 +325,7 @@ def test_an_engine_of_ones_own_runs_over_there(tmp_path: Path, monkeypatch: pyte
     look_in(str(tmp_path))
     own = {"kind": "own_engine:Echo", "says": "hello, world", "placement": "ray", "replicas": 2, "cpus": 0.5}
     pool = build_engine(own, Path())
-    expected = [*pool.tokenizer.encode("hello, world"), *pool.facts.eos_ids]
+    expected = [*pool.facts.tokenizer.encode("hello, world"), *pool.facts.eos_ids]
 
     async def main() -> None:
         for ticket in await through(
