@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from operator import attrgetter
 from weakref import WeakMethod
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
@@ -238,7 +239,7 @@ class Scheduler:
         except asyncio.CancelledError as error:
             cancelled_again = error
         # 2. What is open. (What waits has not been touched, and stays.)
-        groups = self.groups.under_way
+        groups = sorted(self.groups.under_way, key=attrgetter("index"))
         self.samples.to_start.clear()
         if run.stop is CARRIED:
             self.groups.put_first(groups, GroupState.WAITING)

@@ -454,6 +454,21 @@ def test_what_ends_beyond_the_target_comes_first_in_the_next_run(deliver_at_end:
     assert sorted(group_id for run in runs for group_id in run) == ["p0", "p1", "p2", "p3", "p4"]
 
 
+def test_what_is_carried_goes_on_in_the_order_of_its_prompts() -> None:
+    async def judge(trajectory: Trajectory) -> float:
+        await asyncio.sleep(10.0 * (trajectory.group_id == "p0"))
+        return 1.0
+
+    delays = {"p0": 1.0, "p1": 5.0, "p2": 2.0}
+    bench = Bench(agent(), lambda r: Turn(text="done", delay=delays[r.group_id]), reward=Reward(judge))
+
+    async def main() -> list[str]:
+        await bench.run(1, 3, target_groups=1, over_sample=3)
+        return [group.group_id for group in bench.scheduler.carried]
+
+    assert run_virtual(main()) == ["p0", "p1"], "also where the first is being scored"
+
+
 def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing_of_a_group_later() -> None:
     bench = Bench(agent(), slow(), concurrency=3)
     taken: list[Prompt] = []
