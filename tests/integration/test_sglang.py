@@ -414,21 +414,21 @@ async def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served
 def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, processes, before = served.engine, served.processes, served.pool.replicas[0].restarts
     defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False, "allow_auto_truncate": True}
     monkeypatch.setattr(
         sglang_process, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads)
     )
 
-    async def main() -> None:
+    async def main() -> tuple[SGLangEngine, list[psutil.Process]]:
         pool = served.pool
-        assert await EngineClient(pool).update_weights(tensors_of("early"), 70) == 70
+        assert await EngineClient(pool).update_weights(tensors_of("early"), 70) == 70  # it is there, whoever was killed
+        first, processes, before = served.engine, served.processes, pool.replicas[0].restarts
         client = EngineClient(pool)
         asked = [client.submit(request(first, next(names), i, 400, temperature=0.7, ignore_eos=True)) for i in range(3)]
         async with asyncio.timeout(PATIENCE):
             while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        (scheduler,) = [process for process in processes if "scheduler" in " ".join(process.cmdline())]
+        _, scheduler, *_ = sorted(processes, key=psutil.Process.create_time)  # its first process
         scheduler.kill()
         async with asyncio.timeout(PATIENCE):
             for pending in asked:
@@ -444,8 +444,9 @@ def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_sa
             got = Got(pending.request, [Chunk("", pending.ids, pending.logprobs, weight_version=70)])
             assert worst(got, {70: "early"}) < CLOSE
         assert "process of SGLang has ended (exit code -9)" in str(first.failure)
+        return first, processes
 
-    asyncio.run(main())
+    first, processes = asyncio.run(main())
     assert served.engine is not first
     assert_gone(processes)
 
