@@ -51,7 +51,7 @@ def frames(log: bytes) -> Iterator[tuple[int, bytes, bool, bool]]:
     Each is the number of a page, the page, whether it is the last of its transaction, and whether it is what was
     written.
     """
-    heads, sound = _checked(log)
+    heads, sound, _ = _checked(log)
     for number, (head, whole) in enumerate(zip(heads.tolist(), sound.tolist(), strict=True), 1):
         end = HEADER + number * (FRAME_HEADER + PAGE)
         yield head[0], log[end - PAGE : end], head[1] != 0, whole
@@ -69,40 +69,40 @@ def damage_of(journal: Path) -> str | None:
 
 
 def _damage(log: bytes) -> str | None:
-    heads, sound = _checked(log)
+    heads, sound, begun = _checked(log)
     if sound.all():
         return None
     first = int(np.argmin(sound))
-    older = (len(log) - HEADER) // (FRAME_HEADER + PAGE) > len(heads)
+    older = begun and (len(log) - HEADER) // (FRAME_HEADER + PAGE) > len(heads)
     if first == len(heads) - 1 and older:  # one that a kill cut off may look so, over what is left of an earlier round
         return None
     return f"{np.count_nonzero(~sound)} of the {len(heads)} pages in its log are not what was written"
 
 
-def _checked(log: bytes) -> tuple[Words, npt.NDArray[np.bool_]]:
-    """Return the headers of a log's frames (six words each), and which of the frames are what was written."""
+def _checked(log: bytes) -> tuple[Words, npt.NDArray[np.bool_], bool]:
+    """Return the headers of a log's frames (six words each), which of them are what was written, and if its own is."""
     count = max(0, (len(log) - HEADER) // (FRAME_HEADER + PAGE))
     raw = np.frombuffer(log, np.uint8, count * (FRAME_HEADER + PAGE), HEADER if count else 0)
     raw = raw.reshape(count, FRAME_HEADER + PAGE)
     heads = raw[:, :FRAME_HEADER].copy().view(">u4").astype(np.uint32)
     if not count:
-        return heads, np.ones(0, np.bool_)
-    # 1. The log's header names its round, by two words that each frame of it has; if it is damaged, the first frame.
+        return heads, np.ones(0, np.bool_), True
+    # 1. The log's own header.
     head = np.frombuffer(log, ">u4", HEADER // 4).astype(np.uint32)
-    order = ">u4" if head[0] & 1 else "<u4"
-    whole = head[0] | 1 == _MAGIC | 1 and head[2] == PAGE
-    whole = whole and (_sums(np.frombuffer(log, order, 6)[None], np.zeros((1, 2), np.uint32)) == head[6:]).all()
-    alike = heads[:, 2:4] == (head[4:6] if whole else heads[0, 2:4])
-    # 2. Its round ends where both are others; one byte that was overwritten changes one of them.
-    others = ~alike.any(axis=1)
-    count = int(np.argmax(others)) if others.any() else count
-    heads, raw = heads[:count], raw[:count]
-    # 3. The checksum of each follows from it and from the one before.
+    order = ">u4" if head[0] == _MAGIC | 1 else "<u4"
+    begun = bool(head[0] | 1 == _MAGIC | 1 and head[2] == PAGE)
+    begun = begun and bool((_sums(np.frombuffer(log, order, 6)[None], np.zeros((1, 2), np.uint32)) == head[6:]).all())
+    # 2. The checksum of each frame follows from it and from the one before.
     words = np.concatenate([raw[:, :8], raw[:, FRAME_HEADER:]], axis=1).view(order)
     sums = _sums(words, np.concatenate([head[None, 6:], heads[:-1, 4:]]))
-    sound = (sums == heads[:, 4:]).all(axis=1) & alike[:count].all(axis=1)
-    sound[:1] &= whole  # SQLite reads nothing behind a header that is damaged
-    return heads, sound
+    sound = (sums == heads[:, 4:]).all(axis=1)
+    # 3. The log's header names its round, by two words that each frame of it has; if it is damaged, the first whole
+    #    frame does. Damage may change both words of a frame: the round ends with the last that has one of them.
+    alike = heads[:, 2:4] == (head[4:6] if begun else heads[np.argmax(sound), 2:4])
+    count = int(np.flatnonzero(alike.any(axis=1)).max(initial=-1)) + 1
+    sound = sound[:count] & alike[:count].all(axis=1)
+    sound[:1] &= begun  # SQLite reads nothing behind a header that is damaged
+    return heads[:count], sound, begun
 
 
 def _sums(words: npt.NDArray[np.unsignedinteger], before: Words) -> Words:

@@ -636,6 +636,22 @@ def test_a_flipped_byte_in_the_log_costs_what_stood_there_and_is_said(
     assert list(read(path, pytest.fail)) == [Trajectory.fold(history) for history in found.values()]
 
 
+@pytest.mark.parametrize("start", [0, 32 + (24 + PAGE), 32 + (24 + PAGE) * 7, 32 + (24 + PAGE) * 12 - 2000])
+def test_a_lost_block_of_the_log_costs_what_stood_there_and_is_said(
+    killed: tuple[Path, dict[str, list[AnyEvent]]], start: int
+) -> None:
+    """Also one with the header of the log, or of a frame: nothing there says any more of which round it is."""
+    path, whole = killed
+    log = bytearray(path.with_name("left.sqlite-wal").read_bytes())
+    log[start : start + 4096] = bytes(4096)
+    path.with_name("left.sqlite-wal").write_bytes(log)
+    said: list[str] = []
+    found = {h[0].trajectory_id: h for h in histories(path, report=said.append)}  # type: ignore[union-attr]
+    assert " pages in its log are not what was written); " in said[0]
+    assert len(whole) - len(found) <= 2
+    assert all(found[name] == whole[name] for name in found)
+
+
 def test_a_log_that_ends_anywhere_is_that_of_a_killed_process(killed: tuple[Path, dict[str, list[AnyEvent]]]) -> None:
     path, whole = killed
     log = path.with_name("left.sqlite-wal")
