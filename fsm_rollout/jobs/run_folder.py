@@ -23,10 +23,7 @@ SUMMARY = "summary.json"
 LOCK = "run.lock"  # there while a process writes into the folder; it names that process
 # What a run writes into its folder, hence what the next run of that name replaces.
 OWN_FILES = (
-    JOURNAL,
-    f"{JOURNAL}-wal",
-    f"{JOURNAL}-shm",
-    "journal.damaged.sqlite",
+    *(f"{name}{end}" for name in (JOURNAL, "journal.damaged.sqlite") for end in ("", "-wal", "-shm")),
     "batch",
     "scores",
     SUMMARY,

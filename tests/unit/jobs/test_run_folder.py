@@ -39,5 +39,6 @@ def test_a_journal_without_a_trajectory_holds_nothing_to_keep(tmp_path: Path) ->
         pass
     check_free(tmp_path, replace=False)
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "journal.damaged.sqlite-wal").touch()
     clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
