@@ -75,13 +75,7 @@ class AgentMachine(transitions.Machine):
     transition_cls = AgentTransition
 
     def __init__(self, graph: AgentGraph) -> None:
-        super().__init__(
-            model=None,
-            states=[*graph.states, TERMINATED],
-            initial=graph.initial,
-            auto_transitions=False,
-            ignore_invalid_triggers=True,  # what no transition takes is a failure of the trajectory, not of the program
-        )
+        super().__init__(model=None, states=[*graph.states, TERMINATED], initial=graph.initial, auto_transitions=False)
         self.graph = graph
         # The limit that each working state's handler is charged for on entry.
         self.spends: Mapping[str, str | None] = {
@@ -151,5 +145,7 @@ class AgentMachine(transitions.Machine):
     def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
         """Have the library fire a transition; ``False``: none takes the trigger in the present state."""
         event = self.events.get(outcome.trigger)
+        if event is None or trajectory.state not in event.transitions:  # of which the library would warn in the log
+            return False
         # The trajectory is there twice: as what has a state, and as the first argument of conditions.
-        return event is not None and event.trigger(trajectory, trajectory, outcome, at, emit, routed)
+        return event.trigger(trajectory, trajectory, outcome, at, emit, routed)

@@ -85,8 +85,7 @@ class EnginePool:
         self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Whether what waits is sent in this pass of the loop; whether it was logged that it waits for a sleeper.
-        self._dispatching = self._sleep_logged = False
+        self._dispatching = self._sleep_logged = False  # whether what waits is about to be sent; waits for a sleeper
         try:
             if placement.restarts:
                 with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
@@ -98,6 +97,7 @@ class EnginePool:
             raise
         window = min(replica.live.max_context for replica in self.replicas)
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=window)
+        self.tokenizer = self.facts.tokenizer
 
     # -- facts, holds, weights ----------------------------------------------------------------------------------------
 

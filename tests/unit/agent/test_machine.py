@@ -107,9 +107,10 @@ FAILED, LIMIT = {"trigger": "failed", "dest": "SUMMARISING"}, Outcome("limit_rea
     ],
 )  # fmt: skip
 def test_what_no_row_takes_ends_the_trajectory_with_its_reason(
-    rows: list[dict[str, Any]], outcome: Outcome, ends: str | None
+    rows: list[dict[str, Any]], outcome: Outcome, ends: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     event = fire(agent(rows, limits={"tool_calls": 2}), folded(), outcome)
+    assert not caplog.records, "the trajectory says it; the log need not"
     assert (event.dest, event.stop_reason) == ("SUMMARISING" if ends is None else "TERMINATED", ends)
     assert ends != "failed:PredicateFailed" or "ZeroDivisionError: oops" in (event.detail or "")
 
