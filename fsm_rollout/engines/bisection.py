@@ -41,8 +41,8 @@ class Ledger(Protocol):
     def try_again(self, pending: PendingRequest, error: EngineError) -> None:
         """Ask for the rest of a request."""
 
-    def next_try(self, pending: PendingRequest) -> str:
-        """Give the next try of a request its id."""
+    def next_try(self, pending: PendingRequest) -> None:
+        """Count a further try of a request."""
 
 
 class Bisection:

@@ -122,12 +122,12 @@ class EngineClient:
 
     def waits_of(self, trajectory_id: str) -> list[PendingRequest]:
         """Return the requests of a trajectory that have not ended."""
-        return [pending for pending in self.pool.under_way() if pending.request.trajectory_id == trajectory_id]
+        return [pending for pending in self.pool.under_way(self) if pending.request.trajectory_id == trajectory_id]
 
     def sampling_since(self) -> dict[tuple[str, str], int]:
         """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
         oldest: dict[tuple[str, str], int] = {}
-        for pending in self.pool.under_way():
+        for pending in self.pool.under_way(self):
             for _, version in pending.versions:
                 name = pending.request.trajectory_id, pending.request.context
                 oldest[name] = min(version, oldest.get(name, version))

@@ -153,10 +153,9 @@ class EnginePool:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, pending: PendingRequest) -> None:
-        """Take a request into the ledger, under another id where its own is under way, and send it soon."""
+        """Take a request into the ledger, and send it soon."""
         if self._loop is not asyncio.get_running_loop():
             self._bind()
-        pending.request_id = self.free_id(pending.request.request_id)
         pending.paused = bool(self._lives.held)
         pending.keep_time()
         if "asleep" in self._lives.held and not self._sleep_logged:
@@ -170,9 +169,10 @@ class EnginePool:
             self.enqueue(pending)
 
     def enqueue(self, pending: PendingRequest, *, on_trial: bool = False) -> None:
-        """Send a request soon; while another is tried by itself, afterwards."""
+        """Send a request soon, under an id that nobody has; while another is tried by itself, afterwards."""
         if pending.done.happened:  # ended between two tries
             return
+        pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
         bisection = self._retries.bisection
         if bisection.busy and bisection.isolates and not on_trial:
             bisection.hold(pending)
@@ -185,7 +185,7 @@ class EnginePool:
         """Return the requests that have not ended, in order; those of one client if it is given."""
         return [pending for pending in self._open if client is None or pending.client is client]
 
-    def free_id(self, request_id: str, number: int = 1) -> str:
+    def _free_id(self, request_id: str, number: int) -> str:
         """Return an id that no request under way has, and none that a replica is still aborting."""
         name = request_id if number == 1 else f"{request_id}#{number}"
         while name in self.sent or name in self._engine_ids:
@@ -265,8 +265,8 @@ class EnginePool:
                     self._take(answered, chunk, now)
                 else:
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
-                if chunk.finish_reason is not None:
-                    self._engine_ids.pop(chunk.request_id, None)
+                if chunk.finish_reason is not None and asked.pop(chunk.request_id, None) is not None:
+                    self._engine_ids.pop(chunk.request_id, None)  # from here on another request may have the id
                     if chunk.error is None:
                         replica.failures = replica.losses = 0  # whatever went wrong before is forgiven
                 if any(self._lanes):
@@ -303,7 +303,8 @@ class EnginePool:
 
     def leave(self, pending: PendingRequest) -> None:
         """Take a request from where it is: its replica, or the queue."""
-        self.sent.pop(pending.request_id, None)
+        if self.sent.get(pending.request_id) is pending:  # between two tries, another may have the id
+            del self.sent[pending.request_id]
         pending.silent_until = None
         if pending.at is not None:
             pending.at.in_flight -= 1
@@ -328,8 +329,7 @@ class EnginePool:
     ) -> None:
         """Try again what an engine has left of a dispatch; one that fails dispatch after dispatch is lost."""
         left = [self.sent[request_id] for request_id in asked if request_id in self.sent]
-        if replica.engine is engine:
-            self._look_at(replica)
+        self._look_at(replica)
         if replica.state != "up" or replica.engine is not engine:
             return
         replica.failures += not all(pending in self._retries.bisection for pending in left)
@@ -427,8 +427,7 @@ class EnginePool:
             self.end(pending, FinishReason.ABORT)
         if self._open:
             return
-        if self._retries.bisection.busy:
-            self._retries.bisection.clear()
+        self._retries.bisection.clear()
         self._silence.stop()
         tasks = [*self._tasks, *self._engine_ids.tasks]
         for task in tasks:
@@ -440,6 +439,7 @@ class EnginePool:
         if self._lives.closed:
             return
         self._lives.closed = True
+        self._lives.fallen = self._lives.fallen or EngineError("the pool is closed; build another")
         # 1. What is under way has a moment to send what it has sampled.
         if self._loop is asyncio.get_running_loop():
             with suppress(TimeoutError):

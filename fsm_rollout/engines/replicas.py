@@ -306,6 +306,8 @@ class Replicas:
     async def close(self) -> None:
         """Watch and start nobody any more, and stop every replica, also those that were about to start."""
         loop = asyncio.get_running_loop()
+        for replica in self.all:
+            replica.state = "dead"  # nobody gives it an order any more
         tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:  # they may be of another loop, which may still run
             if not task.get_loop().is_closed():

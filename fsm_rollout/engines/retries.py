@@ -49,9 +49,6 @@ class Requests(Protocol):
     def end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End a request."""
 
-    def free_id(self, request_id: str, number: int = 1) -> str:
-        """Return an id that nobody has."""
-
 
 class Retries:
     """See the module."""
@@ -111,7 +108,8 @@ class Retries:
 
     def try_again(self, pending: PendingRequest, error: EngineError) -> None:
         """Ask for the rest of a request: at once where another replica may have it, else later each time."""
-        failed_id = self.next_try(pending)
+        failed_id = pending.request_id
+        self.next_try(pending)
         if not pending.lost:
             # Only the first failure of a kind is a warning.
             level = logging.INFO if error.kind in self._warned else logging.WARNING
@@ -125,9 +123,6 @@ class Retries:
         else:
             self.enqueue(pending)
 
-    def next_try(self, pending: PendingRequest) -> str:
-        """Give the next try of a request its id, and return that of the one before."""
-        before = pending.request_id
+    def next_try(self, pending: PendingRequest) -> None:
+        """Count a further try of a request, which gets another id when it is sent."""
         pending.attempt += 1
-        pending.request_id = self._requests.free_id(pending.request.request_id, pending.attempt)
-        return before

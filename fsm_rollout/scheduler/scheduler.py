@@ -206,11 +206,13 @@ class Scheduler:
         try:
             if run.feeding or run.failed or self.groups.under_way or self.groups.of(GroupState.DONE):
                 await self._end(run, keep=False)
-        finally:
-            self._run = None
-            run.changed.set()
-        for client in self.clients.values():
-            await client.drain()
+        finally:  # also where it was cancelled again meanwhile, and before another run asks the same clients
+            try:
+                for client in self.clients.values():
+                    await client.drain()
+            finally:
+                self._run = None
+                run.changed.set()
 
     async def _until_free(self) -> None:
         """Wait for a run that is being closed; refuse to begin beside another one."""

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import yaml
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.scripted.replay import ReplayEngine
 from fsm_rollout.errors import EngineError
@@ -358,6 +361,27 @@ def test_an_engine_may_sleep_between_batches(replicas: int) -> None:
         assert is_asleep()
     assert asleep
     assert not any(asleep[2:])  # a sleeper is woken as the first samples begin
+
+
+def test_an_engine_sleeps_also_after_a_run_that_was_cancelled_twice() -> None:
+    class SlowToAbort(ScriptedEngine):
+        async def abort(self, request_ids: Iterable[str]) -> None:
+            await asyncio.sleep(1.0)
+            await super().abort(request_ids)
+
+    async def body() -> tuple[set[object], bool]:
+        engine = SlowToAbort([Turn(text="yes", delay=50.0)], tokenizer=tokenizer())
+        pool = EnginePool(Placement(engine), sleeps=True)
+        async with fr.Rollout(agent(), pool) as rollout:
+            run = asyncio.create_task(rollout.arun(["one"]))
+            await asyncio.sleep(5.0)
+            run.cancel()
+            await asyncio.sleep(0.5)
+            run.cancel()
+            await asyncio.wait([run])
+            return pool.runs, engine._asleep
+
+    assert run_virtual(body()) == (set(), True)
 
 
 def test_an_engine_may_be_given_as_a_model(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.client import EngineClient, pool_of
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
@@ -503,3 +504,73 @@ def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
         return dispatcher.weight_version
 
     assert run(scripted(Turn(text="yes")), body) == 2**31 - 1
+
+
+class FailsFirst(ScriptedEngine):
+    """Fails its first dispatch, a while after something in it has ended."""
+
+    dispatches = 0
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        self.dispatches += 1
+        first = self.dispatches == 1
+        async for chunk in super().generate(requests):
+            yield chunk
+            if first and chunk.finish_reason is not None:
+                await asyncio.sleep(1.0)
+                raise EngineError("out of memory")
+
+
+def fails_first() -> EnginePool:
+    turns = {"short": Turn(text="yes", delay=1.0), "a": Turn(text="no", delay=9.0)}
+    return pool_of(FailsFirst(lambda r: turns[r.trajectory_id], tokenizer=tokenizer()))
+
+
+def test_requests_of_one_name_that_fail_together_are_tried_again_under_names_of_their_own() -> None:
+    async def body() -> list[tuple[str | None, int]]:
+        clients = [EngineClient(pool) for pool in [fails_first()] * 3]
+        names = ["a", "a", "short"]
+        return await done(*(client.submit(request(name)) for client, name in zip(clients, names, strict=True)))
+
+    assert run_virtual(body()) == [("stop", 3)] * 3
+
+
+def test_a_name_that_is_asked_for_again_is_not_of_the_earlier_dispatch_any_more() -> None:
+    async def body() -> tuple[list[tuple[str | None, int]], int]:
+        client = EngineClient(fails_first())
+        other, first = client.submit(request("a")), client.submit(request("short"))
+        await done(first)
+        again = client.submit(request("short"))
+        return await done(again, other), again.attempt
+
+    assert run_virtual(body()) == ([("stop", 3)] * 2, 1)
+
+
+def test_clients_of_one_engine_know_their_own_requests_alone() -> None:
+    async def body() -> None:
+        pool = pool_of(scripted(Turn(text="yes", delay=1.0, chunks=2)))
+        mine, other = EngineClient(pool), EngineClient(pool)
+        ticket = mine.submit(request("a"))
+        ticket.on_tokens = (come := asyncio.Event()).set
+        await come.wait()
+        assert mine.waits_of("a") == [ticket]
+        assert mine.sampling_since() == {("a", ""): 0}
+        assert (other.waits_of("a"), other.sampling_since()) == ([], {})
+        await mine.drain()
+
+    run_virtual(body())
+
+
+def test_what_is_asked_of_a_closed_engine_ends_at_once() -> None:
+    async def body() -> tuple[str | None, str]:
+        client = EngineClient(pool := pool_of(scripted(Turn(text="yes"))))
+        await done(client.submit(request("a")))
+        await pool.aclose()
+        await client.sleep()  # harmless: nobody is there
+        with pytest.raises(EngineError, match="the pool is closed"):
+            await client.update_weights({})
+        ticket = client.submit(request("b"))
+        await done(ticket)
+        return ticket.finish_reason, str(ticket.error)
+
+    assert run_virtual(body()) == ("abort", "the pool is closed; build another")
