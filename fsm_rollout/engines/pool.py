@@ -164,7 +164,7 @@ class EnginePool:
         self.requests += 1
         self._open[pending] = None
         if self._lives.fallen is not None:
-            self.end(pending, FinishReason.ABORT, self._lives.fallen)
+            asyncio.get_running_loop().call_soon(self.end, pending, FinishReason.ABORT, self._lives.fallen)
         else:
             self.enqueue(pending)
 
@@ -204,7 +204,7 @@ class EnginePool:
         for replica in self._lives.up:
             self._look_at(replica)
             if replica.state == "up":
-                replica.allowed, replica.waiting = allowance(replica.live.load()), 0
+                replica.allowed, replica.waiting = allowance(replica.busy()), 0
         if self._lives.looks:
             return
         # 2. Let the router choose, as long as anybody has room.

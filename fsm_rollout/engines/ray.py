@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, impo
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, Weights, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
+from fsm_rollout.engines.replicas import load_weights
 from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
@@ -130,10 +132,15 @@ class ReplicaActor:
         """Answer, if the engine is there; raise :class:`ReplicaLost` if it is not."""
         await ping(self._engine)
 
-    async def ask(self, method: str, *arguments: object) -> None:
-        """Call a method of the engine; where the engine is gone, the error says so."""
+    async def ask(self, method: str, *arguments: Any) -> None:
+        """Call a method of the engine, if it has it; where the engine is gone, the error says so."""
+        if method != "update_weights" and not hasattr(self._engine, method):
+            return  # its owner cares for that
         try:
-            await getattr(self._engine, method)(*arguments)
+            if method == "update_weights":
+                await load_weights(self._engine, *arguments)
+            else:
+                await getattr(self._engine, method)(*arguments)
         except EngineError:
             await self.ping()
             raise

@@ -48,7 +48,7 @@ def describe(error: BaseException) -> str:
 
 def load_of(replicas: Sequence[Replica], requests: int) -> Load:
     """Return how busy replicas are that have so many requests, at them or waiting for one."""
-    loads = [(replica, replica.live.load()) for replica in replicas if replica.state == "up"]
+    loads = [(replica, replica.busy()) for replica in replicas if replica.state == "up"]
     details = {f"{replica.name}.{what}": 0 for what in ("running", "in_flight") for replica in replicas}
     details |= {f"{replica.name}.running": min(load.running, replica.in_flight) for replica, load in loads}
     running = sum(details.values())
@@ -150,12 +150,27 @@ class Replica(ReplicaView):
     last_active: float = 0.0  # when it last sent a chunk, was given a request, or was resumed
     worked: float = 0.0  # seconds of work in which it sampled `sampled` tokens, the older ones counted less
     sampled: float = 0.0
+    load_failed: bool = False  # whether it was logged that its engine does not say how busy it is
 
     @property
     def live(self) -> TokenSource:
         """The present engine of a replica that is up."""
         assert self.engine is not None
         return self.engine
+
+    def busy(self) -> Load:
+        """Return how busy its engine says it is; one that fails to say so, or has no :class:`Load`, says nothing."""
+        try:
+            load = self.live.load()
+            if isinstance(load, Load):
+                return load
+            why = f"it returned {load!r:.120}"
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            why = describe(error)
+        if not self.load_failed:
+            self.load_failed = True
+            logger.warning("the engine does not say how busy it is (%s); it is given few requests at a time", why)
+        return Load()
 
     async def open(self, placement: Placement, seconds: float) -> None:
         """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""

@@ -204,7 +204,7 @@ class Replicas:
         replicas = self.up
         if not replicas and not self._asleep:
             raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
-        failed = await self._on_each(lambda engine: _load(engine, shared, number), self.times.update)
+        failed = await self._on_each(lambda engine: load_weights(engine, shared, number), self.times.update)
         if failed and len(failed) == len(replicas):
             if not self.placement.restarts:
                 raise next(iter(failed.values()))
@@ -402,7 +402,7 @@ class Replicas:
             weights = self._weights
             async with asyncio.timeout(self.times.update):
                 for _, shared, version in weights:
-                    await _load(replica.live, shared, version)
+                    await load_weights(replica.live, shared, version)
             async with self._change:
                 if weights is not self._weights:
                     continue  # there are newer ones by now
@@ -429,7 +429,8 @@ class Replicas:
             await self._news.wait()
 
 
-async def _load(engine: TokenSource, weights: Weights, version: int) -> None:
+async def load_weights(engine: TokenSource, weights: Weights, version: int) -> None:
+    """Have an engine load new weights; EngineError if that is its owner's business, or it cannot."""
     if not isinstance(engine, WeightSink):
         raise EngineError("the weights of this engine are changed by their owner, not from here")
     await engine.update_weights(weights, version)

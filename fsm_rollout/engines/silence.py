@@ -73,7 +73,7 @@ class SilenceWatch:
             if pending.silent_until is None or pending.at is None:
                 continue
             talks_until = pending.at.last_active + seconds
-            if pending.silent_until <= now < talks_until and pending.at.live.load().waiting:
+            if pending.silent_until <= now < talks_until and pending.at.busy().waiting:
                 pending.silent_until = talks_until
             if pending.silent_until <= now:
                 self._watched.request_is_silent(pending, seconds)

@@ -569,8 +569,29 @@ def test_what_is_asked_of_a_closed_engine_ends_at_once() -> None:
         await client.sleep()  # harmless: nobody is there
         with pytest.raises(EngineError, match="the pool is closed"):
             await client.update_weights({})
-        ticket = client.submit(request("b"))
+        ticket, told = client.submit(request("b")), []
+        ticket.on_end = told.append  # as for a worker's request: who asks is told, too
         await done(ticket)
+        assert told == [ticket]
         return ticket.finish_reason, str(ticket.error)
 
     assert run_virtual(body()) == ("abort", "the pool is closed; build another")
+
+
+@pytest.mark.parametrize("busy", [None, KeyError("running")])
+def test_an_engine_that_does_not_say_how_busy_it_is_is_asked_all_the_same(
+    busy: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent(ScriptedEngine):
+        def load(self) -> Any:
+            if isinstance(busy, Exception):
+                raise busy
+            return busy
+
+    async def body(dispatcher: EngineClient) -> list[tuple[str | None, int]]:
+        tickets = [dispatcher.submit(request(str(number))) for number in range(100)]
+        return await done(*tickets)
+
+    assert run(Silent(lambda r: Turn(text="yes"), tokenizer=tokenizer()), body) == [("stop", 3)] * 100
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "does not say how busy it is" in warning
