@@ -115,7 +115,7 @@ class EnginePool:
     def serves_another_loop(self) -> bool:
         """Whether the pool belongs to an event loop that still lives and is not the running one."""
         other = self._loop is not None and self._loop is not asyncio.get_running_loop() and not self._loop.is_closed()
-        return other and (bool(self._tasks) or self._lives.busy_elsewhere)
+        return other and (bool(self._tasks) or self._lives.busy)
 
     def replicas_here(self) -> Replicas:
         """Return the replicas, to give them orders, on the running event loop."""

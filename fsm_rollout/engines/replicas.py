@@ -88,12 +88,9 @@ class Replicas:
         return self._version if engine is None else engine.weight_version
 
     @property
-    def busy_elsewhere(self) -> bool:
-        """Whether they belong to an event loop that still lives and is not the running one."""
-        loop = self._loop
-        return (
-            bool(self._tasks) and loop is not None and not loop.is_closed() and loop is not asyncio.get_running_loop()
-        )
+    def busy(self) -> bool:
+        """Whether anything of their lives is under way, or was when their event loop was closed."""
+        return bool(self._tasks)
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Belong to an event loop; what an earlier one has left of their lives goes on here."""
@@ -120,13 +117,11 @@ class Replicas:
 
     async def hold(self, reason: str) -> None:
         """Have nothing sampled until every reason is taken back; EngineError if no replica can be held."""
-        async with self._change:
-            await self._hold(reason)
+        await self._to_its_end(self._hold(reason))
 
     async def release(self, reason: str) -> None:
         """Take a reason back, and go on if it was the last."""
-        async with self._change:
-            await self._release(reason)
+        await self._to_its_end(self._release(reason))
 
     async def _hold(self, reason: str) -> None:
         first = not self.held
@@ -151,18 +146,31 @@ class Replicas:
 
     async def sleep(self) -> None:
         """Have all give their memory back; they are held until :meth:`wake`."""
-        async with self._change:
-            await self._hold("asleep")
-            self._asleep = True
-            await self._order("sleep")
+        await self._to_its_end(self._sleep())
+
+    async def _sleep(self) -> None:
+        await self._hold("asleep")
+        self._asleep = True
+        await self._order("sleep")
 
     async def wake(self) -> None:
         """Have all be ready again, and go on unless they are held for another reason."""
-        async with self._change:
-            self._asleep = False
-            self._news.set()
-            await self._order("wake")
-            await self._release("asleep")
+        await self._to_its_end(self._wake())
+
+    async def _wake(self) -> None:
+        self._asleep = False
+        self._news.set()
+        await self._order("wake")
+        await self._release("asleep")
+
+    async def _to_its_end(self, order: Coroutine[object, object, None]) -> None:
+        """Give an order after those before it; one that its caller gives up half-way would leave engines held."""
+
+        async def give() -> None:
+            async with self._change:
+                await order
+
+        await asyncio.shield(self._spawn(give()))
 
     async def update_weights(self, weights: Weights, version: int | None) -> int:
         """Hold all, load weights everywhere, release; return the version.

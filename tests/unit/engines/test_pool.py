@@ -722,3 +722,47 @@ def said(logs: Iterable[tuple[str, Sequence[Logged]]], request_id: str) -> set[t
                     found.add((positions[line.what.request_id], token, line.what.weight_version))
                     positions[line.what.request_id] += 1
     return found
+
+
+class Slow(ScriptedEngine):
+    """Takes a second for every order, of which the first half is enough to obey."""
+
+    async def pause(self) -> None:
+        await super().pause()
+        await asyncio.sleep(1.0)
+
+    async def resume(self) -> None:
+        await asyncio.sleep(1.0)
+        await super().resume()
+
+    async def sleep(self) -> None:
+        await super().sleep()
+        await asyncio.sleep(1.0)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(1.0)
+        await super().wake()
+
+
+@pytest.mark.parametrize(
+    ("before", "order"), [("begin", "drain"), ("pause", "resume"), ("sleep", "wake"), ("wake", "pause")]
+)
+@pytest.mark.parametrize("after", [0.5, 1.5])
+def test_an_order_that_its_caller_gives_up_holds_nobody_for_good(
+    before: str, order: str, after: float, tokenizer: Any
+) -> None:
+    async def body() -> tuple[str | None, bool]:
+        engine = Slow([Turn(text="yes")], tokenizer=tokenizer)
+        client = EngineClient(EnginePool(Placement(engine), sleeps=True))
+        await getattr(client, before)()
+        given = asyncio.ensure_future(getattr(client, order)())
+        await asyncio.wait([given], timeout=after)
+        given.cancel()
+        await client.resume()
+        await client.begin()
+        pending = client.submit(ask("a"))
+        await pending.done.wait()
+        await client.drain()
+        return pending.finish_reason, engine._asleep
+
+    assert run_virtual(body()) == ("stop", True)
