@@ -30,7 +30,7 @@ from operator import attrgetter
 from weakref import WeakMethod
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.concurrency.cancellation import runs_in, to_its_end
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights
@@ -202,13 +202,13 @@ class Scheduler:
 
     async def _close_run(self, run: RunState) -> None:
         """End a run, so that another can begin."""
-        run.closing = True
+        run.closing, task = True, asyncio.current_task()
         try:
             if run.feeding or run.failed or self.groups.under_way or self.groups.of(GroupState.DONE):
                 await self._end(run, keep=False)
         finally:  # also where it was cancelled again meanwhile, and before another run asks the same clients
             try:
-                for client in self.clients.values():
+                for client in self.clients.values() if runs_in(task) else ():  # else it is destroyed with its loop
                     await client.drain()
             finally:
                 self._run = None
