@@ -32,7 +32,7 @@ from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, EngineFacts, Load, Rep
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, failure_of, load_of
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
-from fsm_rollout.engines.router import Router, StickyRouter, allowance, choose
+from fsm_rollout.engines.router import Router, StickyRouter, choose
 from fsm_rollout.engines.silence import SilenceWatch
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
@@ -95,8 +95,8 @@ class EnginePool:
         except BaseException:
             placement.close()
             raise
-        window = min(replica.live.max_context for replica in self.replicas)
-        self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=window)
+        windows = [replica.live.max_context for replica in self.replicas]
+        self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
 
     # -- facts, holds, weights ----------------------------------------------------------------------------------------
@@ -204,13 +204,12 @@ class EnginePool:
         for replica in self._lives.up:
             self._look_at(replica)
             if replica.state == "up":
-                replica.allowed, replica.waiting = allowance(replica.busy()), 0
+                replica.allowed, replica.waiting = replica.room_for(len(self.replicas) == 1), 0
         if self._lives.looks:
             return
         # 2. Let the router choose, as long as anybody has room.
         batches: dict[Replica, list[PendingRequest]] = {}
-        refused: list[tuple[PendingRequest, EngineError]] = []
-        up = self._lives.up
+        refused, up = list[tuple[PendingRequest, EngineError]](), self._lives.up
         room = sum([max(0, replica.allowed - replica.in_flight) for replica in up])
         for pending in chain(*self._lanes):
             if not room:
@@ -255,6 +254,7 @@ class EnginePool:
         replica.requests += len(asked)
         engine, failure = replica.live, None
         self._silence.begin(asked.values())
+        loop.call_soon(self.replicas_changed)  # asked once, it can say how many more it takes
         # 2. Give every chunk to its request.
         try:
             async for chunk in engine.generate([pending.rest for pending in asked.values()]):

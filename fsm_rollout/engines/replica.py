@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Literal
 
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, TokenSource, Weights
-from fsm_rollout.engines.router import FIRST, ReplicaView
+from fsm_rollout.engines.router import FIRST, ReplicaView, allowance
 from fsm_rollout.engines.weights import StoredTensors
 from fsm_rollout.errors import EngineError
 
@@ -171,6 +172,12 @@ class Replica(ReplicaView):
             self.load_failed = True
             logger.warning("the engine does not say how busy it is (%s); it is given few requests at a time", why)
         return Load()
+
+    def room_for(self, alone: bool) -> int:
+        """Return how many requests it may have in flight; any number if it is alone, and does not say what it does."""
+        load = self.busy()
+        silent = self.in_flight > 0 and not load.running and not load.waiting
+        return sys.maxsize if alone and silent else allowance(load)
 
     async def open(self, placement: Placement, seconds: float) -> None:
         """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""

@@ -17,7 +17,7 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.client import EngineClient, pool_of
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
@@ -595,3 +595,26 @@ def test_an_engine_that_does_not_say_how_busy_it_is_is_asked_all_the_same(
     assert run(Silent(lambda r: Turn(text="yes"), tokenizer=tokenizer()), body) == [("stop", 3)] * 100
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "does not say how busy it is" in warning
+
+
+def test_an_engine_that_says_nothing_of_its_load_gets_all_there_is() -> None:
+    """One alone has nobody to leave requests to, and nothing is known of its room."""
+    came: list[str] = []
+
+    class Silent(ScriptedEngine):
+        def load(self) -> Load:
+            return Load()
+
+        async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+            came.extend(each.request_id for each in requests)
+            while len(came) < 300:  # noqa: ASYNC110
+                await asyncio.sleep(1.0)
+            async for chunk in super().generate(requests):
+                yield chunk
+
+    async def body(dispatcher: EngineClient) -> list[tuple[str | None, int]]:
+        async with asyncio.timeout(50.0):
+            return await done(*(dispatcher.submit(request(f"r{i}")) for i in range(300)))
+
+    ends = run(Silent(lambda r: Turn(text="yes"), tokenizer=tokenizer()), body)
+    assert {finish for finish, _ in ends} == {"stop"}
