@@ -88,19 +88,27 @@ class InstantEngine:
 
     async def generate(self, requests: Sequence[Any]) -> AsyncIterator[Any]:
         """Wait, and give each request its turn."""
-        from fsm_rollout.engines.protocol import Chunk
-        from fsm_rollout.trajectory.enums import FinishReason
-
-        if requests[0].turn == self.gate:
-            self._came += len(requests)
+        await asyncio.sleep(self._delay)
+        gate = None if self._open.is_set() else self.gate
+        for request in requests:
+            if request.turn != gate:
+                yield self._answer(request)
+        at_gate = [request for request in requests if request.turn == gate]
+        if at_gate:
+            self._came += len(at_gate)
             if self._came >= self.expected:
                 self.at_gate()
                 self._open.set()
             await self._open.wait()
-        await asyncio.sleep(self._delay)
-        for request in requests:
-            ids, logprobs = self._variants[int(request.group_id) % len(self._variants)][request.turn]
-            yield Chunk(request.request_id, ids, logprobs, finish_reason=FinishReason.STOP)
+        for request in at_gate:
+            yield self._answer(request)
+
+    def _answer(self, request: Any) -> Any:
+        from fsm_rollout.engines.protocol import Chunk
+        from fsm_rollout.trajectory.enums import FinishReason
+
+        ids, logprobs = self._variants[int(request.group_id) % len(self._variants)][request.turn]
+        return Chunk(request.request_id, ids, logprobs, finish_reason=FinishReason.STOP)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Nothing is ever aborted here."""
