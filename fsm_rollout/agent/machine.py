@@ -145,7 +145,9 @@ class AgentMachine(transitions.Machine):
     def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
         """Have the library fire a transition; ``False``: none takes the trigger in the present state."""
         event = self.events.get(outcome.trigger)
-        if event is None or trajectory.state not in event.transitions:  # of which the library would warn in the log
+        if event is None:
             return False
+        if trajectory.state not in event.transitions and trajectory.state in self.states:
+            return False  # of which the library would warn in the log; a state that is none it refuses
         # The trajectory is there twice: as what has a state, and as the first argument of conditions.
         return event.trigger(trajectory, trajectory, outcome, at, emit, routed)
