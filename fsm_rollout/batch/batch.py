@@ -22,8 +22,8 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
-from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN
-from fsm_rollout.batch.padding import RAGGED, pack, pad, unpack, unpad
+from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.padding import pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
 from fsm_rollout.batch.storage import jagged, load_tensors, plain_columns, put_columns, save_tensors
 from fsm_rollout.concurrency.garbage_collection import calm_collection
@@ -116,10 +116,10 @@ class TrajectoryBatch:
             raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
         by_id: dict[str, Trajectory] = {}
         for trajectory in trajectories:
-            if by_id.setdefault(trajectory.trajectory_id, trajectory) is not trajectory:
-                raise BatchError(
-                    f"trajectory {trajectory.trajectory_id} was given twice; each token has one row at most"
-                )
+            trajectory_id = trajectory.trajectory_id
+            if trajectory_id in by_id:
+                raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
+            by_id[trajectory_id] = trajectory
         sample_scores = _sample_scores(by_id.values())
         # 2. The streams that become rows, cut where they do not fit and that is asked for.
         streams = chosen = trained_streams(by_id.values())
@@ -130,7 +130,6 @@ class TrajectoryBatch:
         # 3. The batch, and what it says of what is not in it.
         flat = flat_rows(chosen, among=streams, state_names=state_names)
         batch = cls._made(flat, pad_id, prompt_width, response_width, packed)
-        batch.state_names = flat.state_names
         for stream in streams:
             by_id.pop(stream.trajectory.trajectory_id, None)
         if by_id:

@@ -77,5 +77,7 @@ COLUMNS: Mapping[str, Column] = {
 }  # fmt: skip
 PER_TOKEN: Mapping[str, Column] = {key: column for key, column in COLUMNS.items() if column.along != Along.ROWS}
 """The columns with a value for each token: tensors that are padded, or jagged."""
+RAGGED = (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)
+"""The dimensions along which rows differ in length."""
 NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None)
 """The columns that are no tensors: one value per row."""

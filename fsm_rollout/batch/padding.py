@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.columns import PER_TOKEN, Along
+from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
 from fsm_rollout.batch.rows import Array, FlatRows
 
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
-RAGGED = (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)
 
 
 def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int64]]]:
@@ -28,16 +27,16 @@ def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int
     Offsets ``[B + 1]`` of the rows are given once for each ragged dimension: ``prompts``, ``responses``, ``input_ids``.
     """
     values = {key: flat.astype(PER_TOKEN[key].dtype, copy=False) for key, flat in _by_key(rows).items()}
-    return values, {along: np.concatenate([[0], np.cumsum(rows.lengths(along))]) for along in RAGGED}
+    return values, {along: np.concatenate([[0], np.cumsum(lengths)]) for along, lengths in rows.lengths.items()}
 
 
 def _by_key(rows: FlatRows) -> dict[str, Array]:
     """Return what each key holds, end to end, in the rows' own types."""
-    lengths = rows.lengths(Along.INPUT_IDS)
+    prompts, responses, lengths = (rows.lengths[along] for along in RAGGED)
     starts = np.cumsum(lengths) - lengths
     input_ids = np.empty(int(lengths.sum()), np.int32)
-    input_ids[_places(starts, rows.prompt_lengths)] = rows.arrays["prompt_ids"]
-    input_ids[_places(starts + rows.prompt_lengths, rows.response_lengths)] = rows.arrays["response_ids"]
+    input_ids[_places(starts, prompts)] = rows.arrays["prompt_ids"]
+    input_ids[_places(starts + prompts, responses)] = rows.arrays["response_ids"]
     values: dict[str, Array] = {
         "input_ids": input_ids,
         "attention_mask": np.ones(len(input_ids), dtype=np.int8),
@@ -61,7 +60,7 @@ def unpack(
         if column.field:
             flat = values.get(key, np.zeros((offsets[column.along][-1], 0, 0)))  # the experts, which may be left out
             arrays[column.field] = flat.astype(column.row_dtype)
-    return FlatRows(np.diff(offsets["prompts"]), np.diff(offsets["responses"]), arrays, facts, state_names)
+    return FlatRows({along: np.diff(offsets[along]) for along in RAGGED}, arrays, facts, state_names)
 
 
 def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: int | None) -> dict[str, Array]:
@@ -71,14 +70,14 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     must fit.
     """
     # 1. Where in each rectangle, read line by line, a row's own values stand: what is only padding is not looked at.
-    count, prompts = len(rows.facts), rows.prompt_lengths
+    count, (prompts, responses, both) = len(rows.facts), (rows.lengths[along] for along in RAGGED)
     left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
-    right = int(rows.response_lengths.max(initial=0)) if response_width is None else response_width
+    right = int(responses.max(initial=0)) if response_width is None else response_width
     widths: dict[str, int] = {"prompts": left, "responses": right, "input_ids": left + right}
     places: dict[str, npt.NDArray[np.int64]] = {}
     for along in RAGGED:
         starts = np.arange(count) * widths[along] + (0 if along is Along.RESPONSES else left - prompts)
-        places[along] = _places(starts, rows.lengths(along))
+        places[along] = _places(starts, rows.lengths[along])
     # 2. Each key's rectangle; after the last token, positions are its own, as verl counts.
     padded: dict[str, Array] = {}
     for key, flat in _by_key(rows).items():
@@ -89,8 +88,8 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
         rectangle = rectangle.reshape(-1, *further)
         rectangle[places[column.along]] = flat
         padded[key] = rectangle.reshape(count, widths[column.along], *further)
-    behind = left + rows.response_lengths
-    for row, length in enumerate(rows.lengths(Along.INPUT_IDS).tolist()):
+    behind = left + responses
+    for row, length in enumerate(both.tolist()):
         padded["position_ids"][row, behind[row] :] = max(0, length - 1)
     return padded
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.columns import PER_TOKEN, Along
+from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import Part
 from fsm_rollout.trajectory.stream import Stream
@@ -129,34 +129,22 @@ class TrainingRow:
 class FlatRows:
     """Rows end to end: each array of :class:`TrainingRow` as one over all rows, in their order."""
 
-    prompt_lengths: npt.NDArray[np.int64]
-    """``[B]``"""
-    response_lengths: npt.NDArray[np.int64]
-    """``[B]``"""
+    lengths: Mapping[Along, npt.NDArray[np.int64]]
+    """How many tokens each row has along each ragged dimension, ``[B]`` each."""
     arrays: Mapping[str, Array]
     """The arrays, by their names in :class:`TrainingRow`."""
     facts: Sequence[Mapping[str, Any]]
     """What else each row has, by the names in :class:`TrainingRow`."""
     state_names: tuple[str, ...]
 
-    def lengths(self, along: Along) -> npt.NDArray[np.int64]:
-        """Return how many tokens each row has along a ragged dimension, int64 ``[B]``."""
-        match along:
-            case Along.PROMPTS:
-                return self.prompt_lengths
-            case Along.RESPONSES:
-                return self.response_lengths
-            case _:
-                return self.prompt_lengths + self.response_lengths
-
     def split(self) -> list[TrainingRow]:
         """Return the rows one by one; their arrays are views."""
-        ends: dict[Along, Array] = {along: np.cumsum(self.lengths(along))[:-1] for along in Along}
-        names = {column.field: ends[column.along] for column in PER_TOKEN.values() if column.field}
-        arrays = {name: np.split(self.arrays[name], at) for name, at in names.items()} if self.facts else {}
+        ends = {along: np.cumsum(lengths)[:-1] for along, lengths in self.lengths.items()}
+        columns = [column for column in PER_TOKEN.values() if column.field]
+        pieces = {column.field: np.split(self.arrays[column.field], ends[column.along]) for column in columns}
         made: list[TrainingRow] = []
-        for i, facts in enumerate(self.facts):
-            values: dict[str, Any] = {name: pieces[i] for name, pieces in arrays.items()}
+        for row, facts in enumerate(self.facts):
+            values: dict[str, Any] = {name: arrays[row] for name, arrays in pieces.items()}
             made.append(TrainingRow(state_names=self.state_names, **values, **facts))
         return made
 
@@ -166,9 +154,10 @@ def joined(rows: Sequence[TrainingRow]) -> FlatRows:
     empty = {column.field: np.zeros(0, column.row_dtype) for column in PER_TOKEN.values() if column.field}
     facts = [field.name for field in fields(TrainingRow) if field.name not in (*empty, "state_names")]
     empty["routed_experts"] = np.zeros((0, *(rows[0].routed_experts.shape[1:] if rows else (0, 0))), np.int16)
+    prompt_lengths = np.array([len(row.prompt_ids) for row in rows], dtype=np.int64)
+    response_lengths = np.array([len(row.response_ids) for row in rows], dtype=np.int64)
     return FlatRows(
-        np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
-        np.array([len(row.response_ids) for row in rows], dtype=np.int64),
+        dict(zip(RAGGED, (prompt_lengths, response_lengths, prompt_lengths + response_lengths), strict=True)),
         {name: np.concatenate([none, *(getattr(row, name) for row in rows)]) for name, none in empty.items()},
         [{name: getattr(row, name) for name in facts} for row in rows],
         rows[0].state_names if rows else (),
@@ -271,8 +260,9 @@ def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_
         facts.append(_facts(cut))
         start += length
     arrays["prompt_ids"] = np.concatenate(prompt_ids)
-    arrays |= _noted(cuts, facts, prompts - starts, kept, *shapes)
-    return FlatRows(prompts - starts, kept, arrays, facts, names)
+    lengths = dict(zip(RAGGED, (prompts - starts, kept, ends - starts), strict=True))
+    arrays |= _noted(cuts, facts, lengths, *shapes)
+    return FlatRows(lengths, arrays, facts, names)
 
 
 def _facts(cut: Cut) -> dict[str, Any]:
@@ -303,18 +293,17 @@ def _facts(cut: Cut) -> dict[str, Any]:
 def _noted(
     cuts: Sequence[Cut],
     facts: Sequence[dict[str, Any]],
-    prompt_lengths: npt.NDArray[np.int64],
-    response_lengths: npt.NDArray[np.int64],
+    lengths: Mapping[Along, npt.NDArray[np.int64]],
     shape: tuple[int, int] = (0, 0),
 ) -> dict[str, Array]:
     """Return the arrays of what engines said of tokens; the ids of sampling masks go to ``facts``.
 
     ``shape``: how many layers and routed experts each token has.
     """
+    response_lengths, both = lengths[Along.RESPONSES], lengths[Along.INPUT_IDS]
     counts = np.zeros(int(response_lengths.sum()), dtype=np.int32)
-    experts = np.full((int((prompt_lengths + response_lengths).sum()), *shape), -1, dtype=np.int16)
-    counts_from = np.cumsum(response_lengths) - response_lengths
-    experts_from = np.cumsum(prompt_lengths + response_lengths) - prompt_lengths - response_lengths
+    experts = np.full((int(both.sum()), *shape), -1, dtype=np.int16)
+    counts_from, experts_from = np.cumsum(response_lengths) - response_lengths, np.cumsum(both) - both
     for row, cut in enumerate(cuts):
         in_counts = int(counts_from[row]) - cut.stream.tokens.prompt_length
         in_experts = int(experts_from[row]) - cut.start

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
-from fsm_rollout.batch.padding import RAGGED
+from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED
 from fsm_rollout.errors import BatchError
 
 _SCALARS = (str, int, float, bool, type(None))

@@ -8,8 +8,7 @@ begun anew where its class says so, within a budget; what still fails then has n
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -173,11 +172,6 @@ class Failures(StrictModel):
         300.0, description="after so many seconds without any event the log says what is waited for; null: never"
     )
 
-    @cached_property
-    def window(self) -> int:
-        """How many of the latest attempts the breaker looks at."""
-        return 0 if self.breaker is None else self.breaker.window
-
     @property
     def engine_attempts(self) -> int:
         """How often one generation is tried."""
@@ -224,15 +218,17 @@ def is_the_policys(trajectory: Trajectory) -> bool:
 class Watch:
     """What has failed in a run so far: says when it is to stop."""
 
-    def __init__(self, failures: Failures, latest: Collection[Trajectory]) -> None:
+    def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        # The latest attempts that have ended, as many as the breaker looks at. They are looked at when one has failed.
-        self._latest = latest
+        window = 0 if failures.breaker is None else failures.breaker.window
+        # The latest attempts that have ended, as many as the breaker looks at.
+        self._latest: deque[Trajectory] = deque(maxlen=window)
         # Why the reward failed, of the latest trajectories that it was asked about.
-        self._judged: deque[str | None] = deque(maxlen=failures.window)
+        self._judged: deque[str | None] = deque(maxlen=window)
 
-    def failed(self, trajectory: Trajectory) -> RunStopped | None:
-        """Return why the run is to stop now that an attempt has failed, if it is."""
+    def note(self, trajectory: Trajectory) -> RunStopped | None:
+        """Take in an attempt that has ended, well or not; return why the run is to stop, if it is."""
+        self._latest.append(trajectory)
         failure = trajectory.failure
         if failure is not None and self._failures.of(failure).do == "stop":
             return RunStopped(

@@ -10,20 +10,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
-from functools import cached_property
 from itertools import accumulate, islice
 
 from msgspec import to_builtins
 
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
-from fsm_rollout.scheduler.failure_policy import Failures, Watch
+from fsm_rollout.scheduler.failure_policy import Watch
 from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
-from fsm_rollout.states.active_trajectory import INTERRUPTED, Stop
-from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.states.active_trajectory import Stop
 from fsm_rollout.trajectory.journal import Journal
-from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 class PromptQueue(Iterator[Prompt]):
@@ -60,7 +56,7 @@ class PromptQueue(Iterator[Prompt]):
         return self._prompts.popleft()
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class RunState:
     """One call of :meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`; the first arguments are its own.
 
@@ -75,8 +71,9 @@ class RunState:
     max_filtered: InitVar[float | None]
     deliver_at_end: bool
     carried: frozenset[str]  # the groups that earlier runs carried over
-    failures: Failures
+    watch: Watch  # says when too much has failed
     journal: Journal | None
+    cut_off: Stop  # how trajectories are stopped when the run is closed or fails
     max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
     most_filtered: float = math.inf  # at most so many groups may be turned down by the filter
     feeder: asyncio.Task[None] = field(init=False)
@@ -97,14 +94,10 @@ class RunState:
     # Whether the caller takes no more groups: it has had the last one, or has closed the iterator.
     closing: bool = False
     scoring: set[asyncio.Task[None]] = field(default_factory=set)  # the tasks that score groups
-    latest: deque[Trajectory] = field(
-        init=False
-    )  # the latest attempts that have ended, as many as the breaker looks at
     # Set when something has changed that somebody may wait for.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
-        self.latest = deque(maxlen=self.failures.window)
         check_at_least(1, "trajectory per prompt", "n", self.n)
         check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
         if max_filtered is not None:
@@ -113,16 +106,6 @@ class RunState:
             check_at_least(1, "group", "target_groups", self.target)
             self.max_groups = math.ceil(self.target * over_sample)
             self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
-
-    @property
-    def cut_off(self) -> Stop:
-        """How trajectories are stopped when the run is closed or fails: with a journal they may go on later."""
-        return Outcome(Trigger.CANCELLED) if self.journal is None else INTERRUPTED
-
-    @cached_property
-    def watch(self) -> Watch:
-        """Says when too much has failed."""
-        return Watch(self.failures, self.latest)
 
     async def change(self) -> None:
         """Wait until something changes."""

@@ -176,10 +176,9 @@ class SampleRunner:
             trajectory = live.trajectory
             if not live.restart or trajectory.stop_reason != StopReason.CANCELLED:
                 if trajectory.ended:
-                    run.latest.append(trajectory)
+                    run.stopped_by = run.stopped_by or run.watch.note(trajectory)
                 if trajectory.failure is None:
                     break
-                run.stopped_by = run.stopped_by or run.watch.failed(trajectory)
                 pause = self.pause_before_repeat(group, trajectory)
                 if pause is None or not await self._goes_on_after(run, pause):
                     break

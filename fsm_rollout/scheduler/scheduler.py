@@ -36,7 +36,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
-from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
+from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
 from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import History, resumed_groups
@@ -169,7 +169,7 @@ class Scheduler:
         self._mark_delivered()
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
-            frozenset(self.groups), self.failures, self.recorder.journal,
+            frozenset(self.groups), Watch(self.failures), self.recorder.journal, self._cut_off,
         )  # fmt: skip
         if histories := list(resume):
             self._resume(run, histories)
@@ -256,7 +256,7 @@ class Scheduler:
 
     @property
     def _cut_off(self) -> Stop:
-        """How trajectories are stopped when the run is closed or fails."""
+        """How trajectories are stopped when the run is closed or fails: with a journal they may go on later."""
         return Outcome(Trigger.CANCELLED) if self.recorder.journal is None else INTERRUPTED
 
     async def _drop_all(self, groups: list[Group]) -> None:

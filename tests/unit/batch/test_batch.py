@@ -460,8 +460,10 @@ def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_a_trajectory_may_come_once_only() -> None:
-    with pytest.raises(BatchError, match="trajectory t was given twice"):
-        TrajectoryBatch.from_trajectories([trajectory("t"), trajectory("t")], pad_id=0)
+    same = trajectory("t")
+    for other in (trajectory("t"), same):
+        with pytest.raises(BatchError, match="trajectory t was given twice"):
+            TrajectoryBatch.from_trajectories([same, other], pad_id=0)
 
 
 def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:

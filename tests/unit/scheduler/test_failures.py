@@ -311,6 +311,16 @@ def test_a_run_in_which_nearly_everything_fails_stops_and_says_why() -> None:
         run(agent(), script, 40, failures=failures, concurrency=4)
 
 
+def test_the_breaker_is_asked_also_when_a_success_fills_its_window() -> None:
+    def script(request: Request) -> Turn:
+        bad = int(request.group_id[1:]) < 3
+        return Turn(text="", error="Boom: no") if bad else Turn(text="yes")
+
+    failures = failures_of({"engine": "end", "breaker": {"window": 4, "share": 0.75}})
+    with pytest.raises(RunStopped, match="3 of the latest 4 trajectories failed"):
+        run(agent(), script, 8, failures=failures, concurrency=1)
+
+
 def test_a_run_in_which_less_fails_goes_on() -> None:
     def script(request: Request) -> Turn:
         bad = int(request.group_id[1:]) % 2
