@@ -21,12 +21,11 @@ import numpy.typing as npt
 
 from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
 from fsm_rollout.errors import BatchError
-from fsm_rollout.trajectory.events import Part
+from fsm_rollout.trajectory.events import LARGEST_SCORE, Part
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import NoteKind, responses
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 Array = npt.NDArray[Any]
 
 
@@ -368,10 +367,10 @@ def _put_scores(scores: Array, cut: Cut) -> None:
 
 
 def _finite(value: float, trajectory: Trajectory) -> float:
-    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+    if not abs(value) <= LARGEST_SCORE:
         raise BatchError(
-            f"trajectory {trajectory.trajectory_id} has a score of {value}, which a float32 cannot hold; "
-            "a reward must be a finite number, or None for no score"
+            f"trajectory {trajectory.trajectory_id} has a score of {value} at one token, the sum of its reward's and "
+            "its turns', which a float32 cannot hold; rewards and the scores of turns must be smaller"
         )
     return value
 

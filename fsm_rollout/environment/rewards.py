@@ -1,7 +1,7 @@
 """What a trajectory is worth, and which groups are worth training on.
 
-Invariant: a reward that fails for one trajectory leaves the others theirs. Every trajectory gets its own finite number,
-its own ``None`` (no score, which is not 0), or its own exception. A score of several rewards is their weighted sum.
+Invariant: a reward that fails for one trajectory leaves the others theirs. Every trajectory gets its own number, finite
+and such as a float32 holds, its own ``None`` (no score, which is not 0), or its own exception. A score of several rewards is their weighted sum.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import asyncio
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from pathlib import Path
-from typing import SupportsFloat, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+from typing import TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.concurrency.cancellation import being_cancelled
@@ -24,7 +23,7 @@ from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.content import text_of
-from fsm_rollout.trajectory.events import Part
+from fsm_rollout.trajectory.events import LARGEST_SCORE, Part, as_score
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.stream import root_of
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -124,7 +123,11 @@ class RewardFunction(_Judge):
     async def judge(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """Return what it says of each trajectory of a group, in order."""
         if self.of_group:
-            values = self._each(await self._result(list(trajectories)), len(trajectories))
+            result = await self._result(list(trajectories))
+            try:
+                values = self._each(result, len(trajectories))
+            except Exception as error:  # whatever an iterable of the user's raises
+                values = [error] * len(trajectories)
         else:
             values = await asyncio.gather(*map(self._result, trajectories))
         return [self._read(*pair) for pair in zip(trajectories, values, strict=True)]
@@ -168,25 +171,17 @@ class RewardFunction(_Judge):
                 raise TypeError(f"reward '{self.name}' returned a mapping without '{SCORE}', got {keys}{self._place}")
             parts = {str(key): self._part(trajectory, key, part) for key, part in value.items() if key != SCORE}
             return Verdict(self._number(trajectory, value[SCORE]), parts)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever the user's mapping raises, too
             return error
 
     def _part(self, trajectory: Trajectory, key: object, value: object) -> Part:
         return value if isinstance(value, str) else self._number(trajectory, value, f"'{key}' of ")
 
     def _number(self, trajectory: Trajectory, value: object, what: str = "") -> float | None:
-        if value is None:
-            return None
-        rule = f"{what}reward '{self.name}' of trajectory {trajectory.trajectory_id} must be a finite number or None"
         try:
-            if isinstance(value, str):
-                raise TypeError("a string")
-            number = float(cast(SupportsFloat, value))
+            return as_score(value, f"{what}reward '{self.name}' of trajectory {trajectory.trajectory_id}")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{rule}, got {value!r} ({error}){self._place}") from None
-        if not math.isfinite(number):
-            raise ValueError(f"{rule}, got {number}{self._place}")
-        return number
+            raise type(error)(f"{error}{self._place}") from None
 
 
 class Reward:
@@ -248,14 +243,14 @@ class Reward:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """Return what is to be said of each trajectory of a group, in order; the first failure of all is logged."""
         each = await asyncio.gather(*(function.judge(trajectories) for _, function, _ in self.functions))
-        judgements = [self._together(of_one) for of_one in zip(*each, strict=True)]
+        judgements = [self._together(*of_one) for of_one in zip(trajectories, *each, strict=True)]
         for trajectory, judgement in zip(trajectories, judgements, strict=True):
             if isinstance(judgement, Exception) and not self._logged:
                 self._logged = True
                 logger.warning("no score for trajectory %s: %s", trajectory.trajectory_id, describe(judgement))
         return judgements
 
-    def _together(self, judgements: Sequence[Judgement]) -> Judgement:
+    def _together(self, trajectory: Trajectory, *judgements: Judgement) -> Judgement:
         """Return the weighted sum of what each function said of one trajectory."""
         total: float | None = None
         parts: dict[str, Part] = {}
@@ -268,7 +263,10 @@ class Reward:
                 parts |= judgement.parts
             else:
                 parts |= {name: judgement.score} | {f"{name}.{key}": part for key, part in judgement.parts.items()}
-        return Verdict(total, parts)
+        try:
+            return Verdict(as_score(total, f"the sum of the rewards of trajectory {trajectory.trajectory_id}"), parts)
+        except ValueError as error:
+            return error
 
 
 def _weighted(item: object) -> tuple[Function | str, float]:
@@ -281,7 +279,7 @@ def _weighted(item: object) -> tuple[Function | str, float]:
         item, weight = entry["use"], entry.get("weight", 1.0)
     elif isinstance(item, tuple) and len(item) == 2:
         item, weight = item
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= LARGEST_SCORE:
         raise ConfigError(f"the weight of a reward must be a finite number, got {weight!r}")
     return cast("Function | str", item), float(weight)
 

@@ -7,7 +7,7 @@ environment's text. What it asks of models on the way enters no stream at all. O
 from __future__ import annotations
 
 import inspect
-import math
+import reprlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.content import text_of
-from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.events import Message, as_score
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -37,7 +37,8 @@ class Reply:
     """What an interaction says.
 
     Raises:
-        ValueError: it says nothing and does not end the conversation either, or the score is not finite.
+        TypeError: the content is no text, or the score no number.
+        ValueError: it says nothing and does not end the conversation either, or no float32 holds the score.
     """
 
     content: str | None
@@ -48,10 +49,11 @@ class Reply:
     """Whether the conversation is over."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.content, str | None):
+            raise TypeError(f"a reply's content must be a string or None, got {reprlib.repr(self.content)}")
         if self.content is None and not self.done:
             raise ValueError("a reply without content must be `done`: there is nothing for the model to answer")
-        if self.score is not None and not math.isfinite(self.score):
-            raise ValueError(f"a reply's score must be a finite number or None, got {self.score}")
+        as_score(self.score, "a reply's score")
 
 
 @dataclass(frozen=True, slots=True)

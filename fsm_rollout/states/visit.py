@@ -7,7 +7,6 @@ begins again, and nothing is done twice (:mod:`fsm_rollout.states.effect_log`).
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,8 +70,9 @@ class Visit:
         """Apply an event to the trajectory, journal it and call the listeners.
 
         Raises:
-            StreamError: the visit is over (its handler did not wait for a task), the event is not one that a handler
-                may emit (it would begin, move or end the trajectory), or a score is not a finite number.
+            StreamError: the visit is over (its handler did not wait for a task), or the event is not one that a handler
+                may emit (it would begin, move or end the trajectory).
+            TypeError, ValueError: a score is no number that a float32 holds.
         """
         if type(event) not in _FOR_HANDLERS:
             raise StreamError(
@@ -80,8 +80,8 @@ class Visit:
             )
         if self._over:
             raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
-        if isinstance(event, events.Scored) and not math.isfinite(event.value):
-            raise StreamError(f"a score must be a finite number, got {event.value}")
+        if isinstance(event, events.Scored):
+            events.as_score(event.value, "a score")
         self.active.emit(event)
 
     def remaining(self, limit: str) -> float:

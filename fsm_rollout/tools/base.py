@@ -9,12 +9,13 @@ Whatever else it raises is its own failure: the model is told of it, and nothing
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar, cast
+
+from fsm_rollout.trajectory.events import as_score
 
 T = TypeVar("T")
 
@@ -50,8 +51,7 @@ class ToolResult:
     reward: float | None = None
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"a tool's reward must be a finite number or None, got {self.reward}")
+        as_score(self.reward, "a tool's reward")
 
 
 class Tool(ABC):

@@ -8,9 +8,11 @@ Times (``at``) are seconds on the scheduler's clock; durations are seconds.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import msgspec
 
@@ -264,6 +266,33 @@ class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
     """The present visit timed out, or (``walled``) ``wall_seconds`` were over; the handler's ``timed_out`` follows."""
 
     walled: bool = False
+
+
+LARGEST_SCORE = 3.4028234663852886e38  # of float32, in which tensors hold scores
+
+
+def as_score(value: object, whose: str) -> float | None:
+    """Return a score as Python's float; ``whose`` it is begins the message.
+
+    Raises:
+        TypeError: it is neither a number nor ``None``.
+        ValueError: no float32 holds it: it is not finite, or beyond 3.4e38.
+    """
+    if value is None:
+        return None
+    rule = f"{whose} must be a finite number or None"
+    try:
+        if isinstance(value, str):
+            raise TypeError("a string")
+        number = float(cast(SupportsFloat, value))
+    except OverflowError:
+        raise ValueError(f"{rule}, got a number of more than 300 digits") from None
+    except Exception as error:  # whatever the conversion of a user's object raises
+        raise TypeError(f"{rule}, got {reprlib.repr(value)} ({error})") from None
+    if not abs(number) <= LARGEST_SCORE:
+        beyond = f" (a float32 holds up to {LARGEST_SCORE:.2g})" if math.isfinite(number) else ""
+        raise ValueError(f"{rule}, got {number:g}{beyond}")
+    return number
 
 
 class Scored(Event, frozen=True, kw_only=True, tag="scored"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -195,8 +196,16 @@ def test_a_group_reward_must_score_each(returned: Any, says: str):
     assert all(isinstance(error, ValueError) and says in str(error) for error in errors)
 
 
-def test_a_group_reward_that_raises_leaves_everyone_without():
-    assert [type(error) for error in scored(lambda group: 1 / 0)] == [ZeroDivisionError] * 4
+@pytest.mark.parametrize("ours", [lambda group: 1 / 0, lambda group: (1 / 0 for _ in group)])
+def test_a_group_reward_that_raises_leaves_everyone_without(ours: Any):
+    assert [type(error) for error in scored(ours)] == [ZeroDivisionError] * 4
+
+
+def test_a_sum_that_no_tensor_holds_is_that_trajectorys_failure():
+    large = Reward([(lambda trajectory: 1e38 * number(trajectory), 1e38), one_by_one])
+    first, *others = asyncio.run(large.score(GROUP))
+    assert first == Verdict(0.0, {"<lambda>": 0.0, "one_by_one": 0.0})
+    assert ["the sum of the rewards of trajectory t" in str(error) for error in others] == [True] * 3
 
 
 def test_arrays_and_numpy_numbers_are_scores():
@@ -263,6 +272,7 @@ async def test_a_blocking_reward_does_not_stall_the_loop():
         ([], "needs at least one"),
         ([(one_by_one, "2")], "weight of a reward must be a finite number, got '2'"),
         ([(one_by_one, math.nan)], "weight of a reward must be a finite number, got nan"),
+        ([(one_by_one, 10**400)], "weight of a reward must be a finite number, got 1000"),
         ([{"use": one_by_one, "wieght": 2}], "got the keys use, wieght"),
         ([one_by_one, 0.5], "0.5 is no function"),
     ],
@@ -328,9 +338,13 @@ def test_a_reward_may_say_more_than_a_score():
     [
         ({"scor": 1.0, "a": 2}, "returned a mapping without 'score', got 'scor', 'a' (at test_rewards.py:"),
         ({}, "returned a mapping without 'score', got nothing"),
-        ({"score": "1"}, "must be a finite number or None, got '1'"),
+        ({"score": "1"}, "must be a finite number or None, got '1' (a string) (at test_rewards.py:"),
         ({"score": 1.0, "part": math.inf}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
         ({"score": 1.0, "part": [1]}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
+        (10**400, "of trajectory t0 must be a finite number or None, got a number of more than 300 digits (at test_re"),
+        (1e39, "must be a finite number or None, got 1e+39 (a float32 holds up to 3.4e+38) (at test_rewards.py:"),
+        (-(10**40), "got -1e+40 (a float32 holds up to 3.4e+38)"),
+        (torch.ones(2), "must be a finite number or None, got tensor([1., 1.])"),
     ],
 )
 def test_what_a_reward_says_is_checked(value: Any, says: str):

@@ -22,6 +22,10 @@ def but_the_second(trajectory: Trajectory) -> float:
     return 0.5
 
 
+def too_large_the_second_time(trajectory: Trajectory) -> float:
+    return 10**400 if trajectory.sample == 1 else 0.5
+
+
 def by_rank(group: list[Trajectory]) -> list[float]:
     return [float(place) for place in range(len(group))]
 
@@ -31,9 +35,10 @@ def ended(name: str) -> list[AnyEvent]:
     return [prompted(name), Ended(at=1.0, stop_reason="answered"), Scored(at=2.0, value=1.0, source=REWARD)]
 
 
-def test_where_there_is_no_new_score_there_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reward", ["but_the_second", "too_large_the_second_time"])
+def test_where_there_is_no_new_score_there_is_none(reward: str, tmp_path: Path) -> None:
     journal = written(tmp_path / "journal.sqlite", ended("g/0"), ended("g/1"))
-    file, scores = rescore(journal, f"{HERE}:but_the_second", report=pytest.fail)
+    file, scores = rescore(journal, f"{HERE}:{reward}", report=pytest.fail)
     assert [(score.score, score.recorded) for score in scores] == [(0.5, 1.0), (None, 1.0)]
     for trajectory, score in zip(read(journal), [0.5, None], strict=True):
         apply_score(trajectory, read_scores(file))
