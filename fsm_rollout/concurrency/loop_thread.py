@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,7 +30,7 @@ from fsm_rollout.errors import EngineError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
-O = TypeVar("O", bound="OwnLoop")  # noqa: E741  # an object
+Owner = TypeVar("Owner", bound="OwnLoop")
 
 
 class LoopThread:
@@ -115,23 +116,24 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) 
         loop.call_soon_threadsafe(function)
 
 
-class OwnLoop:
+class OwnLoop(ABC):
     """What has plain forms of its async methods: they wait on an event loop of its own, begun when it is needed."""
 
     _loop_thread: LoopThread | None = None
 
+    @abstractmethod
     def close(self) -> None:
         """Close what the object has, with its last work, and the loop; safe to call twice."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise an error if it takes no calls any more."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        """Raise an error if it takes no calls any more."""
 
     def _wait_for(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
         """Run ``work()`` on the loop and wait for its result."""
@@ -148,11 +150,11 @@ class OwnLoop:
             self._loop_thread = None
 
 
-def plain(form: Callable[Concatenate[O, P], Coroutine[object, object, T]]) -> Callable[Concatenate[O, P], T]:
+def plain(form: Callable[Concatenate[Owner, P], Coroutine[object, object, T]]) -> Callable[Concatenate[Owner, P], T]:
     """Return the plain form of an async method, which waits for it on the loop of its object."""
 
     @wraps(form)
-    def wait(self: O, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def wait(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_open()
         return self._wait_for(lambda: form(self, *args, **kwargs))
 

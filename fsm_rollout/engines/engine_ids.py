@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 
 from fsm_rollout.engines.replica import Replica
 
@@ -27,6 +27,13 @@ class EngineIds(dict[str, Replica]):
         self._failed = failed
         self._aborts: list[str] = []  # what is to be ended in this pass of the loop
         self.tasks: set[asyncio.Task[None]] = set()  # the calls that wait for an answer
+
+    def unused(self, request_id: str, attempt: int, sent: Container[str]) -> str:
+        """Return an id for another try that no request under way has (``sent``), and none that is still aborted."""
+        number = max(2, attempt)
+        while (name := f"{request_id}#{number}") in sent or name in self:
+            number += 1
+        return name
 
     def abort_soon(self, request_id: str) -> None:
         """Have a request ended where it is."""

@@ -172,7 +172,9 @@ class EnginePool:
         """Send a request soon, under an id that nobody has; while another is tried by itself, afterwards."""
         if pending.done.happened:  # ended between two tries
             return
-        pending.request_id = self._free_id(pending.request.request_id, pending.attempt)
+        pending.request_id = pending.request.request_id
+        if pending.attempt > 1 or pending.request_id in self.sent or pending.request_id in self._engine_ids:
+            pending.request_id = self._engine_ids.unused(pending.request_id, pending.attempt, self.sent)
         bisection = self._retries.bisection
         if bisection.busy and bisection.isolates and not on_trial:
             bisection.hold(pending)
@@ -185,21 +187,11 @@ class EnginePool:
         """Return the requests that have not ended, in order; those of one client if it is given."""
         return [pending for pending in self._open if client is None or pending.client is client]
 
-    def _free_id(self, request_id: str, number: int) -> str:
-        """Return an id that no request under way has, and none that a replica is still aborting."""
-        name = request_id if number == 1 else f"{request_id}#{number}"
-        while name in self.sent or name in self._engine_ids:
-            number += 1
-            name = f"{request_id}#{number}"
-        return name
-
     def _dispatch(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
         self._dispatching = False
         if not any(self._lanes) or self._lives.closed or self._lives.looks:
             return
-        for prepare in self.before_dispatch.values():
-            prepare()
         # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
         for replica in self._lives.up:
             self._look_at(replica)
@@ -229,6 +221,8 @@ class EnginePool:
         # 3. Send what was chosen.
         for pending, why in refused:
             self.end(pending, FinishReason.ABORT, why)
+        for prepare in self.before_dispatch.values() if batches else ():
+            prepare()
         now = asyncio.get_running_loop().time()
         for replica, batch in batches.items():
             for pending in batch:
@@ -254,7 +248,8 @@ class EnginePool:
         replica.requests += len(asked)
         engine, failure = replica.live, None
         self._silence.begin(asked.values())
-        loop.call_soon(self.replicas_changed)  # asked once, it can say how many more it takes
+        if any(self._lanes):
+            loop.call_soon(self.replicas_changed)  # asked once, it can say how many more it takes
         # 2. Give every chunk to its request.
         try:
             async for chunk in engine.generate([pending.rest for pending in asked.values()]):
@@ -328,12 +323,12 @@ class EnginePool:
         self, replica: Replica, engine: TokenSource, asked: Iterable[str], failure: EngineError | None
     ) -> None:
         """Try again what an engine has left of a dispatch; one that fails dispatch after dispatch is lost."""
-        left = [self.sent[request_id] for request_id in asked if request_id in self.sent]
+        unfinished = [self.sent[request_id] for request_id in asked if request_id in self.sent]
         self._look_at(replica)
         if replica.state != "up" or replica.engine is not engine:
             return
-        replica.failures += not all(pending in self._retries.bisection for pending in left)
-        for pending in left:
+        replica.failures += not all(pending in self._retries.bisection for pending in unfinished)
+        for pending in unfinished:
             replica.moved += 1
             error = failure or EngineError(f"the engine never finished request {pending.request_id}")
             # Another replica, or this one in its next life, may have it at once.
@@ -343,23 +338,26 @@ class EnginePool:
             self._lose(replica, engine, f"its engine failed {FAILURES} times in a row: {failure}")
 
     def _lose(self, replica: Replica, engine: TokenSource | None, why: str) -> None:
-        there = [pending for pending in self.sent.values() if pending.at is replica]
-        on_trial = bool(there) and all(pending in self._retries.bisection for pending in there)
+        requests = self._at(replica)
+        on_trial = bool(requests) and all(pending in self._retries.bisection for pending in requests)
         self._lives.lose(replica, engine, why, on_trial=on_trial)
+
+    def _at(self, replica: Replica) -> list[PendingRequest]:
+        return [pending for pending in self.sent.values() if pending.at is replica]
 
     # -- what the replicas say ----------------------------------------------------------------------------------------
 
     def replica_lost(self, replica: Replica, why: str) -> None:
         """Take back what a replica has: what its engine was asked for is tried again, the rest waits for another."""
-        there = [pending for pending in self.sent.values() if pending.at is replica]
-        first: list[dict[PendingRequest, None]] = [{}, {}, {}]  # what was taken out of its lane for nothing
-        for pending in there:
+        requests = self._at(replica)
+        returned: list[dict[PendingRequest, None]] = [{}, {}, {}]  # what was taken out of its lane for nothing
+        for pending in requests:
             if not pending.asked:
                 replica.in_flight -= 1
                 pending.at = None
-                first[pending.lane][pending] = None
-        self._lanes = [back | lane for back, lane in zip(first, self._lanes, strict=True)]
-        for pending in filter(attrgetter("asked"), there):
+                returned[pending.lane][pending] = None
+        self._lanes = [before | lane for before, lane in zip(returned, self._lanes, strict=True)]
+        for pending in filter(attrgetter("asked"), requests):
             replica.moved += 1
             self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
         self.replicas_changed()
@@ -376,8 +374,8 @@ class EnginePool:
 
     def _look_at(self, replica: Replica) -> None:
         """Lose a replica if its engine is gone."""
-        if replica.state == "up" and (gone := failure_of(replica.live)) is not None:
-            self._lose(replica, replica.engine, str(gone))
+        if replica.state == "up" and (failure := failure_of(replica.live)) is not None:
+            self._lose(replica, replica.engine, str(failure))
 
     def replicas_changed(self) -> None:
         """Send what waits, with all that is made in this pass of the loop."""
@@ -421,8 +419,8 @@ class EnginePool:
             return
         theirs = self.under_way(client) if self._open else []
         others = len(theirs) < len(self._open)
-        if left := [name for name in self._engine_ids if not others or self.sent.get(name) in theirs]:
-            await self._engine_ids.abort(left)
+        if to_abort := [name for name in self._engine_ids if not others or self.sent.get(name) in theirs]:
+            await self._engine_ids.abort(to_abort)
         for pending in theirs:
             self.end(pending, FinishReason.ABORT)
         if self._open:

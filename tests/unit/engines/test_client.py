@@ -71,6 +71,20 @@ def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
     assert run(engine, body) == (1, 1.0, 10.0)
 
 
+def test_what_prepares_a_dispatch_is_called_for_dispatches_alone() -> None:
+    """The journal is written then: not for each chunk that comes while requests wait for room."""
+    engine = scripted(Turn(text="one two three four five", chunks=5, delay=1.0), max_running=1)
+    called_before: list[int] = []
+
+    async def body(dispatcher: EngineClient) -> int:
+        dispatcher.call_before_dispatch(lambda: called_before.append(dispatcher.dispatches))
+        await done(*(dispatcher.submit(request(str(index))) for index in range(40)))
+        return dispatcher.dispatches
+
+    dispatches = run(engine, body)
+    assert called_before == list(range(dispatches))
+
+
 def test_cached_tokens_are_those_of_the_prompt_however_often_an_engine_says_so() -> None:
     pending = PendingRequest(request("a"), submitted_at=0.0)
     for cached in (0, 5, 5, 0):
