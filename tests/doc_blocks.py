@@ -35,7 +35,6 @@ import yaml
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import read_agent
-from fsm_rollout.agent.new_agent import new_agent
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.jobs.run_config import RunConfig, load_run
 from fsm_rollout.names.objects import _folders
@@ -275,17 +274,13 @@ def _read_part(block: Block, model: type, whole: Mapping[str, Any]) -> None:
 
 
 def _small_agent() -> dict[str, Any]:
-    folder = Path("base")
-    folder.mkdir(exist_ok=True)
-    path = folder / "small.yaml"
-    if not path.exists():
-        new_agent("small", folder)
-    return dict(yaml.safe_load(path.read_text("utf-8")))
+    agent: dict[str, Any] = yaml.safe_load((ROOT / "configs/agents/tool_agent.yaml").read_text("utf-8"))
+    return agent | {"contexts": {"main": {}}}
 
 
 def _small_run() -> dict[str, Any]:
     return {
-        "agent": "base/small.yaml",
+        "agent": "configs/agents/tool_agent.yaml",
         "prompts": "prompts.jsonl",
         "engine": {"kind": "scripted", "turns": ["Done."]},
         "out": "runs/small",

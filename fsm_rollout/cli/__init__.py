@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -43,17 +43,30 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fsm-rollout {version('fsm-rollout')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say which version this is")
+    ] = False,
+) -> None:
     """Agent rollouts as explicit state machines: a YAML graph that provably ends, run on any engine.
 
     \b
     A first session:
-      fsm-rollout new my_agent                    writes my_agent.yaml
-      fsm-rollout check my_agent.yaml             proves that it ends
-      fsm-rollout draw my_agent.yaml -o a.svg     draws it
-      fsm-rollout run configs/runs/demo.yaml      runs an agent on prompts
-      fsm-rollout show runs/demo                  shows what happened
+      fsm-rollout new my_agent                 writes the project my_agent, an agent with all that it needs
+      cd my_agent
+      fsm-rollout check agent.yaml             proves that it ends
+      fsm-rollout draw agent.yaml -o a.mmd     draws it
+      fsm-rollout run run.yaml                 runs it on prompts
+      fsm-rollout show runs/first              shows what happened
     """  # noqa: D301  # click wants the character itself
 
 

@@ -79,12 +79,28 @@ def schema(
     typer.echo(json.dumps(agent_schema() if of == "agent" else run_schema(), indent=2))
 
 
-def new(name: Annotated[str, typer.Argument(help="what to call the agent", show_default=False)]) -> None:
-    """Write NAME.yaml here: a working agent with a tool, to change.
+def new(
+    name: Annotated[str, typer.Argument(help="what to call the agent", show_default=False)],
+    kind: Annotated[
+        Literal["tools", "user", "plan-act-verify", "delegate", "external"],
+        typer.Option(
+            "--from", metavar="KIND", help="what it is like: tools, user, plan-act-verify, delegate, external"
+        ),
+    ] = "tools",
+) -> None:
+    """Write the folder NAME: an agent with a tool, a reward, prompts, a run, a test and a training step, to change.
 
-    Example: fsm-rollout new my_agent && fsm-rollout check my_agent.yaml
-    """
-    from fsm_rollout.agent.new_agent import new_agent
+    \b
+    Example: fsm-rollout new my_agent && cd my_agent && fsm-rollout run run.yaml
+      tools            calls a tool until it answers
+      user             answers, and a user goes on asking
+      plan-act-verify  makes a plan, carries it out, and revises its answer until a verifier accepts it
+      delegate         calls another agent as a tool
+      external         a loop of your own around OpenAI's client
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.cli.new_project import new_project
 
-    path = new_agent(name, Path())
-    typer.echo(f"{path} written; try: fsm-rollout check {path}")
+    folder = new_project(name, kind, Path())
+    typer.echo(
+        f"{folder} written; try: cd {folder} && fsm-rollout run run.yaml ({folder}/README.md says what is there)"
+    )

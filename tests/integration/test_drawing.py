@@ -94,7 +94,7 @@ def test_the_command_draws_what_the_suffix_says(tmp_path: Path) -> None:
 
 
 def test_check_loads_no_heavy_module(tmp_path: Path) -> None:
-    (tmp_path / "good.yaml").write_text((ROOT / "fsm_rollout/agent/new_agent.yaml").read_text("utf-8"), "utf-8")
+    (tmp_path / "good.yaml").write_text((ROOT / "configs/agents/single_turn.yaml").read_text("utf-8"), "utf-8")
     code = (
         "import sys\nfrom fsm_rollout.cli import app\nsys.argv = ['x', 'check', 'good.yaml']\n"
         "try:\n    app()\nexcept SystemExit as e:\n    assert not e.code\n"

@@ -18,7 +18,6 @@ from typer.testing import CliRunner, Result
 from fsm_rollout.agent.graph import AgentGraph, Predicate, StateSpec, TransitionSpec
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
-from fsm_rollout.agent.new_agent import new_agent
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
@@ -346,20 +345,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
-def test_new_then_check(run: Command, tmp_path: Path) -> None:
-    assert run("new", "my_agent").exit_code == 0
-    written = (tmp_path / "my_agent.yaml").read_text(encoding="utf-8")
-    checked = run("check", "my_agent.yaml")
-    assert (checked.exit_code, checked.stderr) == (0, "")
-    assert checked.stdout == (
-        "my_agent (my_agent.yaml): ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s\n"
-    )
-    again = run("new", "my_agent")
-    assert (again.exit_code, again.stdout) == (2, "")
-    assert again.stderr == "my_agent.yaml exists already; choose another name, or remove it\n"
-    assert (tmp_path / "my_agent.yaml").read_text(encoding="utf-8") == written
-
-
 def test_check_reports_all_files(run: Command, tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text(AGENT, encoding="utf-8")
     (tmp_path / "bad.yaml").write_text(AGENT.replace("TERMINATED", "TERMINATE"), encoding="utf-8")
@@ -375,13 +360,6 @@ def test_check_reports_all_files(run: Command, tmp_path: Path) -> None:
 def test_the_schema_is_printed(run: Command) -> None:
     done = run("schema")
     assert json.loads(done.stdout) == agent_schema()
-
-
-def test_new_refuses_bad_names_and_places(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a name"):
-        new_agent("../up", tmp_path)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        new_agent("a", tmp_path / "nowhere")
 
 
 def test_reading_says_where_everything_stands(tmp_path: Path) -> None:
