@@ -1,7 +1,8 @@
 """What a trajectory is worth, and which groups are worth training on.
 
 Invariant: a reward that fails for one trajectory leaves the others theirs. Every trajectory gets its own number, finite
-and such as a float32 holds, its own ``None`` (no score, which is not 0), or its own exception. A score of several rewards is their weighted sum.
+and such as a float32 holds, its own ``None`` (no score, which is not 0), or its own exception. A score of several
+rewards is their weighted sum.
 """
 
 from __future__ import annotations

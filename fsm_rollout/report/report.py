@@ -161,8 +161,11 @@ def _setting(run: RunFolder, agents: Sequence[str]) -> list[str]:
         setting += [f"{name} {value}" for name, value in sampling.items() if value is not None]
     if config.get("seed") is not None:
         setting.append(f"seed {config['seed']}")
-    if config.get("reward"):
-        setting.append(f"reward {str(config['reward']).rpartition(':')[2]}")
+    rewards = config.get("reward")
+    for reward in rewards if isinstance(rewards, list) else ():
+        if isinstance(reward, Mapping):
+            times = "" if reward.get("weight") == 1.0 else f"{reward.get('weight')} × "
+            setting.append(f"reward {times}{str(reward.get('use')).rpartition(':')[2]}")
     return [words for words in setting if words]
 
 

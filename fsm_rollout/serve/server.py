@@ -91,6 +91,8 @@ class Server:
             return failed(dialect, error)
         except web.HTTPException as error:
             message = f"{request.method} {request.path}: {error.reason}"
+            if error.status in (404, 405):
+                message += f"; there is {', '.join(self._paths(request.app))}"
             return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message))
         except (ConnectionError, OSError):
             raise  # the caller has gone
@@ -98,6 +100,12 @@ class Server:
             logger.exception("%s %s could not be answered", request.method, request.path)
             message = f"the request could not be answered: {type(error).__name__}"
             return failed(dialect, ProtocolError(500, "internal_error", message))
+
+    @staticmethod
+    def _paths(app: web.Application) -> list[str]:
+        """Return what can be asked for, as ``METHOD /path``."""
+        routes = (route for route in app.router.routes() if route.resource and route.method != "HEAD")
+        return [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
 
     def _check(self, request: web.Request) -> None:
         """Raise ProtocolError for pages from elsewhere, and callers without a key."""

@@ -24,7 +24,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
 from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse
+from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse, unsupported
 from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.content import text_of
@@ -117,7 +117,9 @@ class Service:
             hint = did_you_mean(chat.model, self.models) or f"; there are {', '.join(self.models)}"
             raise ProtocolError(404, "model_not_found", f"there is no agent '{chat.model}'{hint}")
         if chat.tools:
-            raise refuse("`tools`: the agent has its own, which run here; leave them out", "unsupported_parameter")
+            raise unsupported("tools", "is not supported: the agent has its own, which run here; leave them out")
+        if chat.seed is not None:
+            raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
         if self.calls_under_way >= self.calls:
             message = f"{self.calls_under_way:,} requests are being answered, which is the most"
             raise ProtocolError(429, "overloaded", message, retry_after=1)

@@ -24,7 +24,14 @@ from anthropic.types import (
 from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, content_of, refuse
+from fsm_rollout.states.external.chat_request import (
+    ChatReply,
+    ChatRequest,
+    ProtocolError,
+    content_of,
+    refuse,
+    unsupported,
+)
 from fsm_rollout.states.external.openai_dialect import sampling_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
@@ -39,10 +46,10 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise refuse("`messages` must be a list of at least one message")
     for key in ("stop_sequences", "thinking", "container", "mcp_servers"):
         if body.get(key) and (body.get(key) or {}) != {"type": "disabled"}:
-            raise refuse(f"`{key}` is not supported; leave it out", "unsupported_parameter")
+            raise unsupported(key)
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
-        raise refuse("`tool_choice` may be 'auto' or 'none': forcing a call is not supported", "unsupported_parameter")
+        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
     read: list[Message] = []
     if body.get("system"):
         read.append({"role": "system", "content": content_of({"content": body["system"]}, "system")})

@@ -20,16 +20,24 @@ from fsm_rollout.trajectory.settings import Sampling
 
 
 class ProtocolError(Exception):
-    """What a caller is told; ``code`` is a word that programs may look at."""
+    """What a caller is told; ``code`` is a word that programs may look at, ``param`` the request's key at fault."""
 
-    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, retry_after: int | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+        self.status, self.code, self.message = status, code, message
+        self.retry_after, self.param = retry_after, param
 
 
 def refuse(message: str, code: str = "invalid_request") -> ProtocolError:
     """Return the error of a request that is wrong, or asks for what there is not."""
     return ProtocolError(400, code, message)
+
+
+def unsupported(key: str, why: str = "is not supported; leave it out") -> ProtocolError:
+    """Return the error of a request with a key that would change what the call means, and that we do not serve."""
+    return ProtocolError(400, "unsupported_parameter", f"`{key}` {why}", param=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class ChatRequest:
     include_usage: bool = False
     # The sampling that the call asks for; what the agent and the run set comes first.
     sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
     notes: bool = False  # whether a stream is also to hold what happens beside the text: an extension of ours
 
 

@@ -27,6 +27,7 @@ from fsm_rollout.states.external.chat_request import (
     arguments_of,
     content_of,
     refuse,
+    unsupported,
 )
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
@@ -48,15 +49,20 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise refuse("`messages` must be a list of at least one message")
     for key, served in _UNSERVED.items():
         if body.get(key) not in served:
-            raise refuse(f"`{key}` is not supported; leave it out", "unsupported_parameter")
+            raise unsupported(key)
+    for key in ("logprobs", "top_logprobs"):
+        if body.get(key):
+            raise unsupported(
+                key, "is not supported: answers are text, and their tokens' logprobs are in the journal; leave it out"
+            )
     if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise refuse("`response_format` is not supported; ask for text", "unsupported_parameter")
+        raise unsupported("response_format", "is not supported; ask for text")
     tools = [tool for tool in body.get("tools") or () if isinstance(tool, Mapping)]
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise refuse("`tool_choice` may be 'auto' or 'none': forcing a call is not supported", "unsupported_parameter")
+        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
     if any(tool.get("type") != "function" or "name" not in (tool.get("function") or {}) for tool in tools):
-        raise refuse("`tools` must be functions, each with a name", "unsupported_parameter")
+        raise unsupported("tools", "must be functions, each with a name")
     return ChatRequest(
         messages=_named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
         tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
@@ -64,6 +70,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
+        seed=body.get("seed"),
         notes=body.get("notes") is True,
     )
 
@@ -210,7 +217,7 @@ EVENTS = OpenAIEvents
 def failure(error: ProtocolError) -> bytes:
     """Return the body of an error."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    answer = ErrorObject(message=error.message, type=kind, code=error.code, param=None)
+    answer = ErrorObject(message=error.message, type=kind, code=error.code, param=error.param)
     return json.dumps({"error": answer.model_dump()}).encode()
 
 

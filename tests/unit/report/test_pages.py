@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.cli import app
+from fsm_rollout.jobs.run_config import Rewards
 from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow
 from fsm_rollout.report.pages import number as said_number
@@ -253,12 +255,15 @@ def test_a_journal_of_ones_own_program_is_not_said_to_be_cut_off(tmp_path: Path)
 
 def test_a_report_says_what_was_run_and_where_all_time_went(tmp_path: Path) -> None:
     engine = {"kind": "transformers", "model": "embedded", "replicas": 2, "placement": "ray"}
-    facts = {"n": 4, "seed": 7, "sampling": {"temperature": 1.0, "top_p": None}, "reward": "rewards:exact", "odd": 1}
+    facts = {"n": 4, "seed": 7, "sampling": {"temperature": 1.0, "top_p": None}, "odd": 1}
+    rewards = TypeAdapter(Rewards).validate_python(["exact_answer", {"use": "my.rewards:short", "weight": 0.5}])
+    facts["reward"] = [reward.model_dump(mode="json") for reward in rewards]
     write_run(tmp_path, {"0/0": history(), "0/1": history("0/1")}, engine=engine, **facts)
     shown(str(tmp_path), "-o", str(tmp_path / "r.html"))
     page = (tmp_path / "r.html").read_text("utf-8")
     setting = (
-        "tool_user · transformers embedded, 2 replicas on Ray · 4 per prompt · temperature 1.0 · seed 7 · reward exact"
+        "tool_user · transformers embedded, 2 replicas on Ray · 4 per prompt · temperature 1.0 · seed 7 · "
+        "reward exact_answer · reward 0.5 × short\n"
     )
     text = re.sub("<.*?>", "", page)
     assert setting in text

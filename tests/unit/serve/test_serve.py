@@ -385,7 +385,13 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
         assert error.status_code == 404
         assert "did you mean 'chatting'?" in str(error)
         function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        assert "run here" in str(await refused(server, tools=[function]))
+        for param, value, why in (
+            ("tools", [function], "run here"), ("seed", 0, "by its trajectory's id"),
+            ("logprobs", True, "in the journal"), ("top_logprobs", 2, "in the journal"), ("n", 2, "leave it out"),
+        ):  # fmt: skip
+            error = await refused(server, **{param: value})
+            assert (error.status_code, error.code, error.param) == (400, "unsupported_parameter", param)  # type: ignore[attr-defined]
+            assert why in str(error)
         assert "the last one is the assistant's own" in str(
             await refused(server, messages=[{"role": "assistant", "content": "x"}])
         )
@@ -394,7 +400,8 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
             for path, status in (("/v1/files", 404), ("/../../etc/passwd", 404), ("/v1/chat/completions", 405)):
                 async with http.get(path) as answer:
                     assert answer.status == status
-                    assert "error" in await answer.json()
+                    told = (await answer.json())["error"]["message"]
+                    assert "there is POST /v1/chat/completions, POST /v1/messages, GET /v1/models, " in told
             async with http.post("/v1/messages", data=b"{") as answer:
                 assert (answer.status, (await answer.json())["type"]) == (400, "error")
             for wrong in (
