@@ -94,7 +94,9 @@ class AgentMachine(transitions.Machine):
                 index=index,
                 final=graph.is_final(dest),
                 spends=self.spends.get(dest),
-                stop_reason=None if row is None else row.stop_reason,
+                # What an error or a limit ends is called after it; else the trigger says what the end is called.
+                stop_reason=(row and row.stop_reason)
+                or (None if trigger in (Trigger.FAILED, Trigger.LIMIT_REACHED) else Outcome(trigger).stop_reason),
             )
 
     def _condition(self, predicate: Predicate) -> Callable[..., bool]:

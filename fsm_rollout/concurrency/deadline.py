@@ -17,7 +17,7 @@ PATIENCE = 30.0
 
 
 class Deadline:
-    """The timeout of one visit, as an async context manager. ``None`` seconds never expire.
+    """The timeout of one visit, as a context manager. ``None`` seconds never expire.
 
     ``seconds`` are counted while no hold is in force, those of ``wall`` always. ``unheard`` is called when the block
     has not ended :data:`PATIENCE` seconds after it was cancelled.
@@ -36,7 +36,7 @@ class Deadline:
         self.expired = False  # whether this deadline ended its block
         self.walled = False  # whether it was its wall that ended the block
 
-    async def __aenter__(self) -> Deadline:
+    def __enter__(self) -> Deadline:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
@@ -46,7 +46,7 @@ class Deadline:
         self._schedule()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         """Stop counting; raises TimeoutError in place of the cancellation when the deadline expired."""
         task, self._task = self._task, None
         if self._timer is not None:

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from operator import attrgetter
 from weakref import WeakSet
 
-from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
+from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason, FailureClass

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
+from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling

@@ -9,16 +9,47 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.handlers import load_handler
 from fsm_rollout.engines.client import Client
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import build_interaction
 from fsm_rollout.errors import ConfigError, Problem, ToolError, did_you_mean
 from fsm_rollout.scheduler.failure_policy import Failures
-from fsm_rollout.scheduler.trajectory_runner import RunnableAgent
+from fsm_rollout.states.base import State
+from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 
 logger = logging.getLogger(__name__)
+
+
+class RunnableAgent(BoundAgent):
+    """A bound agent with one handler per working state: all that the trajectories of one agent share.
+
+    Raises:
+        ConfigError: a handler cannot be built, or as :class:`BoundAgent`.
+    """
+
+    def __init__(
+        self, graph: AgentGraph, clients: Mapping[str, Client], sampling: Sampling, failures: Failures
+    ) -> None:
+        self.handlers: dict[str, State] = {}
+        for state in graph.working_states:
+            name = graph.handler_of(state)
+            handler = load_handler(name)
+            try:
+                self.handlers[state] = handler(state, graph.states[state])
+            except Exception as error:  # a constructor of the user's
+                raise ConfigError(
+                    f"agent '{graph.agent}': the handler of '{state}' ({name}) cannot be built: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        ends = failures.tool.do in ("end", "stop")
+        super().__init__(
+            graph, clients, sampling, end_on_tool_failure=ends, end_on_bad_call=failures.policy.do == "end"
+        )
+        if failures.tool.do == "retry":
+            self.toolbox.attempts, self.toolbox.first_pause = failures.tool.attempts, failures.tool.backoff
 
 
 class RunAgents:

@@ -18,8 +18,7 @@ from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
 from fsm_rollout.scheduler.run_state import PromptQueue, RunState
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.trajectory_runner import run_trajectory
-from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
+from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
 from fsm_rollout.trajectory.enums import StopReason
 from fsm_rollout.trajectory.trajectory import Trajectory

@@ -45,7 +45,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue, RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
-from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
+from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, Stop, Suspension
 from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.journal import Journal

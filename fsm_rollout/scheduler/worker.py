@@ -28,9 +28,8 @@ from fsm_rollout.names.objects import look_in
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.remote_client import EngineState, RemoteClient, remote_clients
-from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.trajectory_runner import RunnableAgent, run_trajectory
-from fsm_rollout.scheduler.trajectory_starter import TrajectoryStarter
+from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
+from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.tool_messages import clean

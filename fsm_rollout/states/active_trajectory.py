@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,6 +87,7 @@ class ActiveTrajectory:
         self.task: asyncio.Task[None] | None = None  # the task that runs it
         self.stop: Stop | None = None  # how it is being stopped
         self.restart = False  # whether a new attempt takes its place when it has been stopped
+        self.date = datetime.fromisoformat(trajectory.date)  # what chat templates' clocks show: when it started
         # What the prompt lowers of the sampling.
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
         if trajectory.extra.get("tools_kwargs"):

@@ -39,6 +39,8 @@ class BoundContext:
     # The schemas shown in the prompt; one object, so that the chat template can cache by identity.
     tools: tuple[dict[str, Any], ...]
     stop_ids: frozenset[int]  # the tokens that end a turn
+    root: str  # the agent's context that it is, or is a branch of
+    trained: bool  # whether what is sampled in it is trained on
     agent: str = ""  # as whose requests an engine gets them; empty: the trajectory's agent's
 
 
@@ -99,7 +101,7 @@ class BoundAgent:
             client = self._client(spec)
             chat = shared_chat(client, spec)
             stop_ids = chat.stop_ids | client.facts.eos_ids
-            self._engines[name] = BoundContext(name, spec, chat, None, client, (), stop_ids, agent=name)
+            self._engines[name] = BoundContext(name, spec, chat, None, client, (), stop_ids, name, False, agent=name)
         return self._engines[name]
 
     def _client(self, spec: Context) -> Client:
@@ -115,7 +117,8 @@ class BoundAgent:
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         tool_format = shown_format(spec, chat, client) if tools else None
-        return BoundContext(name, spec, chat, tool_format, client, tools, chat.stop_ids | client.facts.eos_ids)
+        stop_ids = chat.stop_ids | client.facts.eos_ids
+        return BoundContext(name, spec, chat, tool_format, client, tools, stop_ids, name, spec.trained)
 
 
 def shown_format(spec: Context, chat: ChatTemplate, client: Client) -> ToolFormat:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
-from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.engine_ids import ABORT_GRACE
 from fsm_rollout.environment.users import Conversation, Reply
@@ -25,8 +24,7 @@ from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolE
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import NO_EFFECTS
-from fsm_rollout.states.generation import Generation, OnTokens
-from fsm_rollout.states.sampler import ended, submit, without_stop
+from fsm_rollout.states.generation import Generation, OnTokens, ended, submit, text_of_turn
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
@@ -42,8 +40,8 @@ WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` h
 class HandlerContext(Visit):
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
-    def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
-        super().__init__(active, deadline)
+    def __init__(self, active: ActiveTrajectory) -> None:
+        super().__init__(active)
         # How many generations of the visit are charged already: 1, if entering the state charged for the first.
         self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         # The index of the next query, by engine; a visit that begins again counts from where it began first.
@@ -57,14 +55,14 @@ class HandlerContext(Visit):
             StreamError: a generation was left running.
         """
         if not self._generations:
-            self._over = True
+            self._end()
             return
         running = [g.task for g in self._generations.values() if g.task is not None and not g.task.done()]
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=2 * ABORT_GRACE)
-        self._over = True
+        self._end()
         if running and not being_cancelled():
             raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
@@ -85,11 +83,9 @@ class HandlerContext(Visit):
         """
         bound = self.context(context)
         self._charge_turn()
-        recorded = self._effects.take(Generated, context)
-        while recorded is not None and recorded.finish_reason == FinishReason.ABORT:
-            # It was aborted: the sampling below goes on from its tokens.
-            recorded = self._effects.take(Generated, context)
-        if recorded is not None:
+        while self._effects and (recorded := self._effects.take(Generated, context)) is not None:
+            if recorded.finish_reason == FinishReason.ABORT:
+                continue  # the sampling below goes on from its tokens
             if recorded.cut_by is not None:
                 raise self.limit_reached(recorded.cut_by, context)
             return recorded
@@ -116,7 +112,8 @@ class HandlerContext(Visit):
         try:
             return await generation.sample(sampling, on_tokens)
         finally:
-            generation.recorded.set()
+            if generation.recorded is not None:
+                generation.recorded.set()
             del self._generations[bound.name]
 
     def forget_recorded(self) -> None:
@@ -155,8 +152,7 @@ class HandlerContext(Visit):
         """
         if not prepaid:
             self.charge(LimitName.TOOL_CALLS)
-        called = self._effects.take(Called, attempt.id) or self._replayed(Called, attempt.id)
-        called = called or await self._make_call(attempt)
+        called = self._recorded(Called, attempt.id) or await self._make_call(attempt)
         if called.bad and self.agent.end_on_bad_call:
             error = ToolError(f"the model's call is wrong: {called.failure}")
             error.failure = FailureClass.POLICY
@@ -169,18 +165,20 @@ class HandlerContext(Visit):
             raise error
         return called
 
-    def _replayed(self, kind: type[E], key: object) -> E | None:
-        """Emit and return the event that a replayed run has recorded for ``key``, with the present time.
+    def _recorded(self, kind: type[E], key: object) -> E | None:
+        """Return what was recorded for ``key``: by the visit before it was interrupted, or by the run that is replayed.
 
-        ``None`` if no run is replayed, and for calls of sub-agents, which are replayed as trajectories.
+        The replayed run's is recorded anew, with the present time; sub-agents are replayed as trajectories.
 
         Raises:
-            ReplayDiverged: it has recorded none.
+            ReplayDiverged: a run is replayed, and has recorded nothing.
         """
-        recorded = self.active.replayed
-        if recorded is None or (kind is Called and key in recorded.by_agents):
+        if self._effects and (event := self._effects.take(kind, key)) is not None:
+            return event
+        replayed = self.active.replayed
+        if replayed is None or (kind is Called and key in replayed.by_agents):
             return None
-        event = recorded.effects.take(kind, key)
+        event = replayed.effects.take(kind, key)
         if event is None:
             raise ReplayDiverged(f"the run that is replayed has no '{kind.__struct_config__.tag}' of {key!r} here")
         return self.record_here(event)
@@ -195,7 +193,7 @@ class HandlerContext(Visit):
             if self.resumed and begun:  # it may have been made before the visit was interrupted
                 text = tool_messages.interrupted(name)
                 return self.record_here(Called.of(attempt, text, "interrupted"))
-            self.emit(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
+            self.take_in(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
@@ -204,14 +202,13 @@ class HandlerContext(Visit):
     def record_here(self, event: E) -> E:
         """Record an event with the present time and state, and return it."""
         event = replace(event, at=self.clock(), state=self.state)
-        self.emit(event)
+        self.take_in(event)
         return event
 
     async def interact(self, context: str) -> Reply:
         """Let the state's interaction answer a context, and return its reply."""
         stream = await self.opened(context)
-        recorded = self._effects.take(events.UserReplied, context)
-        recorded = recorded or self._replayed(events.UserReplied, context)
+        recorded = self._recorded(events.UserReplied, context)
         if recorded is not None:
             return Reply(recorded.content, recorded.score, recorded.done)
         conversation = Conversation(
@@ -226,7 +223,7 @@ class HandlerContext(Visit):
             reply = await self.active.interaction(self.state).reply(conversation)
         else:
             reply = await self._live_reply(self.active.live_user, conversation)
-        self.emit(
+        self.take_in(
             events.UserReplied(
                 at=self.clock(),
                 state=self.state,
@@ -258,12 +255,12 @@ class HandlerContext(Visit):
         # 1. The answer, if it was recorded before an interruption.
         index = self._queries.get(engine, 0)
         self._queries[engine] = index + 1
-        recorded = self._effects.take(ModelQueried, (engine, index)) or self._replayed(ModelQueried, (engine, index))
+        recorded = self._recorded(ModelQueried, (engine, index))
         if recorded is not None:
             return recorded.text
         # 2. The request: the messages in the engine's own template, with as much room as its window leaves.
         bound = self.agent.engine(engine)
-        ids = (await bound.chat.encode(Opening(messages, None, self.date))).ids
+        ids = (await bound.chat.encode(Opening(messages, None, self.active.date))).ids
         window = bound.client.facts.max_context
         room = window - len(ids)
         if room < 1:
@@ -281,9 +278,9 @@ class HandlerContext(Visit):
         if pending.error is not None:
             raise pending.error
         # 3. The text, recorded so that it is not asked for again.
-        text = bound.chat.decode(without_stop(bound, pending.ids))
+        text = text_of_turn(bound, pending.ids)
         now = self.clock()
-        self.emit(
+        self.take_in(
             ModelQueried(
                 at=now,
                 engine=engine,
@@ -307,6 +304,6 @@ class HandlerContext(Visit):
         if not isinstance(turn, int) or not 0 <= turn <= latest:
             existing = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
             raise StreamError(f"there is no turn {turn} to score; {existing}")
-        if self._effects.take(events.Scored, turn) is not None:
+        if self._effects and self._effects.take(events.Scored, turn) is not None:
             return
         self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))

@@ -29,25 +29,23 @@ _KEYS: Mapping[type[Event], Callable[[AnyEvent], object]] = {
 }
 
 
-class EffectLog:
+class EffectLog(dict[tuple[type, object], deque[Any]]):
     """The events of one visit, from before it was interrupted. Empty for a visit that was not."""
 
-    __slots__ = ("_recorded",)
-
     def __init__(self, recorded: Iterable[AnyEvent]) -> None:
-        self._recorded: dict[tuple[type, object], deque[Any]] = {}
+        super().__init__()
         for event in recorded:
             if type(event) in _KEYS and not getattr(event, "instead_of_glue", False):
-                self._recorded.setdefault((type(event), _KEYS[type(event)](event)), deque()).append(event)
+                self.setdefault((type(event), _KEYS[type(event)](event)), deque()).append(event)
 
     def take(self, kind: type[E], key: object) -> E | None:
         """Return the next event of that kind about ``key`` (context, call, engine, limit or turn), or ``None``."""
-        recorded = self._recorded.get((kind, key)) if self._recorded else None
+        recorded = self.get((kind, key))
         return recorded.popleft() if recorded else None
 
     def turns_ahead(self) -> int:
         """Return how many recorded turns the handler, which began again, has not asked for yet."""
-        turns = (queue for (kind, _), queue in self._recorded.items() if kind is Generated)
+        turns = (queue for (kind, _), queue in self.items() if kind is Generated)
         return sum(not event.resumed for queue in turns for event in queue)
 
 

@@ -1,8 +1,9 @@
-"""Sampling one assistant turn: the glue before it, the request, and what is recorded of its answer.
+"""Asking an engine for tokens, above all for an assistant turn: glue, request, and what is recorded of the answer.
 
-Invariants: a generation's input is the stream as it stands, so it extends the one before it and nothing sampled is ever
-decoded and encoded again; whatever the engine answered is recorded, also when the visit is cut off; nothing is written
-that would leave no room for a token.
+Invariants: a request that a visit has submitted has ended when the visit goes on, whatever cuts it off; a generation's
+input is the stream as it stands, so it extends the one before it and nothing sampled is ever decoded and encoded again;
+whatever the engine answered is recorded, also when the visit is cut off; nothing is written that would leave no room
+for a token.
 """
 
 from __future__ import annotations
@@ -18,17 +19,71 @@ from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.sampler import ended, submit, without_stop
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.stream import Stream, root_of
+from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids
 
 OnTokens = Callable[[PendingRequest], object]
+
+
+def submit(
+    visit: Visit,
+    bound: BoundContext,
+    ids: Ids,
+    settings: Sampling,
+    *,
+    name: str,
+    session: str,
+    index: int,
+    max_tokens: int,
+    seed: int,
+    sampled: int = 0,
+    routed: int = 0,
+) -> PendingRequest:
+    """Submit the trajectory's request ``name``; sampling that is not set means temperature 1 over all tokens."""
+    trajectory = visit.trajectory
+    request = Request(
+        request_id=f"{trajectory.trajectory_id}/{name}",
+        ids=ids,
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if settings.temperature is None else settings.temperature,
+            top_p=settings.top_p or 1.0,
+            top_k=settings.top_k or 0,
+            stop_ids=bound.stop_ids,
+            ignore_eos=bool(settings.ignore_eos),
+            seed=seed,
+        ),
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        agent=bound.agent or trajectory.agent,
+        context=bound.name,
+        session=f"{trajectory.trajectory_id}/{session}",
+        turn=index,
+        sampled=sampled,
+        routed=routed,
+    )
+    return bound.client.submit(request, visit.deadline)
+
+
+async def ended(bound: BoundContext, pending: PendingRequest) -> None:
+    """Wait for a request's end; if the wait is cut off, abort it and take its last tokens."""
+    try:
+        await pending.done.wait()
+    except asyncio.CancelledError:
+        await bound.client.abort(pending)
+        raise
+
+
+def text_of_turn(bound: BoundContext, ids: Ids) -> str:
+    """Return the text of a turn's ids, without the stop token that the model ended it with."""
+    return bound.chat.decode(ids[:-1] if len(ids) and ids[-1] in bound.stop_ids else ids)
 
 
 class Generation:
@@ -38,8 +93,10 @@ class Generation:
         self.visit = visit
         self.bound = bound
         self.earlier = list(earlier)
+        for generation in self.earlier:
+            generation.recorded = generation.recorded or Once()
         self.task = asyncio.current_task()
-        self.recorded = Once()
+        self.recorded: Once | None = None  # made by those who are to wait for it
         # What `_room` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
 
@@ -88,7 +145,8 @@ class Generation:
     async def _wait_for_earlier(self, *, cut: bool = False) -> None:
         """Wait until the earlier ones are recorded; if this one is cancelled (``cut``), only for those that are too."""
         for generation in self.earlier:
-            if not cut or (generation.task is not None and generation.task.cancelling()):
+            cancelled = generation.task is not None and generation.task.cancelling()
+            if generation.recorded is not None and (cancelled or not cut):
                 await generation.recorded.wait()
 
     async def _glue(self, stream: Stream, new: list[Message]) -> Stream:
@@ -101,7 +159,7 @@ class Generation:
         last = stream.tokens.tail(max(stream.turn_at, len(stream.tokens) - 1))  # of the turn's tokens, all that counts
         stopped = stream.finish_reason == FinishReason.STOP and len(last) > 0 and last[0] in bound.stop_ids
         finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        asked = FollowUp(history, new, bound.tools, last, finish_reason, visit.date)
+        asked = FollowUp(history, new, bound.tools, last, finish_reason, visit.active.date)
         encoded = await chat.encode(asked)
         if len(stream.messages) - stream.glued > len(new):  # another task of the handler has written meanwhile
             return await self._glue(stream, stream.pending)
@@ -118,7 +176,7 @@ class Generation:
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
         self._room_after_glue = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
-        visit.emit(
+        visit.take_in(
             PromptExtended(
                 at=visit.clock(),
                 context=bound.name,
@@ -168,7 +226,7 @@ class Generation:
     def _sampling(self, sampling: Sampling | None) -> Sampling:
         """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
         visit, bound = self.visit, self.bound
-        settings = visit.agent.samplings[visit.state, root_of(bound.name)]
+        settings = visit.agent.samplings[visit.state, bound.root]
         if sampling is not None:
             settings = sampling.over(settings)
         of_prompt = visit.active.sampling
@@ -217,7 +275,7 @@ class Generation:
             cached_tokens=pending.cached_tokens,
             replica=pending.replica,
         )
-        visit.emit(event)
+        visit.take_in(event)
         if read_error is not None:
             raise read_error
         return event
@@ -230,7 +288,7 @@ def _read_turn(
 
     ``number`` is the turn's among the trajectory's generations; calls' ids, and so their randomness, follow from it.
     """
-    text = bound.chat.decode(without_stop(bound, ids) if finish_reason == FinishReason.STOP else ids)
+    text = text_of_turn(bound, ids) if finish_reason == FinishReason.STOP else bound.chat.decode(ids)
     if bound.tool_format is None:
         return {"role": "assistant", "content": text}, []
     parsed = bound.tool_format.parse(text, ids, bound.tools)

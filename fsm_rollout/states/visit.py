@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LimitReached, remaining, spent
@@ -37,24 +36,25 @@ _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may 
 class Visit:
     """One visit of a state: its record, its limits, and the contexts that it writes to."""
 
-    def __init__(self, active: ActiveTrajectory, deadline: Deadline) -> None:
+    deadline: Deadline
+    """The handler's; set while it runs."""
+
+    def __init__(self, active: ActiveTrajectory) -> None:
         self.active = active
-        self.deadline = deadline
         self.trajectory = active.trajectory
         self.agent = active.agent
         self.state = self.trajectory.state
         self.spec = self.agent.graph.states[self.state]
-        self._loop = asyncio.get_running_loop()
+        self.clock: Callable[[], float] = asyncio.get_running_loop().time
+        """Returns the scheduler's time in seconds (virtual in simulation)."""
+        self.take_in: Callable[[AnyEvent], None] = active.emit
+        """Takes in what the visit's own operations have done; StreamError once it is over."""
         # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
         self._entry = next(iter(self.trajectory.visit_events), None)
+        # What the visit had done before it was interrupted; nothing, nearly always.
         self._effects = EffectLog(self.trajectory.visit_events) if self.trajectory.visit_events else NO_EFFECTS
-        self._over = False
 
     # -- time, facts and limits ---------------------------------------------------------------------------------
-
-    def clock(self) -> float:
-        """Return the scheduler's time in seconds (virtual in simulation)."""
-        return self._loop.time()
 
     @property
     def resumed(self) -> bool:
@@ -78,15 +78,19 @@ class Visit:
             raise StreamError(
                 f"a handler cannot emit {type(event).__name__}; return an Outcome, transitions do the rest"
             )
-        if self._over:
-            raise StreamError(f"the visit of '{self.state}' is over; a handler must wait for the tasks it starts")
         if isinstance(event, events.Scored):
             events.as_score(event.value, "a score")
-        self.active.emit(event)
+        self.take_in(event)
+
+    def _end(self) -> None:
+        """Take nothing in any more."""
+        self.take_in = partial(_refuse, self.state)
 
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""
         trajectory = self.trajectory
+        if trajectory.limits.get(limit) is None:
+            return float("inf")
         return remaining(self.agent.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
 
     def check(self, limit: str) -> None:
@@ -96,8 +100,8 @@ class Visit:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        if self._effects.take(events.LimitCharged, limit) is None:
-            self.emit(events.LimitCharged(at=self.clock(), limit=limit))
+        if not self._effects or self._effects.take(events.LimitCharged, limit) is None:
+            self.take_in(events.LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
     def facts(self) -> dict[str, object]:
@@ -124,8 +128,9 @@ class Visit:
         messages: list[Message] | None = None
         if spec.prompt is not None:
             messages = [{"role": "user", "content": self.agent.prompts[self.state].render(self.facts())}]
-        if spec.reset or self.trajectory.stream(spec.context) is None:
-            await self.open(self.context(spec.context), self._opening_messages(spec.context, messages))
+        if spec.reset or spec.context not in self.trajectory.open_streams:
+            bound = self.context(spec.context)
+            await self.open(bound, self._opening_messages(bound, messages))
         elif messages is not None:
             self.write(messages, context=spec.context)
 
@@ -142,12 +147,14 @@ class Visit:
 
     async def opened(self, context: str) -> Stream:
         """Return the open stream of ``context``; a first use opens it with the prompt, or raises PromptTooLong."""
-        stream = self.trajectory.stream(context)
-        return stream or await self.open(self.context(context), self._opening_messages(context, None))
+        stream = self.trajectory.open_streams.get(context)
+        if stream is None:
+            bound = self.context(context)
+            stream = await self.open(bound, self._opening_messages(bound, None))
+        return stream
 
-    def _opening_messages(self, context: str, messages: Sequence[Message] | None) -> list[Message]:
+    def _opening_messages(self, bound: BoundContext, messages: Sequence[Message] | None) -> list[Message]:
         """Return what a context's next stream opens with: ``messages``, or the trajectory's prompt."""
-        bound = self.context(context)
         opening = list(self.trajectory.prompt_messages if messages is None else messages)
         if bound.spec.system is not None and opening[0]["role"] != "system":
             opening.insert(0, {"role": "system", "content": bound.spec.system})
@@ -162,12 +169,14 @@ class Visit:
         Raises:
             PromptTooLong: they leave no room for a single token.
         """
-        before = self.trajectory.stream(bound.name)
-        recorded = None if instead_of_glue else self._effects.take(events.ContextOpened, bound.name)
+        before = self.trajectory.open_streams.get(bound.name)
+        recorded = None
+        if self._effects and not instead_of_glue:
+            recorded = self._effects.take(events.ContextOpened, bound.name)
         if before is not None and recorded is not None:
             return before
-        encoded = await bound.chat.encode(Opening(messages, bound.tools, self.date))
-        meanwhile = self.trajectory.stream(bound.name)
+        encoded = await bound.chat.encode(Opening(messages, bound.tools, self.active.date))
+        meanwhile = self.trajectory.open_streams.get(bound.name)
         if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
             return meanwhile
         if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
@@ -185,14 +194,14 @@ class Visit:
                 f"window is {bound.client.facts.max_context} (its max_context), limits.context_tokens is "
                 f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
             )
-        self.emit(
+        self.take_in(
             events.ContextOpened(
                 at=self.clock(),
                 context=bound.name,
                 state=self.state,
                 messages=messages,
                 ids=encoded.ids,
-                trained=bound.spec.trained,
+                trained=bound.trained,
                 engine=bound.spec.engine,
                 guarded=encoded.guarded,
                 guarded_at=list(encoded.guarded_at),
@@ -205,18 +214,15 @@ class Visit:
     def write(self, messages: Sequence[Message], *, context: str) -> None:
         """Append the environment's messages to a context; they enter its tokens with the next generation."""
         check_written(messages)
-        if messages and self._effects.take(events.MessagesAppended, context) is None:
-            if self.trajectory.stream(context) is None:  # nothing may wait here: what is written is there at once
-                bound, opening = self.context(context), self._opening_messages(context, None)
-                self.begin_stream(bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.date)))
-            self.emit(
-                events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
-            )
-
-    @property
-    def date(self) -> datetime:
-        """What the chat template's clock shows: when the trajectory started."""
-        return datetime.fromisoformat(self.trajectory.date)
+        if not messages or (self._effects and self._effects.take(events.MessagesAppended, context) is not None):
+            return
+        if context not in self.trajectory.open_streams:  # nothing may wait here: what is written is there at once
+            bound = self.context(context)
+            opening = self._opening_messages(bound, None)
+            self.begin_stream(bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.active.date)))
+        self.take_in(
+            events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
+        )
 
     def limit_reached(self, limit: str, context: str) -> LimitReached:
         """Return the error for a limit that stops a generation; it says so if the engine's window is the limit."""
@@ -230,5 +236,11 @@ class Visit:
 
     def room_in_context(self, bound: BoundContext, length: int) -> float:
         """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
-        room = remaining(self.agent.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length)
-        return min(room, bound.client.facts.max_context - length)
+        window = bound.client.facts.max_context - length
+        if self.trajectory.limits.get(LimitName.CONTEXT_TOKENS) is None:
+            return window
+        return min(window, remaining(self.agent.graph, self.trajectory, LimitName.CONTEXT_TOKENS, length))
+
+
+def _refuse(state: str, event: AnyEvent) -> None:
+    raise StreamError(f"the visit of '{state}' is over; a handler must wait for the tasks it starts")

@@ -252,7 +252,7 @@ class AgentHistories:
             try:
                 finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
                 glue = await bound.chat.encode(
-                    FollowUp(history[:shared], new, bound.tools, ids[turn.start :], finish_reason, self.ctx.date)
+                    FollowUp(history[:shared], new, bound.tools, ids[turn.start :], finish_reason, self.ctx.active.date)
                 )
             except ChatTemplateError:
                 return await self._open(chains, messages, bound.tools)

@@ -26,7 +26,7 @@ def test_expires_after_running_for_its_seconds(phases: list[tuple[bool, int]], s
     async def main() -> float:
         loop = asyncio.get_running_loop()
         try:
-            async with Deadline(seconds) as deadline:
+            with Deadline(seconds) as deadline:
                 for held, length in phases:
                     if held:
                         deadline.hold()
@@ -48,7 +48,7 @@ def test_a_wall_is_not_held_up(seconds: int, wall: int, held: int) -> None:
 
     async def main() -> float:
         try:
-            async with Deadline(seconds, wall) as deadline:
+            with Deadline(seconds, wall) as deadline:
                 deadline.hold()
                 await asyncio.sleep(held)
                 deadline.run()
@@ -64,7 +64,7 @@ def test_a_wall_is_not_held_up(seconds: int, wall: int, held: int) -> None:
 
 def test_holds_nest_and_none_never_expires() -> None:
     async def main() -> None:
-        async with Deadline(1.0) as deadline:
+        with Deadline(1.0) as deadline:
             deadline.hold()
             deadline.hold()
             deadline.run()
@@ -72,7 +72,7 @@ def test_holds_nest_and_none_never_expires() -> None:
             deadline.run()
             await asyncio.sleep(0.5)
         assert not deadline.expired
-        async with Deadline(None) as forever:
+        with Deadline(None) as forever:
             await asyncio.sleep(1e6)
         assert not forever.expired
 
@@ -87,7 +87,7 @@ def test_away_nothing_counts(seconds: int, wall: int, before: int, away: int) ->
 
     async def main() -> float:
         try:
-            async with Deadline(seconds, wall) as deadline:
+            with Deadline(seconds, wall) as deadline:
                 await asyncio.sleep(before)
                 with deadline.away():
                     await asyncio.sleep(away)

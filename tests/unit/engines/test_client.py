@@ -332,7 +332,7 @@ def test_deadlines_stand_still_while_queued_and_while_paused() -> None:
 
     async def body(dispatcher: EngineClient) -> list[bool]:
         async def one(name: str) -> bool:
-            async with Deadline(5.0) as deadline:
+            with Deadline(5.0) as deadline:
                 await dispatcher.submit(request(name), deadline).done.wait()
             return deadline.expired
 
@@ -368,9 +368,8 @@ def test_what_was_paused_keeps_its_order() -> None:
 
     async def body(dispatcher: EngineClient) -> None:
         async def one(name: str) -> None:
-            with suppress(TimeoutError):
-                async with Deadline(1.0) as deadline:
-                    await dispatcher.submit(request(name), deadline).done.wait()
+            with suppress(TimeoutError), Deadline(1.0) as deadline:
+                await dispatcher.submit(request(name), deadline).done.wait()
             late.append(name)
 
         ones = asyncio.gather(*map(one, NAMES))
@@ -388,7 +387,7 @@ def test_a_hold_taken_while_paused_is_released_between_two_tries_too() -> None:
     engine = scripted(Turn(text="yes", hang=True, delay=1.0))
 
     async def body(dispatcher: EngineClient) -> bool:
-        async with Deadline(50.0) as deadline:
+        with Deadline(50.0) as deadline:
             ticket = dispatcher.submit(request("a"), deadline)
             await asyncio.sleep(0.5)
             await dispatcher.pause()
@@ -461,7 +460,7 @@ def test_a_deadline_stands_still_while_a_second_try_queues() -> None:
 
     async def body(dispatcher: EngineClient) -> tuple[list[tuple[str | None, int]], bool, float]:
         loop = asyncio.get_running_loop()
-        async with Deadline(4.5) as deadline:
+        with Deadline(4.5) as deadline:
             ticket = dispatcher.submit(request("a"), deadline)
             await asyncio.sleep(0.5)
             other = dispatcher.submit(request("long"))
