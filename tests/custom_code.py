@@ -54,6 +54,16 @@ def exceeds(trajectory: object, argument: int) -> bool:
     return argument > 1
 
 
+def nothing_at_all() -> bool:
+    """A predicate without a parameter."""
+    return True
+
+
+def by_name(trajectory, *, argument) -> bool:  # type: ignore[no-untyped-def]
+    """Take the argument by its name."""
+    return bool(argument)
+
+
 NOT_A_FUNCTION = 5
 
 

@@ -79,6 +79,19 @@ def _own_function(path: str, argument: object) -> Condition:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(f"predicate '{path}' is async, so it would always hold; make it a plain `def`")
     arguments = () if argument is None else (argument,)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        signature = None  # a C extension's cannot be read
+    try:
+        if signature is not None:
+            signature.bind(None, *arguments)
+    except TypeError as error:
+        got = "the trajectory alone" if argument is None else f"the trajectory and {argument!r}"
+        raise ConfigError(
+            f"predicate '{path}' is called with {got}, which does not fit its signature {signature}: {error}; an "
+            f"argument is written as `{{{path}: …}}`"
+        ) from None
     return lambda trajectory, outcome: bool(function(trajectory, *arguments))
 
 

@@ -22,7 +22,7 @@ from fsm_rollout.names.objects import HERE_ALONE, load_object
 from fsm_rollout.tools.base import AgentAnswer, AgentCall, ToolContext, fresh
 from fsm_rollout.tools.bounded_call import STOP_SECONDS, Expired, RaisedElsewhere, bounded, call_of, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, Parameters, Schema, context_parameters, parameters_of
-from fsm_rollout.tools.tool_messages import described
+from fsm_rollout.tools.tool_messages import Unshowable, described
 
 RELEASE_SECONDS = 30.0  # how long a `release` may take where the tool has no timeout
 THREADS = 256  # calls of one sync tool that run at once where it has no `concurrency`: each takes a thread
@@ -84,6 +84,7 @@ class BoundTool(ABC):
         if kind not in self._reported:
             self._reported.add(kind)
             place = error.place if isinstance(error, RaisedElsewhere) else place_of(error)
+            place = "" if kind == Unshowable.__name__ else place  # where it was found out, and not where it is wrong
             problem = described(error, kind) + (f" (at {place})" if place else "")
             _logger.warning("%s failed, which models are told and not charged for: %s", self.where, problem)
 

@@ -15,17 +15,25 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from inspect import Parameter
-from types import SimpleNamespace
-from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import typing_extensions
-from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    ConfigDict,
+    Field,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
 
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
-from fsm_rollout.tools.base import Hidden, ToolContext, fresh
+from fsm_rollout.tools.base import Hidden, ToolContext, ToolResult, fresh
 
 Schema: TypeAlias = dict[str, Any]
 Function: TypeAlias = Callable[..., object]
@@ -93,6 +101,7 @@ class Parameters:
         self.description = (docstring.description or "").strip()
         described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in docstring.params}
         signature = list(_signature(function, where).values())[method:]
+        _check_returned(function, where)
         # 1. Each parameter is the model's, the ToolContext, or hidden.
         shown: dict[str, object] = {}
         for parameter in signature:
@@ -204,6 +213,45 @@ def context_parameters(function: Function, where: str) -> list[str]:
             if _is_context(_type_of(function, parameter)):
                 names.append(name)
     return names
+
+
+def _check_returned(function: Function, where: str) -> None:
+    """Raise ToolError for a declared return type of which no object can be made text."""
+    annotation = inspect.signature(function).return_annotation
+    if annotation is Parameter.empty:
+        return
+    with suppress(Exception):  # a type that cannot be looked up shows when something is returned
+        annotation = _type_of(function, Parameter("returned", Parameter.KEYWORD_ONLY, annotation=annotation))
+    if (kind := _opaque_class(annotation)) is not None:
+        raise ToolError(
+            f"{where}: what it returns cannot be shown to a model: {kind.__qualname__} has no JSON form. Return text, "
+            "numbers, plain data, a dataclass, a pydantic model, or a ToolResult with the text"
+        )
+
+
+def _opaque_class(hint: object) -> type | None:
+    """Return a class in a type whose objects have no JSON form, if there is one.
+
+    Whatever a subclass may mend, an iterator gives or ``tolist`` makes plain passes.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Literal, Callable):
+        return None
+    for arg in args[:1] if origin is Annotated else args:
+        if (part := _opaque_class(arg)) is not None:
+            return part
+    kind: object = origin or hint
+    if not isinstance(kind, type) or kind in (ToolResult, UnionType, bytearray) or inspect.isabstract(kind):
+        return None
+    if getattr(kind, "_is_protocol", False) or hasattr(kind, "tolist") or hasattr(kind, "__next__"):
+        return None
+    try:
+        TypeAdapter(kind)
+    except PydanticSchemaGenerationError as error:
+        return kind if f"for {kind}" in str(error) else None  # else a part of it, which may be an array
+    except Exception:  # other hooks of a type's own
+        return None
+    return None
 
 
 def _where(function: Function) -> str:

@@ -25,20 +25,27 @@ Side = Literal["left", "right", "middle"]
 EXACT_CHARACTERS = 200_000
 
 
+class Unshowable(Exception):
+    """What a tool returned cannot be made text: its author's mistake, which neither the model nor a retry can mend."""
+
+
 def result(value: object) -> str:
     """Return a tool's return value as text: strings and numbers as they are, the rest as JSON.
 
     Dataclasses, pydantic models, dates, sets and arrays (what has ``tolist``) become plain data first.
 
     Raises:
-        TypeError: the value holds something that has no JSON form.
-        ValueError: the same, or a number of more digits than Python writes out.
+        Unshowable: the value holds something that has no JSON form, or a number of more digits than Python writes out.
     """
     if isinstance(value, str):
         return clean(str.__str__(value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    return clean(json.dumps(to_jsonable_python(value, fallback=_plain_data), ensure_ascii=False))
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        return clean(json.dumps(to_jsonable_python(value, fallback=_plain_data), ensure_ascii=False))
+    except Exception as error:  # a type's own hooks may raise anything
+        kind = type(value).__name__
+        raise Unshowable(f"{kind} was returned, which cannot be shown to a model: {message_of(error)}") from error
 
 
 def is_short(value: object) -> bool:
@@ -194,7 +201,7 @@ def _short(text: str, length: int) -> str:
 def _plain_data(value: object) -> object:
     if (tolist := getattr(value, "tolist", None)) is not None:
         return tolist()
-    raise TypeError(f"a {type(value).__name__} cannot be shown to a model; return text, numbers or plain data")
+    raise TypeError(f"{type(value).__name__} has no JSON form; return text, numbers or plain data")
 
 
 def _beginning(size: int, side: Side) -> int:

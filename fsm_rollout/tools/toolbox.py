@@ -38,7 +38,15 @@ from fsm_rollout.tools.bound_tools import (
 )
 from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slots, ToolDied, bounded
 from fsm_rollout.tools.schema import Schema
-from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, bounded_result, described, error_text, truncate
+from fsm_rollout.tools.tool_messages import (
+    GO_ON,
+    Tokenizer,
+    Unshowable,
+    bounded_result,
+    described,
+    error_text,
+    truncate,
+)
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
 
 CORRECT = "correct the arguments and try again"
@@ -305,6 +313,9 @@ def _failure(tool: BoundTool, call: ToolCall, error: BaseException) -> tuple[Cal
             text = error_text(f"{name}: the tool broke down", GO_ON_WITHOUT)
         case ReportedFailure():
             failure, text = "tool_error", error_text(f"{name} failed: {tool_messages.message_of(error)}", GO_ON_WITHOUT)
+        case _ if failure == Unshowable.__name__:
+            text = error_text(f"{name} gave no result that can be shown", GO_ON_WITHOUT)
+            tool.report(failure, error)
         case _:
             text = error_text(f"{name} failed: {described(error, failure)}", GO_ON_WITHOUT)
             tool.report(failure, error)

@@ -27,6 +27,7 @@ from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.testing.strategies import schema_values
 from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.schema import Arguments
+from fsm_rollout.tools.tool_messages import Unshowable
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall, encode
 from fsm_rollout.trajectory.prompt import Prompt
@@ -167,8 +168,8 @@ class _Tool(Subject):
         text = result.result
         refused = result.bad and not result.tries
         demand(not refused, 2, f"{self.name} refused what its schema allows: {text}")
-        unreadable = "cannot be shown to a model" in text or "not JSON serializable" in text
-        demand(not unreadable, 4, f"what {self.name} returned for {kept} cannot be shown to a model: {text}")
+        unreadable = result.failure == Unshowable.__name__  # how it is not is in the log
+        demand(not unreadable, 4, f"what {self.name} returned for {kept} cannot be shown to a model; return plain data")
         try:
             encode(result)
         except (TypeError, ValueError, OverflowError) as error:

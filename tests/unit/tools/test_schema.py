@@ -6,11 +6,12 @@ import functools
 import json
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional, Protocol, TypeVar
 
+import numpy as np
 import pytest
 import typing_extensions
 from hypothesis import event, given
@@ -21,10 +22,12 @@ from pydantic import BaseModel, Field
 from benchmarks.arithmetic import TOOL_SCHEMA
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.tools import Hidden, ToolContext, tool_schema, tool_schema_of, validate_arguments
+from fsm_rollout.tools import Hidden, ToolContext, ToolResult, tool_schema, tool_schema_of, validate_arguments
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.tools.schema import Parameters
 from tests.cases import table
+
+T = TypeVar("T")
 
 
 class Unit(enum.Enum):
@@ -319,6 +322,48 @@ def test_what_cannot_be_shown_is_refused_with_its_place_and_advice(
     with pytest.raises(ToolError, match=rf"'{function.__name__}': .*{parameter}.*{says}") as caught:
         tool_schema(described(function))
     assert advice in str(caught.value)
+
+
+class Page:
+    """What a browser's library might return."""
+
+
+class Described(Protocol):
+    def tolist(self) -> list[int]: ...
+
+
+@dataclasses.dataclass
+class Grid:
+    cells: Described
+    shape: tuple[int, int]
+
+
+def page() -> Page: ...
+def pages() -> dict[str, list[Page] | None]: ...
+def marked() -> Annotated["Page", "the front page"]: ...
+def error() -> ValueError | str: ...
+async def later() -> Page: ...
+
+
+@pytest.mark.parametrize("function", [page, pages, marked, error, later])
+def test_a_return_type_that_cannot_be_shown_is_refused_when_the_tool_is_built(function: Callable[..., Any]) -> None:
+    says = rf"'{function.__name__}': what it returns cannot .*: (Page|ValueError) has no JSON form\. Return text"
+    with pytest.raises(ToolError, match=says):
+        tool_schema(described(function))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        str, None, Any, object, int | None, list[dict[str, float]], Literal["a", 1], date, Path, Grid, Described, Cat,
+        Options, ToolResult, np.ndarray, Callable[[int], Page], Iterator[str], "Missing", type, T,
+    ],
+)  # fmt: skip
+def test_any_other_return_type_passes(returned: object) -> None:
+    def tool(): ...
+
+    tool.__annotations__["return"] = returned
+    assert tool_schema(described(tool))["function"]["name"] == "tool"
 
 
 def test_a_tool_says_what_it_does():

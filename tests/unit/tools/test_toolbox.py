@@ -432,10 +432,14 @@ def test_a_result_that_nothing_bounds_is_cut_before_it_is_tokenised(side: Any, f
     assert (cut.result[0], cut.result[-1]) == (first, last)
 
 
-@pytest.mark.parametrize("kind", ["opaque", "digits"])
-def test_a_result_that_no_model_can_be_told_is_a_failure(kind: str):
+@pytest.mark.parametrize(("kind", "says"), [("opaque", "object has no JSON form; return text"), ("digits", "4300")])
+def test_a_result_that_no_model_can_be_told_is_a_failure(kind: str, says: str, caplog: pytest.LogCaptureFixture):
+    """What to return instead is its author's business, so the log says it, and not the model's message."""
     result = made(box(give="give"), a_call("give", kind=kind))
-    assert result.failure in ("TypeError", "ValueError", "PydanticSerializationError")
+    assert result.failure == "Unshowable"
+    assert result.result == "error: give gave no result that can be shown; try again, or go on without it"
+    assert f"was returned, which cannot be shown to a model: {'Exceeds' if kind == 'digits' else ''}" in caplog.text
+    assert says in caplog.text
     assert not result.bad
 
 
