@@ -145,6 +145,11 @@ class ToolSpec(StrictModel):
     placement: Literal["local", "process", "ray"] = Field(
         "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
     )
+    order: Literal["called", "any"] = Field(
+        "called",
+        description="of a trajectory's calls to its instance of a class, or its session with a server, which keep "
+        "state: `called`: one after the other, as the model made them; `any`: those of one turn run at once",
+    )
     repeatable: bool | None = Field(
         None,
         description="false: a call is never made twice, neither by retry nor by resume; default: true, but false for "

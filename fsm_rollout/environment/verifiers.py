@@ -265,6 +265,7 @@ class ToolsetTool(BoundTool):
         tool_name = getattr(function, "tool_name", None) or function.__name__
         super().__init__(f"{toolset.server_name}_{tool_name}" if toolset.server_name else tool_name, server.spec)
         self.server, self._place = server, place
+        self.holder = None if place[0] else server
         self.where = f"{server.where}: '{self.name}'"
         self.parameters = parameters_of(function, where=self.where)
         self.schema = self.parameters.tool(self.name)

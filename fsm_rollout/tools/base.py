@@ -63,7 +63,8 @@ class Tool(ABC):
     a thread) or async, and may have a :class:`ToolContext` parameter (`release`: none). The model is shown the
     parameters and the docstring of `execute` (where that has none, the class's docstring).
 
-    Calls of one turn may run at the same time on the one instance; ``parallel: 1`` of the state forbids it.
+    Calls to the one instance run one after the other, in the order in which the model made them, unless the tool says
+    ``order: any``; then those of one turn run at the same time, sync ones in threads.
     """
 
     def create(self, *args: Any, **kwargs: Any) -> object:  # noqa: B027  # many tools need none

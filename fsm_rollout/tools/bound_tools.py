@@ -70,6 +70,8 @@ class BoundTool(ABC):
     parameters: Parameters
     in_thread = False  # whether its calls occupy a thread
     slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
+    # What keeps a trajectory's state between its calls: those of one holder run in the order in which they were made.
+    holder: Holder | None = None
     # How long a cancelled call may take to clean up; `None` waits as long as it takes.
     stop_seconds: float | None = STOP_SECONDS
 
@@ -197,6 +199,7 @@ class ClassTool(BoundTool):
                 "calls; use 'ray' (an actor for each trajectory), or write a function"
             )
         self._fit(cls, spec.kwargs, "the tool's kwargs")
+        self.holder = self
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """They must be what `create` takes."""

@@ -221,6 +221,7 @@ class MCPTool(BoundTool):
     def __init__(self, server: MCPServer, declared: DeclaredTool) -> None:
         super().__init__(declared.name, server.spec)
         self.server = server
+        self.holder = None if server.mcp.session == "shared" else server
         self.where = f"{server.where}: '{declared.name}'"
         shown = tidy({key: value for key, value in declared.input_schema.items() if key != "$schema"})
         shown.setdefault("properties", {})

@@ -2,7 +2,8 @@
 
 Invariant: :meth:`ToolSession.call` always returns (or is cancelled): whatever a model writes and whatever a tool does
 becomes a result that the model reads. A call goes through these steps, and the first that fails is its result:
-readable → known tool → arguments → a free slot → tries, each bounded in time, with pauses between → cut to size.
+readable → known tool → its turn (where there is state) → arguments → a free slot → tries, each bounded in time, with
+pauses between → cut to size.
 A :class:`Toolbox` is shared by all trajectories; a :class:`ToolSession` is one trajectory's.
 """
 
@@ -179,6 +180,7 @@ class ToolSession:
         self.under_way: dict[str, str] = {}  # the tools of the calls under way, by the calls' ids
         # What this trajectory holds open: the tasks that make, or have made, its instances, and its connections.
         self.instances: dict[Holder, Any] = {}
+        self._turns: dict[Holder, asyncio.Lock] = {}  # held by the call that runs on what a holder keeps
 
     async def call(
         self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
@@ -208,10 +210,15 @@ class ToolSession:
         if tool is None:
             text = tool_messages.unknown_tool(attempt.name, list(tools))
             return Called.of(attempt, text, "unknown_tool", bad=True)
-        # 2. Run, as often as its retry allows.
+        # 2. Run, as often as its retry allows; on what keeps state, after the calls that came before.
         self.under_way[attempt.id] = attempt.name
         try:
-            called = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+            if tool.holder is None or tool.spec.order == "any":
+                called = await self._run(tool, attempt)
+            else:
+                async with self._turns.setdefault(tool.holder, asyncio.Lock()):
+                    called = await self._run(tool, attempt)
+            called = replace(called, seconds=loop.time() - begun)
         finally:
             self.under_way.pop(attempt.id, None)
         # 3. Cut to size.

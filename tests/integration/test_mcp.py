@@ -181,6 +181,10 @@ def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: b
             answers = [(await call("count")).result.split() for call in (first, second, first)]
             assert [number for _, number in answers] == (["1", "2", "3"] if shared else ["1", "1", "2"])
             assert len({process for process, _ in answers}) == (1 if shared else 2)
+            # A session of a trajectory's own has its state: what it is asked in one turn, it does in that order.
+            holders = {tool.holder for tool in box.tools_of("main").values()}
+            assert len(holders) == 1
+            assert (holders == {None}) is shared
         await box.close()
 
     asyncio.run(main())
@@ -188,7 +192,7 @@ def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: b
 
 
 async def test_a_call_has_its_time_and_the_session_goes_on() -> None:
-    box = toolbox(mcp=STDIO, timeout=PATIENCE)
+    box = toolbox(mcp=STDIO, timeout=PATIENCE, order="any")
     soon = toolbox(mcp=STDIO, timeout=0.2)
 
     async with session(box) as call:

@@ -190,7 +190,10 @@ class _Tool(Subject):
 
     def _same(self, arguments: Arguments, first: Called, second: Called, when: str) -> None:
         gave = f"gave {first.result!r}, and {when} {second.result!r} (reward {first.reward}, {second.reward})"
-        advice = "take randomness from ToolContext.rng, read no clock, and keep nothing between calls"
+        keep = "nothing between calls" if self.tool.holder is None else "what lasts between calls in `self` alone"
+        advice = f"take randomness from ToolContext.rng, read no clock, and keep {keep}"
+        if self.tool.holder is not None and self.tool.spec.order == "any":
+            advice += "; its calls of one turn run at once: guard what they share, or leave out `order: any`"
         demand(first == second, 8, f"{self.name}({arguments}) {gave}; {advice}")
 
     @SUITE.check(3)

@@ -863,6 +863,59 @@ def test_an_instance_is_released_when_its_calls_were_cancelled():
     run_virtual(main())
 
 
+class Account(Tool):
+    """Adds up, and takes a while over each sum."""
+
+    def __init__(self) -> None:
+        self.total = self.tries = 0
+
+    async def execute(self, by: int) -> int:
+        """Add."""
+        self.tries += 1
+        before = self.total
+        await asyncio.sleep(10.0 / by)  # the later ones are quicker
+        if self.tries == 1:
+            raise ConnectionResetError("again")
+        self.total = before + by
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("order", "results", "in_order"), [("called", ["1", "3", "6"], True), ("any", ["1", "2", "3"], False)]
+)
+def test_calls_of_one_turn_to_one_instance_run_in_their_order(order: str, results: list[str], in_order: bool) -> None:
+    """Also where the first of them is tried again; at once they would lose each other's updates."""
+
+    async def main() -> tuple[list[Called], list[Called], float]:
+        tools = box(account={"use": "Account", "order": order, "retry": {"attempts": 2}})
+        one, other = opened(tools), opened(tools, trajectory_id="u")
+        calls = [asyncio.create_task(one.call(a_call("account", f"c{i}", by=i))) for i in (1, 2, 3)]
+        beside = await other.call(a_call("account", by=5))
+        seconds = asyncio.get_running_loop().time()
+        return [await call for call in calls], [beside], seconds
+
+    made_calls, (beside,), seconds = run_virtual(main())
+    assert [call.result for call in made_calls] == results
+    assert beside.result == "5"
+    assert seconds < 10.0, "another trajectory has an instance of its own, and waits for nobody"
+    ends = [call.seconds for call in made_calls]
+    assert (ends == sorted(ends)) is in_order
+
+
+def test_a_call_that_is_given_up_leaves_its_turn_to_the_next() -> None:
+    async def main() -> None:
+        session = opened(box(sandbox={"use": "Account", "timeout": 6}))
+        calls = [asyncio.create_task(session.call(a_call("sandbox", f"c{i}", by=i))) for i in (1, 2, 3)]
+        await asyncio.sleep(7.0)
+        calls[1].cancel()
+        await asyncio.wait(calls)
+        assert [call.cancelled() or call.result().result for call in calls] == [
+            "error: sandbox did not answer and was stopped after 6 s; try again or go on without it", True, "3",
+        ]  # fmt: skip
+
+    run_virtual(main())
+
+
 # Agents.
 
 
