@@ -4,7 +4,7 @@
   engine: :mod:`fsm_rollout.testing.plugin.pytest_plugin`.
 * ``check_…`` hold an implementation of yours to what its protocol promises.
 * :func:`run_virtual` and :func:`simulate` run things in virtual time: nothing ever sleeps.
-* :mod:`fsm_rollout.testing.strategies` draws agents, histories, tool calls, scripts and faults with Hypothesis.
+* :mod:`fsm_rollout.testing.strategies` draws tool calls, scripts and faults with Hypothesis.
 
 Everything is imported on first use: pytest loads the plugin in every run of everybody who has this package.
 """

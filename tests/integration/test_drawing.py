@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fsm_rollout import AgentGraph, load_agent
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import DrawingError, render, source_of, to_dot, to_svg
-from fsm_rollout.testing.strategies.graphs import graphs
+from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.unit.diagrams.sixty_states import sixty_states
 from tests.unit.diagrams.test_draw import AGENTS, agent, hostile, squash

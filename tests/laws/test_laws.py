@@ -26,8 +26,8 @@ from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.plan import Fault, Plan, Schedule
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.strategies import engine_scripts, plans
-from fsm_rollout.testing.strategies.graphs import graphs
 from fsm_rollout.trajectory.events import Generated, MessagesAppended
+from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.laws.agents import agents
 from tests.laws.world import turns

@@ -24,10 +24,10 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ToolFate
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.testing.strategies.calls import WRITERS
-from fsm_rollout.testing.strategies.graphs import graphs
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.graphs import graphs
 from tests.kit import CONFIGS
 from tests.laws.agents import agents
 from tests.laws.test_laws import WORKERS, _tokenizer, drawn, shared  # noqa: F401  # its fixture, too

@@ -5,9 +5,6 @@ Each strategy draws data that is right by construction and shrinks towards the l
 
 from fsm_rollout.testing.strategies.calls import broken_calls as broken_calls
 from fsm_rollout.testing.strategies.calls import tool_calls as tool_calls
-from fsm_rollout.testing.strategies.graphs import graphs as graphs
-from fsm_rollout.testing.strategies.histories import event_sequences as event_sequences
-from fsm_rollout.testing.strategies.histories import trajectories as trajectories
 from fsm_rollout.testing.strategies.plans import engine_scripts as engine_scripts
 from fsm_rollout.testing.strategies.plans import plans as plans
 from fsm_rollout.testing.strategies.plans import turns as turns

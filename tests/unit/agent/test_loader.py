@@ -23,10 +23,10 @@ from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.cli import app
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.graphs import graphs, texts, values
 from fsm_rollout.trajectory import config_errors
 from fsm_rollout.trajectory.settings import Limits, Sampling
 from tests.cases import says, table
+from tests.graphs import graphs, texts, values
 from tests.kit import ROOT
 
 CONFIGS = sorted((ROOT / "configs" / "agents").glob("*.yaml"))

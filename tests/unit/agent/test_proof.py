@@ -16,8 +16,8 @@ from fsm_rollout.agent import loader
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound, prove
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.graphs import graphs
 from tests.cases import table
+from tests.graphs import graphs
 from tests.kit import ROOT
 
 TRIGGERS = {

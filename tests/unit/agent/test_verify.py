@@ -12,8 +12,8 @@ from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.graphs import graphs
 from tests.cases import says, table
+from tests.graphs import graphs
 
 RULES = table("rules")
 CASES = [(group["base"], case) for group in RULES.values() for case in group["cases"]]

@@ -23,16 +23,11 @@ from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.concurrency import garbage_collection
 from fsm_rollout.errors import BatchError
-from fsm_rollout.testing.strategies.histories import (
-    event_sequences,
-    json_values,
-    several_event_sequences,
-    several_trajectories,
-)
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, NotScored, PromptExtended, Scored
 from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
+from tests.histories import event_sequences, json_values, several_event_sequences, several_trajectories
 
 DTYPES = {
     **dict.fromkeys(

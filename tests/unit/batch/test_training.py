@@ -20,10 +20,10 @@ from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
 from fsm_rollout.batch.rows import RowId
 from fsm_rollout.errors import BatchError
-from fsm_rollout.testing.strategies.histories import events_of, plans
 from fsm_rollout.trajectory.events import AnyEvent, Scored
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
+from tests.histories import events_of, plans
 from tests.kit import ROOT, ratios
 
 

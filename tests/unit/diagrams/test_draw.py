@@ -19,7 +19,7 @@ from fsm_rollout.agent.graph import Predicate
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import DrawingError, render, source_of, to_dot, to_mermaid, to_png
 from fsm_rollout.diagrams.picture import picture
-from fsm_rollout.testing.strategies.graphs import graphs
+from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.unit.diagrams.sixty_states import sixty_states
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.summary import failure_lines, most_rewards_failed, summarize, summary_table
-from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -32,6 +31,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
+from tests.histories import several_event_sequences
 from tests.kit import under_way
 
 KEYS = (

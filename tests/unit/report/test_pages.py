@@ -29,7 +29,6 @@ from fsm_rollout.report.pages import page_path
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, visible
 from fsm_rollout.report.trajectory import token_data, trajectory_page
-from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -43,6 +42,7 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
+from tests.histories import event_sequences
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, Elements, history, write_run
 

@@ -17,8 +17,8 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.spans import KINDS, Clock, wall_seconds
 from fsm_rollout.report.trajectory import time_lanes
-from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
+from tests.histories import several_event_sequences
 from tests.unit.report.recorded_runs import history, write_run
 
 

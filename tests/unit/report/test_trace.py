@@ -18,8 +18,8 @@ from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.show import show
 from fsm_rollout.report.spans import Interval, intervals_of, packed, wall_seconds
 from fsm_rollout.report.trace import trace
-from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
+from tests.histories import several_event_sequences
 from tests.unit.report.recorded_runs import history, write_run
 
 

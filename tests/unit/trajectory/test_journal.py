@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.testing.strategies.histories import several_event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Ended,
@@ -50,6 +49,7 @@ from fsm_rollout.trajectory.journal.reader import delivered
 from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted, written
+from tests.histories import several_event_sequences
 
 
 def interleaved(several: list[list[AnyEvent]]) -> Iterator[tuple[str, AnyEvent]]:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pyarrow.parquet import write_table
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.testing.strategies.histories import json_values
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 from fsm_rollout.trajectory.settings import Limits, Sampling
+from tests.histories import json_values
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import StreamError
-from fsm_rollout.testing.strategies.histories import ids, logprob, token
 from fsm_rollout.trajectory.tokens import NO_VERSION, Owner, TokenStream, as_ids, as_logprobs
+from tests.histories import ids, logprob, token
 
 states = st.sampled_from(["GENERATING", "PENDING"])  # few of each, so that neighbours often differ in one thing only
 turns = versions = st.integers(0, 1)

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.testing.strategies.histories import event_sequences
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -40,6 +39,7 @@ from fsm_rollout.trajectory.stream import AssistantTurn, Stream
 from fsm_rollout.trajectory.tokens import MessagePart
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
+from tests.histories import event_sequences
 from tests.kit import under_way
 
 PROMPTED = prompted("t", group_id="g", at=0.5, agent="solver")

@@ -259,7 +259,6 @@ def _guarded(event: G) -> G:
 
 # Events of one trajectory, `Prompted` first; most have not ended, some have scores after their end.
 event_sequences = plans.map(events_of)
-trajectories = event_sequences.map(Trajectory.fold)
 # Events of up to three trajectories with ids of their own.
 several_event_sequences = st.lists(plans, max_size=3).map(
     lambda several: [events_of(plan, f"t{number}") for number, plan in enumerate(several)]
