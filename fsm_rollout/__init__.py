@@ -16,30 +16,7 @@ from fsm_rollout.names.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "agent.graph": "AgentGraph",
-        "agent.loader": "load_agent",
-        "agent.proof": "prove",
-        "agent.verify": "verify",
-        "batch.batch": "TrajectoryBatch",
-        "chat": "ChatTemplate",
-        "engines.scripted.engine": "ScriptedEngine",
-        "engines.transformers.checkpoints": "load_model",
-        "engines.transformers.engine": "TransformersEngine",
-        "errors": "BadArguments ConfigError RolloutError",
-        "rollout": "Rollout",
-        "scheduler.group": "Group",
-        "states": "State",
-        "states.external.handler": "ForeignVisit",
-        "tools": "ToolContext ToolResult",
-        "trajectory.journal": "Journal",
-        "trajectory.outcome": "Outcome",
-        "trajectory.prompt": "Prompt endless_prompts read_prompts",
-        "trajectory.trajectory": "Trajectory",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)
 __all__ = __dir__()
 
 if TYPE_CHECKING:

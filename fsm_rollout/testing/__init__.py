@@ -15,21 +15,7 @@ from typing import TYPE_CHECKING
 
 from fsm_rollout.names.lazy import lazy_names
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "conformance.engine": "Report check_engine check_engine_sync",
-        "conformance.interaction": "check_interaction",
-        "conformance.runner": "Checked ConformanceError",
-        "conformance.state": "check_state",
-        "conformance.tool": "check_tool",
-        "conformance.tool_format": "check_tool_format",
-        "simulation.laws": "LawBroken",
-        "simulation.plan": "Plan",
-        "simulation.simulate": "Simulation simulate",
-        "simulation.virtual_time": "Deadlock LeakedTasks VirtualTimeLoop run_virtual",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)
 __all__ = __dir__()
 
 if TYPE_CHECKING:
