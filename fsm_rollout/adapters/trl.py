@@ -5,7 +5,7 @@ The plugs that run rollouts for these trainers are in :mod:`fsm_rollout.adapters
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,6 @@ from fsm_rollout.adapters.requirements import one_row_each, versions_of, whole
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
-from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -48,14 +47,11 @@ def score_reward(completions: Sequence[object], *, score: Sequence[float | None]
     return list(score)
 
 
-def rollout_samples(
-    batch: TrajectoryBatch, trajectories: Mapping[str, Trajectory] | None = None, *, first_group_id: int = 0
-) -> list[RolloutSample]:
+def rollout_samples(batch: TrajectoryBatch, *, first_group_id: int = 0) -> list[RolloutSample]:
     """Return the samples of AsyncGRPO's queue, one for each row that has a score; rows of a sample share its group.
 
     ``model_version`` is that of the oldest trained token, by which the trainer drops what is stale. Groups are numbered
-    from ``first_group_id``, which must go on from step to step. ``trajectories`` by id give the messages, which the
-    trainer only logs.
+    from ``first_group_id``, which must go on from step to step. Messages, which the trainer only logs, are left out.
 
     Raises:
         BatchError: no row has a score.
@@ -70,12 +66,11 @@ def rollout_samples(
     for row, advantage, group in zip(
         scored.rows(), scored.advantages().tolist(), scored.tensordict["group_index"].tolist(), strict=True
     ):
-        trajectory = (trajectories or {}).get(row.trajectory_id)
         oldest, newest = versions_of(row)
         samples.append(
             RolloutSample(
-                prompt=[dict(message) for message in trajectory.prompt_messages] if trajectory else [],
-                completion=_completion(trajectory, row.stream) if trajectory else [],
+                prompt=[],
+                completion=[],
                 input_ids=np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64),
                 completion_mask=whole(row, row.mask, 0).astype(np.int64),
                 old_log_probs=whole(row, row.logprobs, 0.0),
@@ -86,9 +81,3 @@ def rollout_samples(
             )
         )
     return samples
-
-
-def _completion(trajectory: Trajectory, stream: int) -> list[dict[str, object]]:
-    """Return the messages of a stream after those it was opened with."""
-    opened = trajectory.streams[stream]
-    return [dict(message) for message in opened.messages[opened.opening :]]

@@ -1,7 +1,7 @@
 """Packages whose names are imported when they are first used, so that importing the package loads nothing heavy.
 
-Invariant: a package's names stand in it once, in the imports that it shows type checkers. What these do not name, and is
-no module of the package either, is an AttributeError.
+Invariant: a package's names stand in it once, in the imports that it shows type checkers. What these do not name, and
+is no module of the package either, is an AttributeError.
 """
 
 from __future__ import annotations

@@ -271,31 +271,13 @@ def test_tools_of_the_users_are_not_called_for_real(folder: pytest.Pytester) -> 
     result.assert_outcomes(passed=2, deselected=6)
 
 
-def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
+def test_the_fixture_runs_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
     agent(folder, GOOD)
     folder.makepyfile(
         """
-        import asyncio
-
         def test_trajectory(fsm_trajectory):
             trajectory = fsm_trajectory("agent.yaml", ["Hm.", "ANSWER 4"])
             assert (trajectory.stop_reason, trajectory.generations) == ("answered", 2)
-
-        def test_engine_and_scheduler(fsm_scheduler, scripted_engine, fake_clock):
-            from fsm_rollout import Prompt
-
-            engine = scripted_engine(["ANSWER"])
-            scheduler = fsm_scheduler("agent.yaml", engine=engine)
-            prompt = Prompt(messages=({"role": "user", "content": "?"},))
-
-            async def run():
-                await asyncio.sleep(3600)
-                return [group async for group in scheduler.run([prompt], n=2)]
-
-            (group,) = fake_clock.run(run())
-            assert [t.stop_reason for t in group.trajectories] == ["answered"] * 2
-            assert fake_clock.now == 3600.0
-            assert engine.log
 
         def test_profiles():
             from hypothesis import settings
@@ -303,4 +285,4 @@ def test_fixtures_run_an_agent_in_virtual_time(folder: pytest.Pytester) -> None:
             assert settings.get_profile("nightly").max_examples == 2000
         """
     )
-    folder.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=3)
+    folder.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)

@@ -1,1 +1,1 @@
-"""The pytest plugin: agents tested without a line of code, and fixtures for tests of your own."""
+"""The pytest plugin: agents tested without a line of code, and a fixture for tests of your own."""

@@ -1,4 +1,4 @@
-"""Tests that nobody had to write, for agents (``--fsm-agents``) and engines (``--fsm-engine``); fixtures for your own.
+"""Tests that nobody had to write, for agents (``--fsm-agents``) and engines (``--fsm-engine``); a fixture for your own.
 
 Invariant: without these options the plugin costs nothing and changes nothing: it is loaded in every pytest run of
 everybody who has this package, so everything heavy is imported where it is used.
@@ -16,10 +16,9 @@ How many runs are drawn is up to the Hypothesis settings in force (``--hypothesi
 from __future__ import annotations
 
 import argparse
-import asyncio
 import glob
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ import pytest
 from fsm_rollout.testing.plugin.items import AGENTS, COVERAGE, ENGINES, SEEN, AgentFile, EngineFile
 
 if TYPE_CHECKING:
-    from fsm_rollout.testing.plugin.fixtures import FakeClock, MakeScheduler, RunOne, ScriptEngine
+    from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -133,38 +132,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(line)
 
 
-# -- fixtures -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def fake_clock() -> Iterator[FakeClock]:
-    """Run coroutines in virtual time: ``fake_clock.run(coroutine)``, and ``fake_clock.now`` in between."""
-    from fsm_rollout.testing.plugin.fixtures import FakeClock
-    from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        yield FakeClock(runner)
-
-
-@pytest.fixture
-def scripted_engine() -> ScriptEngine:
-    """Make scripted engines: ``scripted_engine(["first turn", "second turn"])``, with the embedded tokenizer."""
-    from fsm_rollout.testing.plugin.fixtures import script_engine
-
-    return script_engine
-
-
-@pytest.fixture
-def fsm_scheduler() -> MakeScheduler:
-    """Make schedulers: ``fsm_scheduler(agent, turns)`` for a YAML's path or a graph, on a scripted engine."""
-    from fsm_rollout.testing.plugin.fixtures import make_scheduler
-
-    return make_scheduler
-
-
-@pytest.fixture
-def fsm_trajectory() -> RunOne:
+def fsm_trajectory() -> Callable[..., Trajectory]:
     """Run one trajectory in virtual time: ``fsm_trajectory(agent, turns, prompt="…")`` returns it, ended."""
-    from fsm_rollout.testing.plugin.fixtures import run_one
+    from fsm_rollout.testing.plugin.one_trajectory import run_one
 
     return run_one
