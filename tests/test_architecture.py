@@ -180,7 +180,7 @@ def test_the_root_has_eight_modules() -> None:
 
 
 CONTENT_HOMES = {
-    "trajectory.content": "the accessor itself",
+    "trajectory.stream": "the accessor itself",
     "trajectory.prompt": "checks what users write",
     "chat.messages": "checks what handlers write, and makes copies of it for templates",
     "chat.markers": "reads a tokenizer's added tokens, which are no messages",
@@ -198,7 +198,7 @@ def test_the_content_of_a_message_is_read_in_one_place() -> None:
                     readers.add(name_of(path))
                 case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant("content"), *_]):
                     readers.add(name_of(path))
-    assert readers == set(CONTENT_HOMES), "use text_of and media_of of fsm_rollout.trajectory.content"
+    assert readers == set(CONTENT_HOMES), "use text_of and media_of of fsm_rollout.trajectory.stream"
 
 
 def test_unit_tests_start_no_program() -> None:

@@ -16,7 +16,7 @@ from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.trajectory.content import media_of, text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,8 @@ from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, 
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.chat.turn_ends import Closes, common_prefix
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import text_of
 
 Transform = Callable[[str], str]
 

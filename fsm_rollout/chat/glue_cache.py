@@ -29,7 +29,7 @@ from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
 from fsm_rollout.chat.render import Tools, shown_tools
 from fsm_rollout.chat.turn_ends import probe_histories
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.content import media_of, text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 if TYPE_CHECKING:
     from jinja2 import nodes

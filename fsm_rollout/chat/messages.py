@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
-from fsm_rollout.trajectory.content import media_of, text_of
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.prompt import ROLES
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 Messages = Sequence[Mapping[str, Any]]  # messages as callers give them: only read
 MAPPING = (dict, Mapping)  # for `isinstance`: a dict is seen at once, an abstract class takes far longer

@@ -22,7 +22,7 @@ from fsm_rollout.chat.reference import FollowUp, Opening, Reference
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
-from fsm_rollout.trajectory.content import text_of
+from fsm_rollout.trajectory.stream import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,8 +20,8 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.tools.commands import from_environment
 from fsm_rollout.tools.tool_messages import clean
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import text_of
 
 NOT_SHOWN = ("done", "reward", "metadata")  # what an observation may hold beside what the model is to read
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two tries to get a place at a server that has no more

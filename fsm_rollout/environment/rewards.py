@@ -23,10 +23,9 @@ from fsm_rollout.environment.answer_matching import gives_answer
 from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.tools.bounded_call import invoke
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import LARGEST_SCORE, Part, as_score
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.stream import root_of
+from fsm_rollout.trajectory.stream import root_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import clean
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message, as_score
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 # Asks a model on a named engine, in its own template and tokenizer: engine, messages, sampling → its text.

@@ -27,7 +27,7 @@ from fsm_rollout.report.spans import totals_of
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shortened, visible
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
-from fsm_rollout.trajectory.content import text_of
+from fsm_rollout.trajectory.stream import text_of
 
 ROWS = 20
 WIDE = 120  # columns of a terminal in which a table of all there is to say can be read

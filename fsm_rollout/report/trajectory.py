@@ -24,9 +24,8 @@ from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, totals_of, wall_seconds
 from fsm_rollout.report.texts import TokenTexts, visible
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import Message
-from fsm_rollout.trajectory.stream import BRANCH, FURTHER
+from fsm_rollout.trajectory.stream import BRANCH, FURTHER, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Texts = Callable[[str], TokenTexts | None]  # gives the token texts of an engine, by its name

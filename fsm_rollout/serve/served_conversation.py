@@ -16,9 +16,9 @@ from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, chains_of, extend_chain, refuse
 from fsm_rollout.states.external.responding import Answer, Exchange
 from fsm_rollout.states.external.text_stream import TextStream
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 BETWEEN_TURNS = "\n\n"

@@ -27,11 +27,11 @@ from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse, unsupported
 from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.tools.tool_messages import clean
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned
 from fsm_rollout.trajectory.journal import Recorded
 from fsm_rollout.trajectory.prompt import as_prompt
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

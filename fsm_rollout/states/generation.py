@@ -156,7 +156,9 @@ class Generation:
         history = stream.messages[: stream.glued]
         if chat.must_split(history, new, bound.tools):
             return await visit.open(bound, list(stream.messages), instead_of_glue=True)
-        last = stream.tokens.tail(max(stream.turn_at, len(stream.tokens) - 1))  # of the turn's tokens, all that counts
+        last = stream.tokens.tail(
+            max(stream.turn_at, stream.tokens.length - 1)
+        )  # of the turn's tokens, all that counts
         stopped = stream.finish_reason == FinishReason.STOP and len(last) > 0 and last[0] in bound.stop_ids
         finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         asked = FollowUp(history, new, bound.tools, last, finish_reason, visit.active.date)
@@ -166,7 +168,7 @@ class Generation:
         # 2. Some of the glue from the cache is checked, after this turn's request has been sent.
         if encoded.entry is not None:
             visit.active.glue_entries.add(encoded.entry)
-            if encoded.entry.audit_due(len(stream.tokens)):
+            if encoded.entry.audit_due(stream.tokens.length):
 
                 def audit() -> None:
                     mismatch = chat.audit(asked, encoded)
@@ -175,7 +177,7 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        self._room_after_glue = self._room(len(stream.tokens) + len(encoded.ids), len(encoded.ids))
+        self._room_after_glue = self._room(stream.tokens.length + len(encoded.ids), len(encoded.ids))
         visit.take_in(
             PromptExtended(
                 at=visit.clock(),
@@ -204,7 +206,7 @@ class Generation:
     def _submit(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[PendingRequest, str | None]:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
-        length = len(stream.tokens)
+        length = stream.tokens.length
         room = self._room_after_glue or self._room(length, 0)
         settings = self._sampling(sampling)
         sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0

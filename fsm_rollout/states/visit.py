@@ -24,10 +24,9 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Message
-from fsm_rollout.trajectory.stream import Stream, root_of
+from fsm_rollout.trajectory.stream import Stream, root_of, text_of
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
 _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may emit

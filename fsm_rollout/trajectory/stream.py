@@ -1,19 +1,20 @@
 """What a trajectory says, twice: as the token streams of its contexts, and as the turns of its conversation.
 
-Invariant: only :meth:`fsm_rollout.trajectory.trajectory.Trajectory.apply` changes them.
+Invariants: only :meth:`fsm_rollout.trajectory.trajectory.Trajectory.apply` changes them. The content of a message is a
+text, nothing, or a list of parts in OpenAI's form; whoever wants the text of a message or what else it shows asks
+:func:`text_of` and :func:`media_of`, so that a new kind of part is met in one place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.tokens import Ids, MessagePart, TokenStream
@@ -98,7 +99,7 @@ class Stream(msgspec.Struct):
 
     def extend(self, event: events.PromptExtended, turn: int) -> None:
         """Take in the glue before the generation ``turn``."""
-        length = len(self.tokens)
+        length = self.tokens.length
         self.guarded_at.extend([length + at for at in event.guarded_at])
         self.parts.extend([part.moved(length, self.glued) for part in event.parts])
         self.tokens.write(event.ids, state=event.state, turn=turn)
@@ -113,7 +114,7 @@ class Stream(msgspec.Struct):
             StreamError: its logprobs, versions or notes do not fit its ids, or messages never entered the tokens.
         """
         # 1. Whether it fits.
-        length, versioned = len(self.tokens), sum(map(itemgetter(0), event.versions))
+        length, versioned = self.tokens.length, sum(map(itemgetter(0), event.versions))
         end = length + len(event.ids)
         if len(event.ids) != len(event.logprobs) or versioned != len(event.ids):
             raise StreamError(
@@ -129,7 +130,7 @@ class Stream(msgspec.Struct):
             del self.messages[-1], self.parts[-1:]
         else:
             self.turn_at = length
-        self.messages.append(message := event.said())
+        self.messages.append(message := event.said() if event.attempts else event.message)
         self.glued = len(self.messages)
         self.parts.append(MessagePart(self.glued - 1, self.turn_at, end - self.turn_at))
         # 3. Its tokens.
@@ -207,3 +208,40 @@ BRANCH, FURTHER = "~", "+"
 def root_of(context: str) -> str:
     """Return the agent's context that a context of a trajectory is, or is a branch of."""
     return context.partition(BRANCH)[0].partition(FURTHER)[0]
+
+
+# -- the content of a message ----------------------------------------------------------------------------------------
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message: its content, or that of its text parts; empty where there is none.
+
+    Raises:
+        TypeError: the content is neither text nor a list of parts.
+    """
+    content = message.get("content")
+    if type(content) is str:
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str.__str__(content)  # of an enum too, whose own `str` is its name
+    return "".join([part["text"] for part in _parts(content) if _is_text(part)])
+
+
+def media_of(message: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return the parts of a message that are not text, as they came; TypeError as for :func:`text_of`."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return ()
+    return tuple([part for part in _parts(content) if not _is_text(part)])
+
+
+def _parts(content: object) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(content, list | tuple):
+        raise TypeError(f"content must be a string, got {type(content).__name__}")
+    return content
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)

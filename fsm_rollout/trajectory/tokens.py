@@ -137,7 +137,7 @@ class TokenStream:
     can reach the stream's own.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "notes", "prompt_length", "sampled_length", "trained")
+    __slots__ = ("_ids", "_logprobs", "_spans", "length", "notes", "prompt_length", "sampled_length", "trained")
 
     def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
@@ -145,6 +145,7 @@ class TokenStream:
         self._logprobs: Logprobs = array("f")
         self._spans: list[Span] = []
         self.notes: list[Note] = []  # what engines said of the tokens, in the order in which they did
+        self.length = 0  # the number of tokens
         self.prompt_length = len(prompt)  # the number of tokens of the opening prompt
         self.sampled_length = 0  # the number of tokens that the engine sampled, trained or not
         self._append(prompt, None, Owner.PROMPT, state, turn)
@@ -171,16 +172,17 @@ class TokenStream:
     ) -> None:
         if not len(ids) and self._spans:
             return
-        start = len(self._ids)
-        self._ids.extend(as_ids(ids))
-        self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else as_logprobs(logprobs))
+        start = self.length
+        self._ids.extend(ids)
+        self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else logprobs)
+        self.length = len(self._ids)
         last = self._spans[-1] if self._spans else None
         if last is not None and last.owner is owner and (last.state, last.turn, last.version) == (state, turn, version):
             start = self._spans.pop().start
-        self._spans.append(Span(start, len(self._ids), owner, state, turn, version))
+        self._spans.append(Span(start, self.length, owner, state, turn, version))
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self.length
 
     def __eq__(self, other: object) -> bool:
         """Compare tokens, logprobs (bit for bit) and provenance."""
@@ -209,7 +211,7 @@ class TokenStream:
     @property
     def response_length(self) -> int:
         """The number of tokens after the opening prompt."""
-        return len(self._ids) - self.prompt_length
+        return self.length - self.prompt_length
 
     @property
     def trained_length(self) -> int:

@@ -15,10 +15,9 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, whole_conversation
+from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, text_of, whole_conversation
 from fsm_rollout.trajectory.wall_time import TimeSpent
 
 
@@ -115,6 +114,10 @@ class Trajectory(msgspec.Struct):
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
+    attempts: Sequence[ToolCall | MalformedCall] = ()
+    """The calls and broken calls of the latest generation, in order."""
+    response_tokens: int = 0
+    """Tokens after the opening prompts, over all streams."""
     queries: dict[str, int] = {}
     """How often the environment has asked each engine."""
     queries_before: dict[str, int] = {}
@@ -241,11 +244,6 @@ class Trajectory(msgspec.Struct):
             self.time_spent.intervals.append((kind, start, end))
 
     @property
-    def attempts(self) -> Sequence[ToolCall | MalformedCall]:
-        """The calls and broken calls of the latest generation, in order."""
-        return self.last.attempts if self.last else ()
-
-    @property
     def text(self) -> str:
         """The content of the latest assistant turn (without its tool calls), of any context."""
         return text_of(self.last.message) if self.last else ""
@@ -262,11 +260,6 @@ class Trajectory(msgspec.Struct):
     def forks(self) -> int:
         """How often a foreign agent has rewritten a history, so that it is a stream of its own."""
         return sum(BRANCH in stream.context for stream in self.streams)
-
-    @property
-    def response_tokens(self) -> int:
-        """Tokens after the opening prompts, over all streams."""
-        return sum(map(attrgetter("tokens.response_length"), self.streams))
 
     @property
     def trained_tokens(self) -> int:
@@ -317,6 +310,7 @@ class Trajectory(msgspec.Struct):
 
     def _extended(self, event: events.PromptExtended) -> None:
         self._open_stream(event.context).extend(event, self.generations)
+        self.response_tokens += len(event.ids)
         self.guarded += event.guarded
 
     def _generated(self, event: events.Generated) -> None:
@@ -325,7 +319,8 @@ class Trajectory(msgspec.Struct):
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
         self._update_turn(event, message).results = self.called = []  # one list for both: the calls made from now on
-        self.last = event
+        self.last, self.attempts = event, event.attempts
+        self.response_tokens += len(event.ids)
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
@@ -380,7 +375,8 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        self.time_spent.end_visit()
+        if self.time_spent.intervals:
+            self.time_spent.end_visit()
         self.visit_events = []
         self.interrupted = False
         self.time_up = None

@@ -7,7 +7,6 @@ all say what it says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 import msgspec
 
@@ -35,12 +34,17 @@ class TimeSpent(msgspec.Struct):
 
     def end_visit(self) -> None:
         """Add the present visit's times to those of the earlier ones; clocks may differ from one to the next."""
-        if self.intervals:
-            for kind in {"any", *map(itemgetter(0), self.intervals)}:
-                self.earlier[kind] = self.seconds(kind)
-            self.intervals = []
+        stretches: dict[str, list[tuple[float, float]]] = {"any": []}
+        for kind, start, end in self.intervals:
+            stretches["any"].append((start, end))
+            stretches.setdefault(kind, []).append((start, end))
+        for kind, of_kind in stretches.items():
+            self.earlier[kind] = self.earlier.get(kind, 0.0) + covered(of_kind)
+        self.intervals = []
 
     def seconds(self, kind: str) -> float:
         """Return the seconds in which something of the kind, or of ``any``, was under way."""
-        present = [(start, end) for name, start, end in self.intervals if kind in (name, "any")]
-        return self.earlier.get(kind, 0.0) + covered(present)
+        earlier = self.earlier.get(kind, 0.0)
+        if not self.intervals:
+            return earlier
+        return earlier + covered([(start, end) for name, start, end in self.intervals if kind in (name, "any")])

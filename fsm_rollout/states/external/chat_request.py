@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import text_of
 
 
 class ProtocolError(Exception):

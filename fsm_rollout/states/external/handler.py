@@ -28,11 +28,11 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.states.base import State
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.commands import MARK, end_family, from_environment, scrubbed, words_of
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Scored
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import ImportPath
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from fsm_rollout.errors import ToolError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
 from fsm_rollout.tools.bounded_call import is_async
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Prompted, Transitioned
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 LATER_SECONDS = 1024.0  # how much later the same conversation is held again: it must not depend on the clock

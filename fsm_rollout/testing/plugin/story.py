@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from fsm_rollout.testing.simulation.laws import LawBroken, Place
 from fsm_rollout.testing.simulation.simulate import Simulation
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.content import text_of
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, ToolCall
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.tokens import Owner
 
 WIDTH = 72

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout.trajectory.content import media_of, text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 
 class Said(StrEnum):
