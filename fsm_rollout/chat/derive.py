@@ -58,10 +58,6 @@ class Slot:
     transform: Transform
     is_message: bool = True
 
-    def fill(self, texts: Sequence[str]) -> str:
-        """Return what stands in this slot."""
-        return self.transform(texts[self.index])
-
 
 Pieces = Sequence[str | Slot]  # text of the template, and slots for text of messages
 
@@ -74,7 +70,7 @@ def filled(pieces: Pieces, texts: Sequence[str], authored: Container[int] = ()) 
             parts.append(Part(piece))
         else:
             message = piece.index if piece.is_message else None
-            parts.append(Part(piece.fill(texts), piece.index not in authored, message))
+            parts.append(Part(piece.transform(texts[piece.index]), piece.index not in authored, message))
     return parts
 
 
@@ -342,7 +338,7 @@ def fit(pattern: Sequence[str | int], texts: Sequence[str], rendered: str) -> Pi
         """Yield what the item may be if it stands at the position, and where it ends."""
         item, tried = pattern[index], set[str]()
         for option in (item,) if isinstance(item, str) else [Slot(item, transform) for transform in TRANSFORMS]:
-            form = option if isinstance(option, str) else option.fill(texts)
+            form = option if isinstance(option, str) else option.transform(texts[option.index])
             if form not in tried and rendered.startswith(form, position):
                 tried.add(form)
                 yield option, position + len(form)

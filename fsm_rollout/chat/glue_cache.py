@@ -29,7 +29,7 @@ from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
 from fsm_rollout.chat.render import Tools, shown_tools
 from fsm_rollout.chat.turn_ends import probe_histories
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.stream import media_of, text_of
+from fsm_rollout.trajectory.stream import only_text_of, text_of
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -114,7 +114,7 @@ class GlueCache:
             if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or not new_messages:
                 return None
             # 1. The turn: its keys, whether it says anything, the names of its calls.
-            key: list[Hashable] = [sampled, tuple(turn), bool(_plain_text(turn))]
+            key: list[Hashable] = [sampled, tuple(turn), bool(only_text_of(turn))]
             call_ids: list[str] = []
             for number, call in enumerate(turn.get("tool_calls") or ()):
                 function = call["function"]
@@ -130,7 +130,7 @@ class GlueCache:
             contents: list[str] = []
             ids: list[str] = []
             for index, message in enumerate(new_messages, position + 1):
-                role, content = message["role"], _plain_text(message)
+                role, content = message["role"], only_text_of(message)
                 name, id_ = message.get("name"), message.get("tool_call_id")
                 if type(role) is not str or not (name is None or type(name) is str):
                     return None
@@ -268,7 +268,7 @@ class GlueCache:
         if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= 2:
             return None
         try:
-            texts = list(map(_plain_text, messages))
+            texts = list(map(only_text_of, messages))
             roles = list(map(itemgetter("role"), messages))
             digest = self._tools_digest(tools)
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -347,7 +347,7 @@ class Histories:
 
 
 def _kind(message: Mapping[str, Any]) -> str:
-    _plain_text(message)
+    only_text_of(message)
     role = message["role"]
     if type(role) is not str:
         raise TypeError("so is this")
@@ -358,12 +358,6 @@ def _kind(message: Mapping[str, Any]) -> str:
         if type(call["function"]["name"]) is not str:
             raise TypeError("and this")
     return f"{role}{min(len(calls), 2)}"
-
-
-def _plain_text(message: Mapping[str, Any]) -> str:
-    if media_of(message):
-        raise TypeError("what is not text is for the reference to refuse")
-    return text_of(message)
 
 
 def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], frozenset[str]]:

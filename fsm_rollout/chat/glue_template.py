@@ -63,7 +63,9 @@ class GlueTemplate(CacheEntry):
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the ids, whose they are, and how many injected markers were neutralised."""
         if self._fast:
-            middle = "".join([piece if isinstance(piece, str) else piece.fill(texts) for piece in self._middle])
+            middle = ""
+            for piece in self._middle:
+                middle += piece if isinstance(piece, str) else piece.transform(texts[piece.index])
             known = self._known.get(middle)
             if known is None:
                 encoding = self._encoder.encode(middle)

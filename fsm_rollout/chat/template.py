@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, get_args
 
 from fsm_rollout.chat.derive import Deriver
-from fsm_rollout.chat.glue_cache import GlueCache
+from fsm_rollout.chat.glue_cache import GlueCache, Shape
 from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import Messages, roles_of
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
@@ -69,6 +69,8 @@ class ChatTemplate:
         self.history: History = history
         self.now = now or datetime.now()
         self._encoder = encoder_for(tokenizer)
+        self.decode = self._encoder.decode
+        """Returns the text of ids, control tokens included; incomplete UTF-8 becomes U+FFFD."""
         self._renderer = Renderer(tokenizer, chat_template, template_kwargs)
         configured_stops = self._known_stops(close_tokens)
         dialect = learn_dialect(self._renderer, self.now)
@@ -96,10 +98,6 @@ class ChatTemplate:
         """The template's own text, as used where there are tools."""
         return self._renderer.source
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, control tokens included; incomplete UTF-8 becomes U+FFFD."""
-        return self._encoder.decode(ids)
-
     # --- prompts and glue
 
     def prompt(self, messages: Messages, tools: Tools | None, *, now: datetime | None = None) -> list[int]:
@@ -109,7 +107,7 @@ class ChatTemplate:
             ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`.
 
         """
-        return self.encode_here(Opening(messages, tools, now)).ids.tolist()
+        return self.encode_here(Opening(messages, shown_tools(tools), now)).ids.tolist()
 
     def glue(
         self,
@@ -135,29 +133,34 @@ class ChatTemplate:
             ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`.
 
         """
-        return self.encode_here(FollowUp(history, new_messages, tools, sampled_ids, finish_reason, now)).ids.tolist()
+        asked = FollowUp(history, new_messages, shown_tools(tools), sampled_ids, finish_reason, now)
+        return self.encode_here(asked).ids.tolist()
 
     async def encode(self, asked: Opening | FollowUp) -> Encoded:
         """Return the ids of a prompt, or of what follows a turn, and whose they are.
 
         What would hold up the event loop is encoded in a thread, without the cache, which belongs to the loop's.
         """
+        shape = self._shape(asked)
         messages = asked.messages if isinstance(asked, Opening) else asked.new
-        if sum(map(len, map(text_of, messages))) > LONG_TEXT:
+        if sum(map(len, map(text_of, messages) if shape is None else shape.texts)) > LONG_TEXT:
             return await asyncio.to_thread(self.reference.encode, asked)
-        return self.encode_here(asked)
+        return self._encoded(asked, shape)
 
     def encode_here(self, asked: Opening | FollowUp) -> Encoded:
         """Do what :meth:`encode` does, in this thread, whatever the length."""
-        tools = shown_tools(asked.tools)
+        return self._encoded(asked, self._shape(asked))
+
+    def _shape(self, asked: Opening | FollowUp) -> Shape | None:
         if isinstance(asked, Opening):
-            shape = self._cache.prompt_shape(asked.messages, tools, asked.now or self.now)
-        else:
-            shape = self._cache.shape(asked.history, asked.new, tools, self.reference.stop_of(asked))
-        if shape is not None:
-            learned = self._cache.templates.get(shape.key)
-            return learned.encode(shape.texts) if learned is not None else self._cache.learn(shape, asked)
-        return self.reference.encode(asked)
+            return self._cache.prompt_shape(asked.messages, asked.tools, asked.now or self.now)
+        return self._cache.shape(asked.history, asked.new, asked.tools, self.reference.stop_of(asked))
+
+    def _encoded(self, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
+        if shape is None:
+            return self.reference.encode(asked)
+        learned = self._cache.templates.get(shape.key)
+        return learned.encode(shape.texts) if learned is not None else self._cache.learn(shape, asked)
 
     # --- policy, audit
 

@@ -93,7 +93,7 @@ class CallTools(State):
             called = results[attempt.id]
             message = {"role": "tool", "content": called.result, "tool_call_id": called.id}
             messages.append(message | {"name": called.name} if called.name else message)
-        ctx.write(messages, context=trajectory.last.context if trajectory.last else self.spec.context)
+        ctx.append(messages, context=trajectory.last.context if trajectory.last else self.spec.context)
 
 
 class Interact(State):

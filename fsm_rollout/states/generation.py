@@ -154,7 +154,7 @@ class Generation:
         # 1. The glue; where there can be none, a new stream opens with the whole history.
         visit, bound, chat = self.visit, self.bound, self.bound.chat
         history = stream.messages[: stream.glued]
-        if chat.must_split(history, new, bound.tools):
+        if chat.history == "split" and chat.must_split(history, new, bound.tools):
             return await visit.open(bound, list(stream.messages), instead_of_glue=True)
         last = stream.tokens.tail(
             max(stream.turn_at, stream.tokens.length - 1)

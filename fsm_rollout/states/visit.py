@@ -131,7 +131,7 @@ class Visit:
             bound = self.context(spec.context)
             await self.open(bound, self._opening_messages(bound, messages))
         elif messages is not None:
-            self.write(messages, context=spec.context)
+            self.append(messages, context=spec.context)
 
     def context(self, name: str) -> BoundContext:
         """Return a context of the agent, or a branch of one; StreamError if it has none of that name."""
@@ -211,8 +211,16 @@ class Visit:
         return self.trajectory.streams[-1]
 
     def write(self, messages: Sequence[Message], *, context: str) -> None:
-        """Append the environment's messages to a context; they enter its tokens with the next generation."""
+        """Append the environment's messages to a context; they enter its tokens with the next generation.
+
+        Raises:
+            ChatTemplateError: they are not messages with text.
+        """
         check_written(messages)
+        self.append(messages, context=context)
+
+    def append(self, messages: Sequence[Message], *, context: str) -> None:
+        """Do what :meth:`write` does with messages that need no look."""
         if not messages or (self._effects and self._effects.take(events.MessagesAppended, context) is not None):
             return
         if context not in self.trajectory.open_streams:  # nothing may wait here: what is written is there at once

@@ -2,7 +2,7 @@
 
 Invariants: only :meth:`fsm_rollout.trajectory.trajectory.Trajectory.apply` changes them. The content of a message is a
 text, nothing, or a list of parts in OpenAI's form; whoever wants the text of a message or what else it shows asks
-:func:`text_of` and :func:`media_of`, so that a new kind of part is met in one place.
+:func:`text_of`, :func:`only_text_of` and :func:`media_of`, so that a new kind of part is met in one place.
 """
 
 from __future__ import annotations
@@ -227,6 +227,16 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return str.__str__(content)  # of an enum too, whose own `str` is its name
     return "".join([part["text"] for part in _parts(content) if _is_text(part)])
+
+
+def only_text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message that says nothing else; TypeError for others, and as for :func:`text_of`."""
+    content = message.get("content")
+    if type(content) is str:
+        return content
+    if media_of(message):
+        raise TypeError("the message holds parts that are not text")
+    return text_of(message)
 
 
 def media_of(message: Mapping[str, Any]) -> tuple[object, ...]:
