@@ -151,8 +151,8 @@ class ScriptedSpec(EngineSpec):
     kind: Literal["scripted"] = Field(description="plays written turns: an agent without a model")
     turns: Turns | None = Field(
         None,
-        description="the turns (texts, or mappings), in order; or a mapping from `agent/context`, `context` or `agent` "
-        "to such lists",
+        description="the turns (texts, or mappings) in order, which each context begins anew; or a mapping from "
+        "`agent/context`, `context` or `agent` to such lists",
     )
     script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
     tokenizer: Folder = Field("embedded", description="`embedded`, `embedded:early` or a model folder")

@@ -154,7 +154,7 @@ def test_a_ci_log_tells_the_story_once(folder: pytest.Pytester, monkeypatch: pyt
         (DEAD_ROW, (), "coverage", [r"  GENERATING --generated \[visits_over .*PENDING.*\]--> TERMINATED"]),
         (
             GOOD.replace("limits: {", "limits: {context_tokens: 5, "), (), "coverage",
-            [".*no transition was ever taken in 8 runs: every trajectory ended as .*prompt_too_long.*"],
+            [".*no transition was ever taken in 32 runs: every trajectory ended as .*prompt_too_long.*"],
         ),
         (
             GRADED,
@@ -192,7 +192,7 @@ RIGHT = 'return Outcome("right" if "4" in trajectory.text else "wrong")'
     "lines",
     [
         [RIGHT],
-        ['said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])', 'return Outcome("right")'],
+        ['said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])', RIGHT],
         ['await asyncio.gather(ctx.generate("left"), ctx.generate("right"))', RIGHT],
     ],
     ids=["grades", "asks a model", "two generations side by side"],
@@ -217,12 +217,26 @@ def test_a_vocabulary_lets_text_predicates_of_ones_own_hold(folder: pytest.Pytes
     agent(folder, SESAME, words='def opens(trajectory):\n    return trajectory.text[::-1] == "emases nepo"\n')
     (folder.path / "said.txt").write_text("open sesame\nlet me in\n", "utf-8")
     options = ("--fsm-agents", "agent.yaml", "-k", "coverage", *FEW)
-    folder.runpytest_inprocess(*options).stdout.fnmatch_lines(["*2 of 3 transitions taken in 8 runs", "*NEVER*"])
+    result = folder.runpytest_inprocess("-rx", *options)
+    result.assert_outcomes(xfailed=1, deselected=7)
+    result.stdout.fnmatch_lines(
+        ["*2 of 3 transitions taken in 32 runs", "*NEVER*", "XFAIL *never: *opens*--fsm-texts*"]
+    )
     result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.txt")
     result.stdout.fnmatch_lines(["agent.yaml: 3 of 3 transitions taken in 8 runs"])
     (folder.path / "said.json").write_text("[]", "utf-8")
     result = folder.runpytest_inprocess(*options, "--fsm-texts", "said.json")
     result.stdout.fnmatch_lines(["*--fsm-texts said.json: give a text a line, or a JSON list of texts*"])
+
+
+def test_without_a_seed_the_same_runs_are_drawn_each_time(folder: pytest.Pytester) -> None:
+    agent(folder, GOOD)
+    options = ("-v", "--fsm-agents", "agent.yaml", "--fsm-examples", "8", "-k", "coverage", "-p", "no:cacheprovider")
+    first, second = (
+        [line for line in folder.runpytest_inprocess(*options).outlines if "-->" in line] for _ in range(2)
+    )
+    assert len(first) == 3
+    assert first == second
 
 
 def test_the_names_that_v_prints_can_be_pasted(folder: pytest.Pytester) -> None:

@@ -9,6 +9,7 @@ in tests.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Logged", "Script", "ScriptError", "ScriptedEngine", "Turn", "scripted_logprob"]
 
@@ -69,7 +72,7 @@ class ScriptedEngine:
 
     Args:
         turns: the script; a turn may be written as a string. A sequence holds the turns of each trajectory's context,
-            by ``Request.turn``.
+            by ``Request.turn``: each context begins it anew, of which a warning is logged.
         tokenizer: encodes the texts; its ``eos_token_id`` ends the turns.
         max_context: the longest input plus output, in tokens.
         max_running: how many requests are answered at once; the others queue.
@@ -100,6 +103,8 @@ class ScriptedEngine:
         self._eos: int | None = tokenizer.eos_token_id  # found anew by transformers each time
         self.eos_ids = frozenset() if self._eos is None else frozenset({self._eos})
         self._script = turns
+        self._flat = isinstance(turns, Sequence)  # and nobody was told yet that several contexts have it
+        self._context = ""  # the first that was answered
         self._max_running = max_running
         self._replica = replica
         self._log: list[Logged] | None = [] if log else None
@@ -200,6 +205,8 @@ class ScriptedEngine:
             self._schedule(answer, answer.plan.delay)
 
     def _plan(self, request: Request) -> AnswerPlan:
+        if self._flat:
+            self._warn_of_another_context(request)
         try:
             turn = turn_for(self._script, request)
             if turn.fails is not None:
@@ -210,6 +217,18 @@ class ScriptedEngine:
             return plan(turn, request, encode=self._encode, eos=self._eos, max_context=self.max_context)
         except Exception as error:  # the script may be the user's function; its error is this request's alone
             return AnswerPlan(error=f"{type(error).__name__}: {error}")
+
+    def _warn_of_another_context(self, request: Request) -> None:
+        """Say once that a list of turns, which each context has for itself, begins again."""
+        context = f"{request.agent}/{request.context}"
+        self._context = self._context or context
+        if context != self._context:
+            self._flat = False
+            logger.warning(
+                "the script is one list of turns, and each context begins it anew: '%s' after '%s'; give each its own: "
+                "{'%s': [...], '%s': [...]}",
+                context, self._context, self._context, context,
+            )  # fmt: skip
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids = self._known.get(text)

@@ -40,6 +40,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 WALKS_PER_EXAMPLE = 20
 EAGERNESS = (0.5, 0.8, 0.95, 1.0)
+COVERAGE_ROUNDS = 4  # as often runs are drawn while a transition has never been taken
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,19 @@ class CheckedAgent:
         )  # fmt: skip
         return judge(run, [handler_laws.handlers_stay, laws.keeps_running, *laws_to_check])
 
-    def search(self, holds: Callable[[Plan], object], *, failures: bool = True, **what: bool) -> int:
-        """Run ``holds`` on drawn plans, or on the one to replay; return on how many, or raise for the smallest."""
+    def search(self, holds: Callable[[Plan], object], *, failures: bool = True, another: int = 0, **what: bool) -> int:
+        """Run ``holds`` on drawn plans, or on the one to replay; return on how many, or raise for the smallest.
+
+        ``another``: of a number greater than 0 the plans are others.
+        """
         if self.replay is not None:
             holds(self.replay)
             return 1
         tokenizer = self.tokenizer or embedded_tokenizer()
         script = engine_scripts(self.graph, tokenizer, failures=failures, texts=self.texts)
         drawn = plans(self.graph, script, failures=failures, **what)
-        return runner.search(drawn, holds, self.count, seed=self.seed, slow=_is_slow)
+        seed = None if self.seed is None else self.seed + another
+        return runner.search(drawn, holds, self.count, seed=seed, slow=_is_slow)
 
 
 def _is_slow(broken: Exception) -> bool:
@@ -148,7 +153,7 @@ def bound(subject: CheckedAgent) -> str:
 
 
 def coverage(subject: CheckedAgent) -> str:
-    """Every transition can fire; says how often each did in drawn runs, and which did not."""
+    """Every transition can fire; says how often each did in drawn runs, and which did not (``notes["missed"]``)."""
     names = {number: row_name(row) for number, row in enumerate(subject.graph.transitions)}
     # 1. By the proof.
     possible = reachable_rows(subject.graph)
@@ -159,7 +164,7 @@ def coverage(subject: CheckedAgent) -> str:
     if possible is not None and (impossible := walked.keys() - possible - {None}):
         listed = ", ".join(names[number] for number in impossible if number is not None)
         raise LawBroken(2, f"a walk took what the proof holds for impossible: {listed}")
-    # 3. In drawn runs.
+    # 3. In drawn runs: in more of them, as long as one is missing.
     fired: Counter[int | None] = Counter()
     reasons: Counter[str] = Counter()
 
@@ -170,6 +175,10 @@ def coverage(subject: CheckedAgent) -> str:
         fired.update(event.row for name in ids for event in run.events[name] if isinstance(event, Transitioned))
 
     runs = subject.search(holds, faults=False)
+    for another in range(1, COVERAGE_ROUNDS if subject.replay is None else 1):
+        if names.keys() <= fired.keys():
+            break
+        runs += subject.search(holds, faults=False, another=another)
     if not fired.keys() - {None}:
         raise LawBroken(2, f"no transition was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
     missed = [name for number, name in names.items() if not fired[number]]
@@ -180,7 +189,12 @@ def coverage(subject: CheckedAgent) -> str:
         lines.append(f"  {fired[number]:>6}  {name}{never}")
     lines.append(f"  {fired[None]:>6}  (of the machine's own: failures, time-outs and limits without a transition)")
     subject.notes["coverage"] = "\n".join(lines)
-    return f"{summary}; never: {'; '.join(missed)}" if missed else summary
+    if missed and subject.replay is None:
+        subject.notes["missed"] = (
+            f"{summary}; never: {'; '.join(missed)}; draw more (--fsm-examples), or give what they "
+        )
+        subject.notes["missed"] += "ask for (--fsm-texts, --fsm-prompts, --fsm-real-tools)"
+    return subject.notes.get("missed", summary)
 
 
 def ends(subject: CheckedAgent) -> str:

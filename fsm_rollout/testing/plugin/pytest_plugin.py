@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option = parser.getgroup("fsm-rollout", "agents as state machines (fsm-rollout)").addoption
     option("--fsm-agents", action="append", default=[], metavar="GLOB", help="agent YAML files to test, a quoted glob")
     option("--fsm-examples", type=_count, metavar="N", help="runs to draw per item (default: the Hypothesis settings)")
-    option("--fsm-seed", type=int, metavar="N", help="seed of the drawing (default: Hypothesis chooses)")
+    option("--fsm-seed", type=int, default=0, metavar="N", help="seed of the drawing (default: 0)")
     option("--fsm-tokenizer", metavar="FOLDER", help="a model's folder (default: the embedded model)")
     option("--fsm-prompts", metavar="FILE", help="prompts to begin from (default: short questions)")
     option("--fsm-texts", metavar="FILE", help="texts that turns may say, one a line (or a .json list)")
@@ -117,8 +117,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was seen, and the coverage of the transitions."""
     verbose = terminalreporter.config.get_verbosity() > 0
-    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
-    findings = [finding for report in passed for finding in report.user_properties]
+    stats = terminalreporter.stats
+    ran = [report for kind in ("passed", "xfailed") for report in stats.get(kind, ()) if report.when == "call"]
+    findings = [finding for report in ran for finding in report.user_properties]
     seen_texts, covered = ([text for key, text in findings if key == kind] for kind in (SEEN, COVERAGE))
     if seen_texts and verbose:
         terminalreporter.section("what was seen")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -45,6 +46,21 @@ def test_pieces_come_after_their_delays(tokenizer: Any):
     assert shape(chunks) == [(0, 0, None), (2, 2, None), (4, 2, None), (6, 2, "stop")]
     ids = [token for _, chunk in chunks for token in chunk.ids]
     assert ids == [*tokenizer.encode("abcde"), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("script", "warnings"), [(["a", "b"], 1), ({"main": ["a", "b"], "critic": ["c", "d"]}, 0), (lambda request: "x", 0)]
+)
+def test_one_list_of_turns_that_begins_again_in_another_context_is_told_once(
+    script: Any, warnings: int, tokenizer: Any, caplog: pytest.LogCaptureFixture
+):
+    engine = ScriptedEngine(script, tokenizer=tokenizer)
+    again = [replace(request(f"critic {turn}", turn), context="critic") for turn in range(2)]
+    run_virtual(collect(engine, request("0"), request("1", turn=1)))
+    assert not caplog.messages
+    run_virtual(collect(engine, *again))
+    assert len(caplog.messages) == warnings
+    assert all("{'solver/main': [...], 'solver/critic': [...]}" in message for message in caplog.messages)
 
 
 def test_requests_run_at_the_same_time(tokenizer: Any):
