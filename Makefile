@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up all they need; both are quick the second time.
+# `make help` lists what there is. Each target sets up all it needs, and is quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,43 +7,50 @@ STAMP := $(VENV)/.installed
 # Tests start many programs: each would compile the package again where the environment keeps Python from writing that.
 unexport PYTHONDONTWRITEBYTECODE
 
-TRAINERS := .venv-trainers
-.PHONY: nightly demo test test-trainers quick check format bench diagrams docs mutants clean
+# Environments over .venv, for packages that clash with what this project pins: each holds only what differs.
+OVER := .venv-over
+TRAINERS := verl others verifiers
+# Three processes, also on two cores: where servers start, tests wait.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs mutants nightly clean
 
-demo: $(STAMP)
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
+
+demo: $(STAMP)  ## run an agent on the embedded model
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
 
-# Three processes, also on two cores: where servers start, tests wait.
-test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+# What needs no server, browser or other program.
+quick: $(STAMP)  ## the unit tests, under a minute
+	HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest -q -n 2 tests/unit
 
-# Against the trainers' own packages. What they pin clashes with what this project does, so each environment lies over
-# .venv and holds only what differs.
-test-trainers: $(TRAINERS)/verl/.installed $(TRAINERS)/others/.installed $(TRAINERS)/verifiers/.installed
-	for trainers in verl others verifiers; do \
-		$(TRAINERS)/$$trainers/bin/python -m pytest -q -W default tests/trainers || exit 1; \
+test: $(STAMP)  ## all that fits into five minutes: units, laws, one SGLang, one Ray, a browser
+	$(PYTEST) -m "not real"
+
+test-real: $(STAMP)  ## the rest, marked `real`: clusters, servers that are killed, programs of others, training
+	$(PYTEST) -m real
+
+test-trainers: $(TRAINERS:%=$(OVER)/%/.installed)  ## the adapters against the trainers' own packages
+	for trainers in $(TRAINERS); do \
+		$(OVER)/$$trainers/bin/python -m pytest -q -W default tests/trainers || exit 1; \
 	done
 
-$(TRAINERS)/%/.installed: tests/trainers/requirements/%.txt $(STAMP)
+$(OVER)/%/.installed: tests/environments/%.txt $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv --without-pip $(@D)
 	echo "$$(cd $(VENV) && pwd)/lib/$$(cd $(VENV)/lib && echo python3.*)/site-packages" > $$(echo $(@D)/lib/python3.*/site-packages)/over.pth
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -r $<
 	touch $@
 
-# What needs no server, browser or other program: under a minute.
-quick: $(STAMP)
-	HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest -q -n 2 tests/unit
-
-check: $(STAMP)
+check: $(STAMP)  ## ruff and mypy (strict)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)
+bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/bench_scheduler.py
 	$(BIN)/python benchmarks/bench_context.py
@@ -54,14 +61,14 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_ray.py
 
 # A test compares what these carry (the DOT; a fingerprint of the page) with what the agents and pages give now.
-diagrams: $(STAMP)
+diagrams: $(STAMP)  ## draw the agents and photograph the pages anew
 	for agent in configs/agents/*.yaml; do \
 		$(BIN)/fsm-rollout draw $$agent -o diagrams/$$(basename $$agent .yaml).svg || exit 1; \
 	done
 	$(BIN)/python diagrams/photograph.py
 
 # These pages as a site, in site/: whatever is wrong with a page, a link or a table ends it.
-docs: $(STAMP)
+docs: $(STAMP)  ## build the documentation as a site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # torch first and exactly: whatever else wants torch must find this one. Without a GPU, SGLang comes without its own
@@ -80,18 +87,18 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps "$$(grep '^trl==' constraints.txt)"
 	touch $(STAMP)
 
-# Breaks the code in many ways, one at a time, and prints which law caught each: a few minutes.
-mutants: $(STAMP)
+# A few minutes.
+mutants: $(STAMP)  ## break the code in known ways, and print which law notices
 	$(BIN)/python -m tests.mutants
 
 # What takes long: a run is killed at 200 random moments, its replicas at 20 each, and must come to the same rows each
 # time; 100,000 mutated inputs are taken or refused; a million trajectories leave memory as it was.
-nightly: $(STAMP)
+nightly: $(STAMP)  ## what takes long: kills at 200 moments, a million trajectories
 	$(BIN)/python -m tests.integration.kill_points --points 200
 	KILL_POINTS=20 $(BIN)/python -m pytest -q tests/integration/test_ray_pool.py tests/integration/test_sglang.py -k killed_in_a_run
 	$(BIN)/python -m tests.fuzz --count 100000
 	$(BIN)/python -m tests.soak --trajectories 1000000
 	SANDBOX_SESSIONS=256 $(BIN)/python -m pytest -q tests/integration/test_sandbox.py -k sessions_at_once
 
-clean:
-	rm -rf $(VENV) $(TRAINERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove all that was made here
+	rm -rf $(VENV) $(OVER) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import atexit
 import gc
 import inspect
 import os
+import re
 import sys
 from typing import Any
 
@@ -64,6 +65,17 @@ def pytest_sessionfinish() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries tell of what the interpreter's end does not find
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Fail where more was skipped than `MAY_SKIP` (a pattern of reasons) allows: `.ci/run` misses nothing unsaid."""
+    if (allowed := os.environ.get("MAY_SKIP")) is None:
+        return
+    reasons = [report.longrepr[2] for report in terminalreporter.getreports("skipped")]
+    if missed := [reason for reason in reasons if not re.search(allowed, reason)]:
+        terminalreporter.write_line(f"skipped, and could be installed: {missed}", red=True)
+        terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED  # it has no public name
 
 
 @pytest.fixture

@@ -225,7 +225,9 @@ class SGLangSpec(EngineSpec):
     max_running: Count | None = Field(
         None, description="how many requests decode together; the others wait. Default: SGLang's choice"
     )
-    tp: Count = Field(1, description="how many GPUs hold one copy of the model (tensor parallelism)")
+    tp: Count = Field(
+        1, description="how many GPUs hold one copy of the model (tensor parallelism); on a CPU: how many processes"
+    )
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="the part of a GPU's memory for weights and cache; default: SGLang's choice"
     )

@@ -20,6 +20,7 @@ def pages_that_need(what: str) -> list[str]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("page", pages_that_need("process"))
+@pytest.mark.real
 def test_programs_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path, frozenset({"process"}))
 
@@ -27,6 +28,7 @@ def test_programs_print_what_the_page_says(page: str, tmp_path: Path) -> None:
 @pytest.mark.ray("shared")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("page", pages_that_need("ray"))
+@pytest.mark.real
 def test_blocks_run_on_ray(page: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     run_page(page, tmp_path, frozenset({"ray"}))
@@ -47,6 +49,7 @@ for child in psutil.Process().children(recursive=True):
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("page", pages_that_need("sglang"))
+@pytest.mark.real
 def test_blocks_run_on_sglang_and_a_server_that_is_not_closed_keeps_no_program_from_ending(
     page: str, tmp_path: Path
 ) -> None:

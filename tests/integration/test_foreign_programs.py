@@ -20,7 +20,7 @@ from tests.foreign import EngineLog, agent, check_exact
 from tests.kit import ROOT
 
 # One worker runs them: each looks for what any of them may have left.
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
+pytestmark = [pytest.mark.process, pytest.mark.real, pytest.mark.xdist_group("foreign")]
 EXAMPLES = ROOT / "examples/foreign_agents"
 TASK = "Please work out (40 + 67) - 76."
 

@@ -19,6 +19,7 @@ SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "tem
 
 
 @pytest.mark.parametrize("credit", ["token", "sample"])
+@pytest.mark.real
 def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weights(
     tmp_path: Path, credit: str
 ) -> None:
@@ -31,11 +32,13 @@ def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weig
 
 
 @pytest.mark.parametrize("mask", ["environment", "shifted", "logprobs"])
+@pytest.mark.real
 def test_a_wrong_mask_is_found_at_the_first_step(tmp_path: Path, mask: str) -> None:
     with pytest.raises(SystemExit, match="do not belong together"):
         EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit="sample", mask=mask), tmp_path)
 
 
+@pytest.mark.real
 def test_a_wrong_mask_is_one_of_all_tokens_of_a_sample(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--credit sample"):
         EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, mask="shifted"), tmp_path)
@@ -115,6 +118,7 @@ def test_each_token_up_to_a_mistake_is_trained_once_with_what_its_group_has_show
     assert -1.0 in found.values()
 
 
+@pytest.mark.real
 def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
     logs = sorted((ROOT / "examples/grpo/logs").glob("*.jsonl"))
     runpy.run_path(str(ROOT / "examples/grpo/plot.py"))["draw"](logs, tmp_path / "curve.svg")

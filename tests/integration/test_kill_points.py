@@ -6,7 +6,7 @@ import pytest
 
 from tests.programs import program
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.real]
 CODE = "import sys; from tests.integration.kill_points import main; sys.exit(main(sys.argv[1:]))"
 
 

@@ -404,6 +404,7 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
 
 
 @pytest.mark.ray
+@pytest.mark.real
 def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
     """In a program of its own, where no Ray is there yet: nothing is told of its start, and no call waits for it."""
     agent = tmp_path / "agent.yaml"

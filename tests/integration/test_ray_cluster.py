@@ -32,7 +32,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration import ray_work
 from tests.integration.ray_work import ByTrajectory, ask, right, through
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.real, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 TIMES = PoolTimes(start=600, ping=300, order=300, backoff=0.05)
 ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import it
 

@@ -143,6 +143,7 @@ def test_a_ray_that_does_not_start_in_time_says_so(monkeypatch: pytest.MonkeyPat
         ray_session.connect("local")
 
 
+@pytest.mark.real
 def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     others = set(threading.enumerate())
@@ -278,6 +279,7 @@ def test_killed_actors_cost_nothing_and_three_replicas_answer_like_one():
 
 
 @pytest.mark.ray("shared")
+@pytest.mark.real
 def test_the_only_actor_is_killed_twice():
     """A run of one replica loses no trajectory, and takes no token twice."""
     pool = scripted(1)
@@ -360,6 +362,7 @@ def test_resources_that_others_hold():
 
 
 @pytest.mark.ray("shared")
+@pytest.mark.real
 def test_a_process_that_stands_still_is_noticed():
     times = PoolTimes(start=600, backoff=0.05, ping_every=0.2, ping=5.0)  # its neighbour answers in that
     placement = RayPlacement(ByTrajectory(0.05), 2, RayOptions(cpus=0.5))
@@ -389,6 +392,7 @@ def test_an_engine_that_cannot_start_over_there_says_why():
 
 
 @pytest.mark.ray("shared")
+@pytest.mark.real
 def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path: Path):
     """The oracle is the logprob of each token, which the weights that sampled it have chosen."""
     pool = EnginePool(RayPlacement(Weighted, 2, RayOptions(cpus=0.5)), 2, router=LeastLoadedRouter(), times=TIMES)
@@ -454,6 +458,7 @@ def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
 
 
 @pytest.mark.ray("shared")
+@pytest.mark.real
 def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Holder:
         def hold(self) -> None:
@@ -481,6 +486,7 @@ def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.Mon
 
 
 @pytest.mark.ray("shared")
+@pytest.mark.real
 def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing() -> None:
     async def main(**options: Any) -> dict[str, Any]:
         graph, script = worker_work.agent(), worker_work.engine(tokenizer(), 3, 0.05)

@@ -267,6 +267,7 @@ def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.real
 def test_the_experts_that_sglang_routed_tokens_to_are_those_of_transformers(warm: None, experts_folder: Path) -> None:
     """Over several turns at top_p 0.9, tokens of the prompt and of the environment too, each said once."""
     from transformers import Qwen3MoeForCausalLM
@@ -300,6 +301,22 @@ def test_the_experts_that_sglang_routed_tokens_to_are_those_of_transformers(warm
         routed = torch.stack([logits.topk(2).indices for logits in layers], 1).sort(-1).values
         assert routed[:-1].tolist() == np.sort(row.routed_experts[:-1]).tolist()
     assert (ratios(oracle, batch) - 1).abs().max() < 1e-3
+
+
+@pytest.mark.real
+def test_two_processes_that_hold_half_a_model_each_give_its_tokens(warm: None) -> None:
+    """On a CPU, too, with one core for each; after new weights as before."""
+    engine = SGLangEngine("embedded", tp=2, threads=1, max_context=2040)
+
+    async def main() -> None:
+        try:
+            await greedy_like_transformers(engine, "final")
+            await engine.update_weights(tensors_of("early"))
+            await greedy_like_transformers(engine, "early")
+        finally:
+            await engine.aclose()
+
+    asyncio.run(main())
 
 
 def test_arguments_are_checked_before_anything_starts() -> None:
@@ -396,6 +413,7 @@ def runs(process: psutil.Process) -> bool:
 # -- from here on the order counts
 
 
+@pytest.mark.real
 async def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served: Served) -> None:
     """At one point; `make nightly` tries more. The samples are greedy: no other are the same twice here."""
     times = ("limits.wall_seconds", "tools.calculate.timeout", *(f"states.{state}.timeout" for state in WORKING))
@@ -411,6 +429,7 @@ async def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served
     assert served.pool.replicas[0].restarts >= before + points
 
 
+@pytest.mark.real
 def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,6 +476,7 @@ def elsewhere(served: Served) -> dict[str, Any]:
     return {"url": served.engine._process.url, "api_key": served.engine._process.api_key}
 
 
+@pytest.mark.real
 async def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tokens(elsewhere: dict[str, Any]) -> None:
     earlier = SGLangHTTPEngine(**elsewhere)
     version = await earlier.update_weights(embedded_model("early"))
@@ -470,6 +490,7 @@ async def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tok
     await engine.aclose()
 
 
+@pytest.mark.real
 async def test_an_update_of_such_a_server_in_mid_flight_mistakes_no_version(elsewhere: dict[str, Any]) -> None:
     engine = SGLangHTTPEngine(**elsewhere, send_every=4)
     await engine.update_weights(embedded_model("early"))
@@ -490,6 +511,7 @@ def openai(elsewhere: dict[str, Any]) -> OpenAIEngine:
     return OpenAIEngine(**elsewhere, update_weights=load)
 
 
+@pytest.mark.real
 async def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(openai: OpenAIEngine) -> None:
     assert await openai.update_weights(embedded_model("final")) == 1
     assert openai.max_context > 1000
@@ -503,6 +525,7 @@ async def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(
     await openai.aclose()
 
 
+@pytest.mark.real
 async def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
     """As told to by ``allow_auto_truncate``: it says that its window is longer than the prompts that it takes."""
     whole = request(openai, next(names), 1)
@@ -514,6 +537,7 @@ async def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine)
     await openai.aclose()
 
 
+@pytest.mark.real
 def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
     report = asyncio.run(
         check_engine(openai, weights=embedded_model("final"), deterministic=False, cuts=False, patience=PATIENCE)
@@ -521,6 +545,7 @@ def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
     assert report.tokens > 50
 
 
+@pytest.mark.real
 async def test_a_foreign_agent_has_exact_rows_on_it(elsewhere: dict[str, Any]) -> None:
     """The others, which take seconds to import, have them on the embedded model."""
     engine = SGLangHTTPEngine(**elsewhere)

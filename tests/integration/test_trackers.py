@@ -131,6 +131,7 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.real
 def test_wandb(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto import wandb_internal_pb2
 

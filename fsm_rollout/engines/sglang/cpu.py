@@ -11,6 +11,7 @@ is ``python -m sglang.launch_server`` with all that, for trying the engine kind 
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import runpy
@@ -34,11 +35,12 @@ ARGUMENTS: Mapping[str, object] = {
 }
 
 
-def prepare(threads: int | None) -> Mapping[str, object]:
+def prepare(threads: int | None, ranks: int = 1) -> Mapping[str, object]:
     """Make ``import sglang`` work in this process and those it starts, and return the arguments to start from.
 
     Args:
         threads: of each of SGLang's processes; default 1, as small models on few cores are fastest that way.
+        ranks: how many processes hold parts of the model.
     """
     import torch
 
@@ -49,6 +51,9 @@ def prepare(threads: int | None) -> Mapping[str, object]:
         return {}
     sys.path.append(str(Path(__file__).parent / "stand_ins"))  # last: what is installed goes first
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else its rotary embedding imports vLLM
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if ranks > max(1, nodes):  # by itself SGLang gives each rank one of these, and refuses more
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of(ranks, threads or 1))
     # SGLang's processes are forked: started anew, as SGLang asks for (CUDA needs that), each imports for 8 s.
     torch.set_num_threads(threads or 1)  # what they inherit; torch has read the environment by now
     multiprocessing.set_start_method("fork", force=True)
@@ -62,10 +67,19 @@ def prepare(threads: int | None) -> Mapping[str, object]:
     return ARGUMENTS
 
 
+def cores_of(ranks: int, threads: int) -> str:
+    """Return the cores of each rank, as SGLang reads them: as many as its threads, and others than its neighbour's."""
+    cores = sorted(os.sched_getaffinity(0))
+    numbers = [[cores[(rank * threads + thread) % len(cores)] for thread in range(threads)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, dict.fromkeys(of_rank))) for of_rank in numbers)
+
+
 def launch_server(arguments: list[str]) -> None:
     """Run SGLang's server in this process with command-line ``arguments`` of its own."""
     present = {argument.split("=")[0] for argument in arguments}
-    for name, value in prepare(None).items():
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="tp")
+    for name, value in prepare(None, parser.parse_known_args(arguments)[0].tp).items():
         flag = f"--{name.replace('_', '-')}"
         if flag not in present:
             arguments = [*arguments, flag] if value is True else [*arguments, flag, str(value)]

@@ -44,7 +44,7 @@ class SGLangEngine(HTTPEngine):
         dtype: default: the checkpoint's own with CUDA, float32 on a CPU.
         max_context: the longest input plus output, in tokens; default: the model's window less what SGLang keeps.
         max_running: how many requests decode together; the others wait. Default: SGLang's choice.
-        tp: how many GPUs hold one copy of the model.
+        tp: how many GPUs hold one copy of the model; on a CPU, how many processes.
         mem_fraction: SGLang's ``mem_fraction_static``, the part of a GPU's memory for weights and cache.
         threads: of each of SGLang's processes (``OMP_NUM_THREADS``); default: 1 on a CPU, else left alone.
         send_every: tokens between two chunks of a request. What a lost replica had not sent is sampled again elsewhere.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import math
 import os
 import re
 import secrets
@@ -164,7 +165,8 @@ def main() -> None:
     os.environ[_SERVER] = str(os.getpid())
     os.register_at_fork(after_in_child=_die_with_server)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    arguments = {**sglang_cpu.prepare(start["threads"]), **start["arguments"]}
+    ranks = math.prod(start["arguments"].get(f"{kind}_size", 1) for kind in ("tp", "pp", "dp"))
+    arguments = {**sglang_cpu.prepare(start["threads"], ranks), **start["arguments"]}
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
