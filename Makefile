@@ -12,7 +12,7 @@ OVER := .venv-over
 TRAINERS := verl others verifiers
 # Three processes, also on two cores: where servers start, tests wait.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
-.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs mutants nightly clean
+.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs mutants mutation nightly clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
@@ -87,9 +87,15 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps "$$(grep '^trl==' constraints.txt)"
 	touch $(STAMP)
 
-# A few minutes.
+# A few minutes for what is known; some more for N that are drawn by SEED, beside half an hour once to learn which test runs
+# which line.
 mutants: $(STAMP)  ## break the code in known ways, and print which law notices
 	$(BIN)/python -m tests.mutants
+
+N := 60
+SEED := 1
+mutation: $(STAMP)  ## break the core at random, and print what no test notices
+	$(BIN)/python -m tests.mutants.sample $(N) $(SEED)
 
 # What takes long: a run is killed at 200 random moments, its replicas at 20 each, and must come to the same rows each
 # time; 100,000 mutated inputs are taken or refused; a million trajectories leave memory as it was.
@@ -101,4 +107,4 @@ nightly: $(STAMP)  ## what takes long: kills at 200 moments, a million trajector
 	SANDBOX_SESSIONS=256 $(BIN)/python -m pytest -q tests/integration/test_sandbox.py -k sessions_at_once
 
 clean:  ## remove all that was made here
-	rm -rf $(VENV) $(OVER) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OVER) .mutation runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

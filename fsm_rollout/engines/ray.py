@@ -38,7 +38,7 @@ class RayOptions(RaySpec):
     """Where the actors run and what each of them gets."""
 
     cpus: float = 1.0
-    # More than one: the replicas get a placement group, so that either all of them find their place or none.
+    # More than one, or a strategy that only Ray's placement groups know: either all replicas find their place or none.
     gpus: float = 0.0
     patience: float = 15.0  # seconds that nodes may take to join a cluster that lacks resources
 
@@ -323,8 +323,9 @@ class RayPlacement(LocalPlacement):
         try:
             self._check_resources()
             self._nodes = [_node_id(name) for name in self._options.nodes]
-            if self._options.gpus > 1 and not self._nodes:
-                strategy = "PACK" if self._options.strategy == "DEFAULT" else self._options.strategy
+            strategy = self._options.strategy
+            if not self._nodes and (self._options.gpus > 1 or strategy in ("PACK", "STRICT_SPREAD")):
+                strategy = "PACK" if strategy == "DEFAULT" else strategy
                 self._group = ray.util.placement_group([self._options.demand] * count, strategy=strategy)
             self._shared_build = ray.put(build)
         except BaseException:
@@ -395,7 +396,8 @@ class RayPlacement(LocalPlacement):
         until = time.monotonic() + (0.0 if self._started_here else self._options.patience)
         while True:
             nodes = [node["Resources"] for node in _alive()]
-            fit = sum(fitting(node, self._options.demand) for node in nodes)
+            most = 1 if self._options.strategy == "STRICT_SPREAD" else self._count
+            fit = sum(min(most, fitting(node, self._options.demand)) for node in nodes)
             if fit >= self._count:
                 return
             if time.monotonic() >= until:

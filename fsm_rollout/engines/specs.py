@@ -67,8 +67,9 @@ class RaySpec(StrictModel):
     resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="further resources that each replica takes"
     )
-    strategy: Literal["DEFAULT", "SPREAD", "PACK"] = Field(
-        "DEFAULT", description="Ray's scheduling strategy: how replicas are spread over nodes"
+    strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_SPREAD"] = Field(
+        "DEFAULT",
+        description="how replicas are spread over nodes: as Ray likes, evenly, on as few as possible, each on its own",
     )
     nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
     runtime_env: Mapping[str, object] = Field(default_factory=dict, description="of the actors, as Ray takes it")

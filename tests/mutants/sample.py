@@ -1,0 +1,92 @@
+"""Draw mutants of the core at random, and have the tests that run the changed lines try to notice each.
+
+    python -m tests.mutants.sample COUNT SEED     from the repository's root: `make mutation N=60 SEED=1`
+
+A mutant has 60 seconds. It is caught when a test fails or hangs in them; what no test notices survives, and is shown as
+a difference. `tests/cases/equivalent.yaml` names changes that nobody can notice, each with its reason: they count for
+neither side. Exit status 1 below 85 of 100.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from functools import partial
+from pathlib import Path
+
+from tests.cases import table
+from tests.mutants.reach import Reach
+from tests.mutants.runner import OUT_OF_TIME, PASSED, ROOT, Verdict, in_a_child, warm_up
+from tests.mutants.sites import draw
+
+SECONDS = 60.0
+PASS_MARK = 0.85
+NO_TESTS = 5
+"""Exit status of pytest: none was collected."""
+
+
+def main(count: int, seed: int) -> int:
+    """Try a sample; print what survives, and the score."""
+    warm_up()
+    reach, equivalent = Reach(), table("equivalent")
+    caught, survivors, known = 0, 0, 0
+    for site, operator, text in draw(count, seed):
+        path = f"fsm_rollout/{site.file}"
+        old = (ROOT / path).read_text("utf-8")
+        changed = list(difflib.unified_diff(old.splitlines(), text.splitlines(), lineterm="", n=0))[2:]
+        if any(reason["file"] == site.file and is_said(reason["becomes"], changed) for reason in equivalent):
+            known += 1
+            continue
+        tests = chosen(reach, site.file, site.lines)
+        verdict = in_a_child(partial(write, path, text), tests, SECONDS) if tests else Verdict(NO_TESTS, "", 0.0)
+        what = outcome(verdict, reach)
+        caught += bool(what)
+        survivors += not what
+        said = [
+            f"{'caught' if what else 'SURVIVES'}  {path}:{site.start[0]}  {operator}  {what or why(verdict, tests)}"
+        ]
+        said += [] if what else [f"    {line}" for line in changed if line[0] in "+-"]
+        print(*said, sep="\n", flush=True)
+    score = caught / max(1, caught + survivors)
+    print(f"seed {seed}: {caught} of {caught + survivors} caught ({score:.0%}); {known} more change nothing")
+    return 0 if score >= PASS_MARK else 1
+
+
+def chosen(reach: Reach, file: str, lines: range | None) -> list[str]:
+    """Return as many of the tests as may end in time."""
+    tests, left = [], SECONDS
+    for test in reach.tests_of(file, lines):
+        if left <= 0:
+            break
+        tests.append(test)
+        left -= reach.seconds[test]
+    return tests
+
+
+def outcome(verdict: Verdict, reach: Reach) -> str:
+    """Return what has noticed; nothing, if nothing has."""
+    if verdict.status == OUT_OF_TIME and not verdict.test:
+        hangs = verdict.last_seconds > 10 + 5 * reach.seconds.get(verdict.last, 0.0)
+        return f"{verdict.last} hangs" if hangs else ""
+    return "" if verdict.status in (PASSED, NO_TESTS) else verdict.test or f"pytest: {verdict.status}"
+
+
+def why(verdict: Verdict, tests: list[str]) -> str:
+    """Return what was tried."""
+    if not tests:
+        return "no test of units or laws runs it"
+    return f"{len(tests)} tests" + (", not all of them in time" if verdict.status == OUT_OF_TIME else "")
+
+
+def is_said(becomes: str, changed: list[str]) -> bool:
+    """Whether a line of the difference is that of a known mutant, whatever its spaces."""
+    return any("".join(line[1:].split()) == "".join(becomes.split()) for line in changed if line.startswith("+"))
+
+
+def write(path: str, text: str, root: Path) -> None:
+    """Change a copy."""
+    (root / path).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:3])))

@@ -1,0 +1,131 @@
+"""Where the core can be changed, and how: by the operators of cosmic-ray, one change at a time.
+
+Invariant: a mutant differs from its original in what runs. Annotations, docstrings and what is there for the type
+checker alone are left as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.provider import OperatorProvider
+
+from tests.mutants.runner import ROOT
+
+CORE = (
+    "trajectory", "states", "scheduler", "batch", "chat", "tools", "agent", "jobs", "adapters", "engines/client.py",
+    "engines/pending.py", "engines/pool.py", "engines/replica.py", "engines/replicas.py", "engines/retries.py",
+    "engines/router.py", "engines/silence.py", "engines/bisection.py",
+)  # fmt: skip
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a file, and every change that some operator makes there."""
+
+    file: str
+    """Within ``fsm_rollout/``."""
+    start: Position
+    changes: tuple[tuple[str, int], ...]
+    """Operators and the number of the occurrence."""
+    lines: range | None
+    """Which run where this has an effect, of a loop its first alone; None where it runs on import."""
+
+
+def core_files() -> list[str]:
+    """Return the files of the core, within the package."""
+    package = ROOT / "fsm_rollout"
+    found = [
+        path for name in CORE for path in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py"))
+    ]
+    return sorted(str(path.relative_to(package)) for path in found)
+
+
+def sites(file: str) -> Iterator[Site]:
+    """Yield the places of a file."""
+    text = (ROOT / "fsm_rollout" / file).read_text("utf-8")
+    tree, found = ast.parse(text), defaultdict(list)
+    silent = [(_start(node), _end(node)) for node in _without_effect(tree)]
+    provider, nodes = OperatorProvider(), list(ast_nodes(get_ast(text)))
+    for name in provider:
+        operator = provider[name]
+        if operator.arguments():
+            continue  # they are for names that somebody chose
+        positions = (start for node in nodes for start, _ in operator().mutation_positions(node))
+        for occurrence, start in enumerate(positions):
+            if not any(first <= start < last for first, last in silent):
+                found[start].append((name, occurrence))
+    for start, changes in sorted(found.items()):
+        yield Site(file, start, tuple(changes), _lines(tree, start))
+
+
+def draw(count: int, seed: int) -> list[tuple[Site, str, str]]:
+    """Draw mutants of the core: a place each, the name of the operator, and the file's new text."""
+    dice = random.Random(seed)
+    places = [site for file in core_files() for site in sites(file)]
+    mutants: list[tuple[Site, str, str]] = []
+    for site in dice.sample(places, len(places)):
+        name, occurrence = dice.choice(site.changes)
+        old = (ROOT / "fsm_rollout" / site.file).read_text("utf-8")
+        new = mutate_code(old, OperatorProvider()[name](), occurrence)
+        if new is not None and _meaning(new) not in (None, _meaning(old)):
+            mutants.append((site, name, new))
+        if len(mutants) == count:
+            break
+    return mutants
+
+
+def _meaning(text: str) -> str | None:
+    try:
+        return ast.dump(ast.parse(text))
+    except SyntaxError:
+        return None
+
+
+def _start(node: Any) -> Position:
+    return node.lineno, node.col_offset
+
+
+def _end(node: Any) -> Position:
+    return node.end_lineno, node.end_col_offset
+
+
+def _without_effect(tree: ast.Module) -> Iterator[Any]:
+    """Yield annotations, strings that stand alone, and what only the type checker reads."""
+    for node in ast.walk(tree):
+        yield from filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield node
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_type(node):
+            yield node
+
+
+def _is_type(node: ast.Assign | ast.AnnAssign) -> bool:
+    return "TypeAlias" in ast.unparse(node) or "TypeVar(" in ast.unparse(node)
+
+
+def _lines(tree: ast.Module, start: Position) -> range | None:
+    """Return the lines that run where the innermost statement at a place has an effect; None: on import."""
+    around = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.stmt | ast.excepthandler)
+        and min(map(_start, [node, *getattr(node, "decorator_list", ())])) <= start < _end(node)
+    ]  # fmt: skip
+    functions = [node for node in around if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    innermost: Any = min(around, key=lambda node: (_end(node)[0] - node.lineno, node not in functions), default=None)
+    if not functions:
+        return None
+    if innermost in functions:  # its defaults, or a decorator: they have an effect when it runs
+        return range(innermost.body[0].lineno, _end(innermost)[0] + 1)
+    body = getattr(innermost, "body", None)
+    return range(innermost.lineno, (max(innermost.lineno, body[0].lineno - 1) if body else _end(innermost)[0]) + 1)
