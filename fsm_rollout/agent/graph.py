@@ -140,7 +140,11 @@ class ToolSpec(StrictModel):
     timeout: Seconds | None = Field(None, description="seconds that one call may take")
     retry: Retry = Field(Retry(), description="whether a failing call is tried again")
     concurrency: AtLeastOne | None = Field(None, description="calls that run at once, over all trajectories")
-    response_tokens: AtLeastOne | None = Field(None, description="tokens of a result; what is longer is cut")
+    response_tokens: AtLeastOne | None = Field(
+        None,
+        description="tokens of a result; what is longer is cut, and the model is told. Default: half of what is left "
+        "of the tighter of limits.response_tokens and limits.context_tokens, shared by a turn's calls; at least 64",
+    )
     truncate: Literal["left", "right", "middle"] = Field("middle", description="where a result that is too long is cut")
     placement: Literal["local", "process", "ray"] = Field(
         "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,10 +21,12 @@ def check(
     Example: fsm-rollout check configs/agents/*.yaml
       solver (solver.yaml): ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s
 
-    Every problem is printed with its file, line and rule, and the exit code is 2.
+    Below stands what to know of its tools. Every problem is printed with its file, line and rule, and the exit code is
+    2.
     """  # noqa: D301  # click wants the character itself
     from fsm_rollout.agent.loader import read_agent
     from fsm_rollout.agent.proof import prove
+    from fsm_rollout.tools.notes import notes
 
     look_here()
     problems: list[Problem] = []
@@ -33,6 +36,8 @@ def check(
         if reading.graph is not None and not reading.problems:
             try:
                 typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
+                for note in chain.from_iterable(map(notes, reading.graph.with_sub_agents())):
+                    typer.echo(f"  {note}")
             except ConfigError as error:
                 problems += error.problems
     if problems:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from fsm_rollout.states.generation import Generation, OnTokens, ended, submit, t
 from fsm_rollout.states.visit import Visit
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
+from fsm_rollout.tools.toolbox import LEAST_TOKENS
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
@@ -197,7 +199,17 @@ class HandlerContext(Visit):
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
-        return self.record_here(await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer))
+        room = partial(self._room_for_result, bound)
+        return self.record_here(
+            await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room)
+        )
+
+    def _room_for_result(self, bound: BoundContext) -> int:
+        """Return how many tokens one of a turn's results may have, so that all leave half of what there is."""
+        stream = self.trajectory.stream(bound.name)
+        left = self.room_in_context(bound, 0 if stream is None else len(stream.tokens))
+        left = min(left, self.remaining(LimitName.RESPONSE_TOKENS))
+        return max(LEAST_TOKENS, int(left / 2 / max(1, len(self.trajectory.attempts))))
 
     def record_here(self, event: E) -> E:
         """Record an event with the present time and state, and return it."""

@@ -21,7 +21,7 @@ QUICK_CHARACTERS = 20_000
 LONGEST_MESSAGE = 500  # characters of an exception's message that a model is shown
 GO_ON = "try again or go on without it"
 Side = Literal["left", "right", "middle"]
-# Of longer text only so much is tokenised; a result of a tool without `response_tokens` is cut to so much.
+# Of longer text only so much is tokenised: 100 MB would take minutes, and no context has room for them.
 EXACT_CHARACTERS = 200_000
 
 
@@ -180,18 +180,6 @@ def truncate(text: str, tokenizer: Tokenizer, limit: int, side: Side = "middle")
             marker_size, kept_size = 0, limit
         else:
             kept_size = max(0, kept_size - excess)
-
-
-def bounded_result(text: str, side: Side = "middle") -> tuple[str, int]:
-    """Shorten a result that nothing else bounds to some :data:`EXACT_CHARACTERS`; return how many characters went.
-
-    It is cut before it is tokenised: 100 MB would take minutes, and no context has room for them.
-    """
-    dropped = len(text) - EXACT_CHARACTERS
-    if dropped <= 0:
-        return text, 0
-    first = _beginning(EXACT_CHARACTERS, side)
-    return f"{text[:first]}…[{dropped} characters cut]…{text[first + dropped :]}", dropped
 
 
 def _short(text: str, length: int) -> str:

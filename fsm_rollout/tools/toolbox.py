@@ -39,15 +39,7 @@ from fsm_rollout.tools.bound_tools import (
 )
 from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slots, ToolDied, bounded
 from fsm_rollout.tools.schema import Schema
-from fsm_rollout.tools.tool_messages import (
-    GO_ON,
-    Tokenizer,
-    Unshowable,
-    bounded_result,
-    described,
-    error_text,
-    truncate,
-)
+from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, Unshowable, described, error_text, truncate
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
 
 CORRECT = "correct the arguments and try again"
@@ -55,6 +47,7 @@ GO_ON_LATER = "try again later or go on without it"
 GO_ON_WITHOUT = "try again, or go on without it"
 FIRST_PAUSE = 0.5  # seconds before the second try, at most; doubled for each further one
 LONGEST_PAUSE = 30.0
+LEAST_TOKENS = 64  # of a result whose tool has no `response_tokens`, however little is left: enough for a short answer
 LONG_TEXT = 20_000  # characters from which on a result is tokenised in a thread
 
 
@@ -183,14 +176,21 @@ class ToolSession:
         self._turns: dict[Holder, asyncio.Lock] = {}  # held by the call that runs on what a holder keeps
 
     async def call(
-        self, attempt: ToolCall | MalformedCall, *, context: str = MAIN, tokenizer: Tokenizer | None = None
+        self,
+        attempt: ToolCall | MalformedCall,
+        *,
+        context: str = MAIN,
+        tokenizer: Tokenizer | None = None,
+        room: Callable[[], int] | None = None,
     ) -> Called:
         """Carry out one attempted call; failures are results, never exceptions.
 
         Args:
             attempt: the call, or what was wrong with it.
             context: whose tools may be called.
-            tokenizer: counts the result's tokens; needed where a tool has ``response_tokens``.
+            tokenizer: counts the result's tokens; needed where a tool has ``response_tokens``, and with ``room``.
+            room: returns how many tokens a result may have whose tool has no ``response_tokens``, at least
+                :data:`LEAST_TOKENS`; default: any number.
 
         Raises:
             ToolError: the session has been released, or a tokenizer is needed.
@@ -221,13 +221,17 @@ class ToolSession:
             called = replace(called, seconds=loop.time() - begun)
         finally:
             self.under_way.pop(attempt.id, None)
-        # 3. Cut to size.
-        if tool.spec.response_tokens is None:
-            text, dropped = bounded_result(called.result, tool.spec.truncate)
-            return replace(called, result=text, truncated_characters=dropped) if dropped else called
+        # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
+        limit, most = tool.spec.response_tokens, len(called.result) * (1 if called.result.isascii() else 4)
+        if limit is None:
+            if room is None or most <= LEAST_TOKENS:
+                return called
+            limit = room()
+            if most <= limit:
+                return called
         if tokenizer is None:
-            raise ToolError(f"tool '{tool.name}' has response_tokens, which only a tokenizer can count; give one")
-        arguments = (called.result, tokenizer, tool.spec.response_tokens, tool.spec.truncate)
+            raise ToolError(f"the result of tool '{tool.name}' is bounded in tokens, so a tokenizer must be given")
+        arguments = (called.result, tokenizer, limit, tool.spec.truncate)
         if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
             text, dropped = await asyncio.to_thread(truncate, *arguments)
         else:

@@ -197,9 +197,7 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     tries: int = 1
     """How often the tool was run; 0 when the call never reached it."""
     truncated_tokens: int = 0
-    """How many tokens of the result ``response_tokens`` has cut away."""
-    truncated_characters: int = 0
-    """How many characters were cut away where the tool has no ``response_tokens``."""
+    """How many tokens of the result were cut away: by ``response_tokens``, else because of what the limits had left."""
     child_id: str | None = None
     """The trajectory of the sub-agent that answered."""
 

@@ -357,6 +357,15 @@ def test_check_reports_all_files(run: Command, tmp_path: Path) -> None:
     ]
 
 
+def test_check_names_the_tools_that_have_no_bound_of_their_own(run: Command, tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text(AGENT, encoding="utf-8")
+    code = '{use: "fsm_rollout.tools.calculator:calculate"'
+    note = "  calculate: no response_tokens, so a result is cut at half of what the limits leave"
+    assert note in run("check", "good.yaml").stdout.splitlines()
+    (tmp_path / "bound.yaml").write_text(changed(code, code + ", response_tokens: 9"), encoding="utf-8")
+    assert "response_tokens" not in run("check", "bound.yaml").stdout
+
+
 def test_the_schema_is_printed(run: Command) -> None:
     done = run("schema")
     assert json.loads(done.stdout) == agent_schema()

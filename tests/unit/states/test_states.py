@@ -9,13 +9,18 @@ from typing import Any, ClassVar
 import pytest
 
 from fsm_rollout.agent.graph import Context
-from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.users import Conversation, Reply
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import SINGLE, TOOLS, agent, changed, only, prompts, rows, run
 from tests.unit.scheduler.test_scheduler import custom
@@ -172,3 +177,51 @@ def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
         decode(ids[span.start : span.end]) for span in stream.tokens.sampled()
     )
     assert scaffold.count("<|im_start|>") == 5
+
+
+async def long_page(text: str) -> str:
+    """Return a page of one token for each word.
+
+    Args:
+        text: How many words.
+    """
+    return "word " * int(text)
+
+
+LONG = {"page": {"use": f"{HERE}:long_page"}}
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "max_context", "most"),
+    [
+        ({"response_tokens": 1_000}, 1, 100_000, 500),
+        ({"response_tokens": 1_000}, 2, 100_000, 250),
+        ({"response_tokens": 900, "context_tokens": 1_100}, 1, 100_000, 450),
+        ({"response_tokens": 5_000, "context_tokens": 1_100}, 1, 100_000, 550),
+        ({}, 1, 2_000, 1_000),  # the engine's window
+        ({"response_tokens": 1_000}, 5, 100_000, 100),
+        ({"response_tokens": 700}, 5, 100_000, 64),  # so many are always left to a result
+    ],
+)
+def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
+    limits: dict[str, int], calls: int, max_context: int, most: int
+) -> None:
+    """A page of 20,000 tokens is no fault of the policy's: the trajectory goes on, and the model is told of the cut."""
+    turns = ["\n".join([call("page", "20000")] * calls), call("page", "12"), "done"]
+    graph = agent(TOOLS, tools=LONG, limits={"assistant_turns": 6, "tool_calls": 6, "wall_seconds": 1000.0, **limits})
+    engine = ScriptedEngine(turns, tokenizer=tokenizer(), max_context=max_context)
+
+    async def main() -> list[Group]:
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+        return [group async for group in scheduler.run(prompts(1), 1)]
+
+    trajectory = only(run_virtual(main()))
+    assert trajectory.stop_reason == "answered"
+    first, second, _ = trajectory.assistant_turns
+    before = first.tokens + (trajectory.streams[0].tokens.prompt_length if most in (550, 1_000) else 0)
+    for called in first.results:
+        length = len(tokenizer()(called.result, add_special_tokens=False)["input_ids"])
+        allowed = max(64, most - before // (2 * calls))
+        assert allowed - 8 <= length <= allowed
+        assert f"…[{called.truncated_tokens} tokens cut]…" in called.result
+    assert [(called.result, called.truncated_tokens) for called in second.results] == [("word " * 12, 0)]

@@ -323,7 +323,7 @@ def made(toolbox: Toolbox, attempt: ToolCall | MalformedCall, **options: Any) ->
 
 def facts(called: Called) -> dict[str, Any]:
     """What a call came to, as far as there is something to say."""
-    names = ("result", "failure", "bad", "reward", "tries", "truncated_tokens", "truncated_characters", "child_id")
+    names = ("result", "failure", "bad", "reward", "tries", "truncated_tokens", "child_id")
     return {name: fact for name in names if (fact := getattr(called, name))}
 
 
@@ -410,26 +410,6 @@ def test_a_result_that_takes_long_to_be_made_text_is_not_on_the_loop(many: int) 
         del VALUES["heavy"]
     assert result.result.startswith("[")
     assert Heavy.ran_in is not threading.main_thread()
-
-
-def big(characters: int) -> str:
-    """Say a lot.
-
-    Args:
-        characters: How much.
-    """
-    return "a" * (characters - 1) + "z"
-
-
-@pytest.mark.parametrize(("side", "first", "last"), [("middle", "a", "z"), ("left", "…", "z"), ("right", "a", "…")])
-def test_a_result_that_nothing_bounds_is_cut_before_it_is_tokenised(side: Any, first: str, last: str):
-    fits = made(box(big={"use": "big", "truncate": side}), a_call("big", characters=200_000))
-    assert (len(fits.result), fits.truncated_characters) == (200_000, 0)
-    cut = made(box(big={"use": "big", "truncate": side}), a_call("big", characters=3_000_000))
-    assert (cut.failure, cut.truncated_characters) == (None, 2_800_000)
-    assert "…[2800000 characters cut]…" in cut.result
-    assert len(cut.result) == 200_000 + len("…[2800000 characters cut]…")
-    assert (cut.result[0], cut.result[-1]) == (first, last)
 
 
 @pytest.mark.parametrize(("kind", "says"), [("opaque", "object has no JSON form; return text"), ("digits", "4300")])
