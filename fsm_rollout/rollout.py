@@ -22,17 +22,15 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.sound import AgentLike, sound_agents
 from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
-from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, build_engine
+from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, pool_of
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource, Weights
-from fsm_rollout.engines.replica import Placement, PoolTimes
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.specs import ENGINES
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_at_least, check_names, checked_names
 from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
-from fsm_rollout.scheduler.group import Group, log_failures
+from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_state import PromptQueue
@@ -88,6 +86,8 @@ class Rollout(OwnLoop):
         worker_placement: ``local`` for processes of this machine, ``ray`` for actors of a Ray cluster.
         journal: where to keep all events.
         base: what paths in engine specs are relative to; by default the working directory.
+        progress: whether ``run`` and ``evaluate`` show how far they are, once they take long; by default in IPython and
+            its notebooks.
 
     Raises:
         ConfigError: an agent is not sound, or does not fit its engines; all problems at once.
@@ -117,6 +117,7 @@ class Rollout(OwnLoop):
         worker_placement: WorkerPlacement = "local",
         journal: Journal | None = None,
         base: Path | None = None,
+        progress: bool | None = None,
     ) -> None:
         # 1. The agents are sound, and end.
         self.agents = sound_agents(agent)
@@ -130,7 +131,7 @@ class Rollout(OwnLoop):
         if worker_placement not in get_args(WorkerPlacement):
             raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
         # 3. What engines and schedulers are made from; nothing has been started yet.
-        self._closed = False
+        self._closed, self._progress = False, progress
         self._owned: list[EnginePool] = []
         base = base or Path.cwd()
         specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}
@@ -155,7 +156,12 @@ class Rollout(OwnLoop):
         }
         # 4. Engines, the scheduler, workers; if one of them fails, what was started is closed again.
         try:
-            self.engines = {name: self._engine(name, spec, base) for name, spec in specs.items()}
+            self.engines: dict[str, EnginePool] = {}
+            for name, spec in specs.items():
+                with about(f"engine '{name}'"):
+                    self.engines[name] = pool_of(spec, base, self._tries, self._queue_timeout)
+                if isinstance(spec, Mapping):
+                    self._owned.append(self.engines[name])
             self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
             self.scheduler = Scheduler(
                 self.agents,
@@ -175,9 +181,9 @@ class Rollout(OwnLoop):
             if workers > 1 or worker_placement == "ray":
                 start = start_process if worker_placement == "local" else start_actor
                 self._workers = WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
-            self.description = {
+            self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
-                "engines": {name: _describe(self.engines[name], spec) for name, spec in specs.items()},
+                "engines": {name: described(self.engines[name], spec) for name, spec in specs.items()},
                 "base": str(base),
             }
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
@@ -200,17 +206,7 @@ class Rollout(OwnLoop):
         if journal is not None:
             journal.describe(self.description)
 
-    def _engine(self, name: str, spec: EnginePool | TokenSource | Mapping[str, Any], base: Path) -> EnginePool:
-        if isinstance(spec, EnginePool):
-            return spec
-        if not isinstance(spec, Mapping):
-            return EnginePool(Placement(spec), tries=self._tries, times=PoolTimes(silence=self._queue_timeout))
-        with about(f"engine '{name}'"):
-            pool = build_engine(spec, base, self._tries, self._queue_timeout)
-        self._owned.append(pool)
-        return pool
-
-    async def stream(
+    def stream(
         self,
         prompts: Prompts,
         n: int = 1,
@@ -219,7 +215,7 @@ class Rollout(OwnLoop):
         over_sample: float = OVER_SAMPLE,
         max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
-    ) -> AsyncGenerator[Group, None]:
+    ) -> GroupStream:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
 
         Args:
@@ -248,9 +244,7 @@ class Rollout(OwnLoop):
             TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
-        async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as groups:
-            async for group in groups:
-                yield group
+        return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, **options))
 
     async def _groups_of(
         self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None, **options: Any
@@ -262,18 +256,24 @@ class Rollout(OwnLoop):
                     f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
                 )
+        groups_in_all = target_groups
         if isinstance(prompts, PromptQueue):
             checked: Iterable[Prompt] = prompts
         elif target_groups is None or isinstance(prompts, Sequence | Path):
             checked = (every := as_prompts(prompts, named=False))
             scheduler.check(every)
+            groups_in_all = min(len(every), target_groups or len(every))
         else:
             checked = self._one_by_one(scheduler, prompts)
+        from fsm_rollout.report.progress import shown_where_wanted  # rich: not for a script's first check
+
+        wanted = self._progress if options.get("deliver_at_end") and groups_in_all else False
         await scheduler.agents.prepare_tools()
         try:
-            async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
-                async for group in groups:
-                    yield group
+            with shown_where_wanted(scheduler.recorder, n * (groups_in_all or 0), wanted):
+                async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
+                    async for group in groups:
+                        yield group
         finally:
             await scheduler.agents.close_tools()
 
@@ -432,6 +432,13 @@ class Rollout(OwnLoop):
         self._closed = True
         self._end_loop(self.aclose if self._owned or self._workers or self.scheduler.carried else None)
 
+    def __repr__(self) -> str:
+        facts = self.description["engines"]
+        words = (
+            " ".join([name, *(facts[name][key] for key in ("kind", "model") if key in facts[name])]) for name in facts
+        )
+        return f"<Rollout of {', '.join(self.agents)}; engines: {', '.join(words)}{'; closed' if self._closed else ''}>"
+
     async def __aenter__(self) -> Rollout:
         return self
 
@@ -441,10 +448,3 @@ class Rollout(OwnLoop):
 
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
-
-
-def _describe(pool: EnginePool, spec: EnginePool | TokenSource | Mapping[str, Any]) -> dict[str, object]:
-    if not isinstance(spec, Mapping) or spec["kind"] not in ENGINES.built_in:
-        spec = {"tokenizer": getattr(pool.facts.tokenizer, "name_or_path", None)}
-    description = {key: str(spec[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if spec.get(key)}
-    return description | {"max_context": pool.facts.max_context, "eos_ids": sorted(pool.facts.eos_ids)}

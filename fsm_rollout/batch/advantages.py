@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from fsm_rollout.trajectory.trajectory import Trajectory
+
 EPSILON = 1e-6  # added to a group's standard deviation, so that equal scores give 0
 
 
@@ -20,6 +22,16 @@ class SampleScore(NamedTuple):
     group_id: str
     sample: int
     score: float | None
+
+
+def scores_of(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...]:
+    """Return the scores of the samples; a sub-agent's trajectory has that of the sample it serves."""
+    scores: dict[tuple[str, int], float | None] = {}
+    for trajectory in trajectories:
+        key = trajectory.group_id, trajectory.sample
+        if trajectory.parent_id is None or key not in scores:
+            scores[key] = trajectory.score
+    return tuple(SampleScore(*key, score) for key, score in scores.items())
 
 
 def sample_advantages(scores: Iterable[SampleScore], *, scale: bool) -> Mapping[tuple[str, int], float]:

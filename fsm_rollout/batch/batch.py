@@ -15,20 +15,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from fsm_rollout.batch.advantages import SampleScore, sample_advantages
+from fsm_rollout.batch.advantages import SampleScore, sample_advantages, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
 from fsm_rollout.batch.padding import pack, pad, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
 from fsm_rollout.batch.storage import jagged, load_tensors, plain_columns, put_columns, save_tensors
+from fsm_rollout.batch.table import data_frame, score_with_error
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # What is true of a batch and of no row.
 _FACT_NAMES = (
@@ -87,6 +91,8 @@ class TrajectoryBatch:
     """The score of every sample of the batch's groups, of those without a row too: what baselines are made of."""
     figures: dict[str, float] = field(default_factory=dict)
     """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step.step_figures`."""
+    folder: Path | None = None
+    """Where it was saved, or loaded from."""
 
     @classmethod
     @calm_collection()
@@ -120,7 +126,7 @@ class TrajectoryBatch:
             if trajectory_id in by_id:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
             by_id[trajectory_id] = trajectory
-        sample_scores = _sample_scores(by_id.values())
+        sample_scores = scores_of(by_id.values())
         # 2. The streams that become rows, cut where they do not fit and that is asked for.
         streams = chosen = trained_streams(by_id.values())
         cut: list[Cut] = []
@@ -360,6 +366,7 @@ class TrajectoryBatch:
             BatchError: something other than a saved batch stands at ``path``, or there is no room for it.
         """
         save_tensors(Path(path), self.tensordict, {name: getattr(self, name) for name in _FACT_NAMES})
+        self.folder = Path(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrajectoryBatch:
@@ -372,16 +379,24 @@ class TrajectoryBatch:
         facts |= {name: tuple(RowId(*row) for row in facts[name]) for name in ("omitted", "truncated")}
         facts["state_names"] = tuple(facts["state_names"])
         facts["sample_scores"] = tuple(SampleScore(*sample) for sample in facts["sample_scores"])
-        return cls(tensordict, **facts)
+        return cls(tensordict, **facts, folder=Path(path))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a table of the rows: who each is, how it ended and scored, its counts of tokens, then all by its key.
+
+        A tensor's cell is an array of the row's own tokens, without padding. BatchError: pandas is not installed.
+        """
+        return data_frame(self.rows())
 
     def __repr__(self) -> str:
-        shape = "packed"
-        if not self.packed:
-            shape = f"P={self.tensordict['prompts'].shape[1]}, R={self.tensordict['responses'].shape[1]}"
+        prompts, responses = (
+            "packed" if self.packed else self.tensordict[key].shape[1] for key in ("prompts", "responses")
+        )
         reasons = ", ".join(f"{times} {reason}" for reason, times in Counter(self.dropped.values()).items())
         left_out = f"groups dropped: {len(self.dropped)}{f' ({reasons})' if reasons else ''}, rows omitted: "
         left_out += f"{len(self.omitted)}, truncated: {len(self.truncated)}, without a row: {len(self.unrowed)}"
-        return f"<TrajectoryBatch of {len(self)} rows, {shape}; {left_out}>"
+        score = score_with_error(self.sample_scores)
+        return f"<TrajectoryBatch of {len(self)} rows, P={prompts}, R={responses}; score {score}; {left_out}>"
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
@@ -433,13 +448,3 @@ def _check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | No
         f"row {row_id} has a prompt of {prompt} and a response of {response} tokens, which do not fit "
         f"{requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
     )
-
-
-def _sample_scores(trajectories: Iterable[Trajectory]) -> tuple[SampleScore, ...]:
-    """Return the scores of the samples; a sub-agent's trajectory has that of the sample it serves."""
-    scores: dict[tuple[str, int], float | None] = {}
-    for trajectory in trajectories:
-        key = trajectory.group_id, trajectory.sample
-        if trajectory.parent_id is None or key not in scores:
-            scores[key] = trajectory.score
-    return tuple(SampleScore(*key, score) for key, score in scores.items())

@@ -39,7 +39,7 @@ class RowId(NamedTuple):
         return f"{self.trajectory_id}/{self.stream}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrainingRow:
     """One stream as arrays: a prompt of P tokens, a response of R tokens, and what is known of it.
 
@@ -122,6 +122,11 @@ class TrainingRow:
         )
 
     __hash__ = None  # type: ignore[assignment]  # arrays are mutable
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_ids)} + {len(self.response_ids)} tokens, {int(self.mask.sum())} trained"
+        score = "no score" if self.score is None else f"score {self.score:g}"
+        return f"<TrainingRow {self.row_id}: {tokens}; {score}, {self.stop_reason or 'not ended'}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,9 @@ def rescore(
     """
     from rich.console import Console
 
-    from fsm_rollout.jobs.progress import said_while_slow
     from fsm_rollout.jobs.rescore import mean_of
     from fsm_rollout.jobs.rescore import rescore as judge_again
+    from fsm_rollout.report.progress import said_while_slow
 
     look_here()
     with said_while_slow("judging again", Console(stderr=True)):
@@ -126,8 +126,8 @@ def replay(
     """
     from rich.console import Console
 
-    from fsm_rollout.jobs.progress import said_while_slow
     from fsm_rollout.jobs.replay import replay as run_again
+    from fsm_rollout.report.progress import said_while_slow
     from fsm_rollout.report.texts import visible
 
     look_here()

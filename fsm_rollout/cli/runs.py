@@ -92,8 +92,8 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     """Do a run, or the rest of one, and print its results."""
     from rich.console import Console
 
-    from fsm_rollout.jobs.progress import RunProgress, said_while_slow
     from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
+    from fsm_rollout.report.progress import RunProgress, said_while_slow
     from fsm_rollout.report.texts import visible
     from fsm_rollout.trajectory.journal import JournalFolder
 

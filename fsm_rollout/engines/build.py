@@ -100,6 +100,25 @@ def build_engine(
     )
 
 
+def pool_of(
+    engine: EnginePool | TokenSource | Mapping[str, Any], base: Path, tries: Tries, queue_timeout: float
+) -> EnginePool:
+    """Return the pool of an engine's replicas: one that is there already, or as :func:`build_engine` does it."""
+    if isinstance(engine, EnginePool):
+        return engine
+    if isinstance(engine, Mapping):
+        return build_engine(engine, base, tries, queue_timeout)
+    return EnginePool(Placement(engine), tries=tries, times=PoolTimes(silence=queue_timeout))
+
+
+def described(pool: EnginePool, engine: EnginePool | TokenSource | Mapping[str, Any]) -> dict[str, object]:
+    """Return what a journal must know of an engine so that its tokens can be read later: plain data."""
+    if not isinstance(engine, Mapping) or engine["kind"] not in KINDS:
+        engine = {"tokenizer": getattr(pool.facts.tokenizer, "name_or_path", None)}
+    description = {key: str(engine[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if engine.get(key)}
+    return description | {"max_context": pool.facts.max_context, "eos_ids": sorted(pool.facts.eos_ids)}
+
+
 def _build(spec: EngineSpec, base: Path) -> TokenSource:
     """Build one engine; EngineError if that fails, or what was built is no engine."""
     # Modules of this package that lack a library say so themselves.

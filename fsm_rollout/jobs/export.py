@@ -18,6 +18,7 @@ import numpy as np
 
 from fsm_rollout.batch.columns import PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow, rows
+from fsm_rollout.batch.table import TENSORS, row_data
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.latest_attempts import latest_attempts
@@ -31,8 +32,6 @@ Format = Literal["jsonl", "parquet"]
 # Passes items on, of which there are so many at most, and shows how far they are.
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
-# What the arrays of a row are called in a batch, and here.
-TENSORS: Mapping[str, str] = {column.field: key for key, column in PER_TOKEN.items() if column.field}
 AT_ONCE = 256  # rows that are written at a time
 
 
@@ -105,12 +104,6 @@ def export(
 def _write_lines(found: Iterable[TrainingRow], file: IO[str]) -> None:
     for row in found:
         file.write(json.dumps(_plain(row_data(row)), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def row_data(row: TrainingRow) -> dict[str, Any]:
-    """Return a row's fields by name, those of tensors by the batch's; arrays as they are."""
-    data = {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
-    return data | {"routed_experts": row.routed_experts.tolist() if row.routed_experts.size else []}
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a notebook shows: an agent's picture, a trajectory's page.
+"""What a notebook shows: an agent's picture, a trajectory's page, a batch's rows.
 
-Invariant: data classes do not display themselves. An agent and a trajectory have no method for notebooks;
+Invariant: data classes do not display themselves. An agent, a trajectory and a batch have no method for notebooks;
 :func:`register` tells IPython how to show them as soon as ``fsm_rollout`` is imported there, and imports nothing that
 draws before something is shown.
 
@@ -22,10 +22,14 @@ from fsm_rollout.errors import ConfigError, JournalError, did_you_mean
 
 if TYPE_CHECKING:
     from fsm_rollout.agent.graph import AgentGraph
+    from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.engines.pool import EnginePool
     from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import Journal
     from fsm_rollout.trajectory.trajectory import Trajectory
+
+
+SHOWN_ROWS = 20  # of a batch
 
 
 def register(ipython: object) -> None:
@@ -34,6 +38,7 @@ def register(ipython: object) -> None:
     for form, module, name, show in (
         ("image/svg+xml", "fsm_rollout.agent.graph", "AgentGraph", agent_picture),
         ("text/html", "fsm_rollout.trajectory.trajectory", "Trajectory", trajectory_frame),
+        ("text/html", "fsm_rollout.batch.batch", "TrajectoryBatch", batch_table),
     ):
         if form in formatters:
             formatters[form].for_type_by_name(module, name, show)
@@ -55,6 +60,27 @@ def trajectory_frame(trajectory: Trajectory) -> str:
     from fsm_rollout.report.trajectory import trajectory_page
 
     return framed(trajectory_page(Recording(trajectory)))
+
+
+def batch_table(batch: TrajectoryBatch) -> str:
+    """Return a batch's first rows as a table; ids link to the pages of a run that the batch was saved by."""
+    from fsm_rollout.report.pages import Links, render_template
+
+    links = Links(batch.folder.parent, Path("notebook.ipynb")) if batch.folder is not None else None
+    rows = batch.select(range(min(len(batch), SHOWN_ROWS))).rows()
+    lines = [
+        {
+            "id": str(row.row_id if row.stream else row.trajectory_id),
+            "page": links.to(row.trajectory_id) if links is not None else None,
+            "score": None if row.score is None else f"{row.score:.3g}",
+            "stop_reason": row.stop_reason,
+            "context": row.context,
+            "numbers": (row.num_turns, len(row.prompt_ids), len(row.response_ids), int(row.mask.sum())),
+        }
+        for row in rows
+    ]
+    facts = {"summary": repr(batch), "lines": lines, "more": len(batch) - len(rows)}
+    return render_template("batch.html.jinja", facts)
 
 
 def framed(page: str) -> str:

@@ -7,10 +7,11 @@ in ``discarded`` and in no batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from operator import attrgetter
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from fsm_rollout.scheduler.run_agents import RunnableAgent
@@ -38,7 +39,7 @@ class GroupState(StrEnum):
     """The caller has it."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Group:
     """The trajectories of one prompt."""
 
@@ -48,7 +49,7 @@ class Group:
     """Its place among the prompts of the run."""
     prompt: Prompt
     """The prompt itself."""
-    agent: RunnableAgent = field(repr=False)
+    agent: RunnableAgent
     """The agent that its prompt has chosen."""
     n: int
     """How many samples it has."""
@@ -64,14 +65,20 @@ class Group:
     """Why it is ``dropped``."""
     state: GroupState = GroupState.WAITING
     """Where it is on its way to the caller."""
-    active: dict[str, ActiveTrajectory] = field(default_factory=dict, repr=False)
+    active: dict[str, ActiveTrajectory] = field(default_factory=dict)
     """Its trajectories that run or can go on in this process, by trajectory id."""
-    attempts: dict[int, int] = field(default_factory=dict, repr=False)
+    attempts: dict[int, int] = field(default_factory=dict)
     """How many attempts of a sample were given up."""
     unfinished: int = 0
     """How many samples of the present run have not come to their end."""
-    glue_entries: dict[str, set[object]] = field(default_factory=dict, repr=False)
+    glue_entries: dict[str, set[object]] = field(default_factory=dict)
     """The cache entries that each trajectory's glue came from, by trajectory id."""
+
+    def __repr__(self) -> str:
+        scores = ", ".join("-" if t.score is None else f"{t.score:g}" for t in self.trajectories)
+        ended = sum(trajectory.ended for trajectory in self.trajectories)
+        state = f"dropped: {self.drop_reason}" if self.drop_reason is not None else str(self.state)
+        return f"<Group {self.group_id}: {ended} of {self.n} samples ended, scores {scores or '-'}; {state}>"
 
     @property
     def dropped(self) -> bool:
@@ -236,3 +243,28 @@ def log_failures(groups: Sequence[Group]) -> None:
         logger.warning(text, len(failed), count, first.trajectory_id, first.stop_reason, first.detail)
     if errors:
         logger.warning("scored %d of %d; the first without a score: %s", scored, count, errors[0])
+
+
+class GroupStream(AsyncGenerator[Group, None]):
+    """Groups as they end, for ``async for``; a plain ``for`` is told so."""
+
+    def __init__(self, groups: AsyncGenerator[Group, None]) -> None:
+        self._groups = groups
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "groups come with `async for group in rollout.stream(…)`, within an async function or a notebook's cell; "
+            "in plain code, rollout.run(…) returns all of them as one batch"
+        )
+
+    async def asend(self, value: None) -> Group:
+        """Return the next group."""
+        return await self._groups.asend(value)
+
+    async def athrow(self, *error: Any) -> Group:
+        """Raise an error where the stream waits."""
+        return await self._groups.athrow(*error)
+
+    async def aclose(self) -> None:
+        """End the stream; what still runs is set aside."""
+        await self._groups.aclose()

@@ -267,7 +267,7 @@ def test_a_run_goes_on_behind_a_journal_that_is_closed(run: Path, monkeypatch: p
 PREEMPTED = """
 import os, signal, sys
 from fsm_rollout import cli
-from fsm_rollout.jobs.progress import RunProgress
+from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.trajectory.events import Called
 number = getattr(signal, sys.argv[2])
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does to what it starts in the background

@@ -16,9 +16,9 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.engines.scripted.replay import ReplayEngine, recorded, replay
 from fsm_rollout.errors import EngineError
-from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
+from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.calculator import calculate

@@ -50,6 +50,24 @@ def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
     assert batch.tensordict["stop_reason"] == ["answered"] * 6
 
 
+def test_a_rollout_and_its_groups_say_what_they_are_in_one_line() -> None:
+    with fr.Rollout(agent(), SCRIPTED, reward=lambda trajectory: 0.5) as rollout:
+        assert repr(rollout) == "<Rollout of single_turn; engines: policy scripted>"
+
+        async def first() -> list[fr.Group]:
+            return [group async for group in rollout.stream(["one"], n=2)]
+
+        (group,) = asyncio.run(first())
+        assert repr(group) == "<Group 0: 2 of 2 samples ended, scores 0.5, 0.5; delivered>"
+    assert repr(rollout).endswith("; closed>")
+
+
+def test_a_plain_loop_over_the_stream_is_told_to_be_async() -> None:
+    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(TypeError, match="`async for group in rollout"):
+        for _ in rollout.stream(["one"]):  # type: ignore[attr-defined]
+            pass
+
+
 def arithmetic(prompts: int, n: int, **engine: int) -> fr.TrajectoryBatch:
     options = {"kind": "transformers", "model": "embedded", "threads": 1, **engine}
     tool_user = fr.load_agent(CONFIGS / "agents/tool_user.yaml")

@@ -488,7 +488,7 @@ def test_repr_says_what_was_left_out() -> None:
     several = [trajectory("a", 2), trajectory("b", 9), trajectory("c", 0)]
     batch = TrajectoryBatch.from_trajectories(several, pad_id=0, response_width=4, overflow="omit")
     left_out = "groups dropped: 0, rows omitted: 1, truncated: 0, without a row: 1"
-    assert repr(batch) == f"<TrajectoryBatch of 1 rows, P=2, R=4; {left_out}>"
+    assert repr(batch) == f"<TrajectoryBatch of 1 rows, P=2, R=4; score -; {left_out}>"
     assert batch.unrowed == {"c": "answered"}
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.summary import failure_lines, most_rewards_failed, summarize, summary_table
+from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,

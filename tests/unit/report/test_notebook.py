@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import html
 import sys
+import threading
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from IPython.core.formatters import DisplayFormatter
 from IPython.lib.pretty import pretty
 
 from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.diagrams.draw import render, to_svg
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.report.notebook import Page, register
+from fsm_rollout.report import progress
+from fsm_rollout.report.notebook import SHOWN_ROWS, Page, register
+from fsm_rollout.report.pages import page_path
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -114,3 +119,56 @@ def test_without_a_journal_texts_and_graph_are_there() -> None:
         assert '"vocabularies":{"policy":{' in shown
         with pytest.raises(ConfigError, match="keeps no journal"):
             running.page("0/0")
+
+
+def test_a_batch_is_shown_as_a_table_with_links_to_the_pages_of_its_run(shell: Shell, tmp_path: Path) -> None:
+    with rollout() as made:
+        batch = made.run([PROMPT], n=12)
+    assert "<a " not in shell.shown(batch)["text/html"], "there are no pages yet"
+    (tmp_path / "trajectories").mkdir()
+    page_path(tmp_path, "0/0").write_text("<p>")
+    batch.save(tmp_path / "batch")
+    for known in (batch, TrajectoryBatch.load(tmp_path / "batch")):
+        elements = Elements(shell.shown(known)["text/html"])
+        tags = [tag for tag, _ in elements.tags]
+        assert tags.count("tr") == 1 + SHOWN_ROWS
+        (link,) = (attributes["href"] for tag, attributes in elements.tags if tag == "a")
+        assert link is not None
+        assert Path(unquote(link)).resolve() == page_path(tmp_path, "0/0")
+        assert "and 4 more rows" in shell.shown(known)["text/html"]
+    assert shell.shown(batch)["text/plain"] == repr(batch)
+
+
+def test_a_notebook_shows_how_far_a_run_is_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    enough = threading.Event()
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            lines.append(data["text/plain"])
+            enough.set()
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        lines.append(data["text/plain"])
+        return Handle()
+
+    async def wait_for_it(trajectory: Trajectory) -> float:
+        await asyncio.to_thread(enough.wait, 60)
+        return 1.0
+
+    kernel = type("Shell", (), {"kernel": None})()
+    monkeypatch.setattr("IPython.get_ipython", lambda: kernel)
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(progress, "SLOW_AFTER", 0.01)
+    monkeypatch.setattr(progress, "CELL_EVERY", 0.01)
+    agent = load_agent(CONFIGS / "agents/single_turn.yaml")
+    engine = ScriptedEngine(["Yes."], tokenizer=tokenizer())
+    with Rollout(agent, engine, reward=wait_for_it) as shown:
+        shown.run([PROMPT], n=3)
+        assert lines[0].startswith(("0/3 trajectories", "3/3 trajectories"))
+        assert lines[-1].startswith("3/3 trajectories, ")
+        assert shown.scheduler.recorder.listeners == (), "nothing is left behind"
+    lines.clear()
+    with Rollout(agent, engine, progress=False) as silent:
+        silent.run([PROMPT])
+    assert lines == []

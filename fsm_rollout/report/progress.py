@@ -1,17 +1,22 @@
 """Live progress of a run in a terminal: trajectories by state, tokens per second, and the last ones still running.
 
 Invariant: it only listens to events. A run without a terminal prints a plain line at once and every few seconds
-instead, from a thread of its own: engines may take minutes to start, and an event loop may be held up.
+instead, from a thread of its own: engines may take minutes to start, and an event loop may be held up. In a notebook
+that line stands in one place and changes.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from html import escape
+from io import StringIO
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,10 +24,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
+CELL_EVERY = 0.5  # seconds between two changes of the line in a notebook
 SLOW_AFTER = 2.0  # seconds after which a command says what it is still doing
 
 
@@ -54,6 +61,47 @@ def _said(line: Callable[[], Text], console: Console, first: float, every: float
         ticker.join()
 
 
+@contextmanager
+def shown_where_wanted(recorder: Recorder, total: int, wanted: bool | None) -> Iterator[None]:
+    """Show how far the runs of a recorder are meanwhile; unless that is said, in IPython and its notebooks alone."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if wanted is False or (wanted is None and shell is None):
+        yield
+        return
+    cell = CellLine() if hasattr(shell, "kernel") else None
+    console = Console(stderr=True)
+    if cell is not None:
+        console = Console(file=cell, width=200, force_terminal=False, force_jupyter=False)
+    every = CELL_EVERY if cell is not None else PLAIN_EVERY
+    with RunProgress(total, 0, console, every, first=SLOW_AFTER, alone=True) as progress:
+        listeners, recorder.listeners = recorder.listeners, (*recorder.listeners, progress)
+        try:
+            yield
+        finally:
+            recorder.listeners = listeners
+    if cell is not None and cell.shown is not None:
+        console.print(progress.line())
+
+
+class CellLine(StringIO):
+    """A file that shows the last line written to it, in one place of a notebook's output."""
+
+    shown: Any = None  # IPython's handle of it
+
+    def write(self, text: str) -> int:
+        """Show a line instead of the one before."""
+        if line := text.strip():
+            from IPython.display import display
+
+            data = {"text/plain": line, "text/html": f"<div>{escape(line)}</div>"}
+            if self.shown is None:
+                show: Any = display  # untyped
+                self.shown = show(data, raw=True, display_id=True)
+            else:
+                self.shown.update(data, raw=True)
+        return len(text)
+
+
 class RunProgress:
     """A listener that shows a run; use it as a context manager around the run.
 
@@ -62,20 +110,25 @@ class RunProgress:
         done: how many of them had ended in an earlier part of it.
         console: where to show it.
         every: seconds between two lines where there is no terminal.
+        first: seconds until the first of them; 0: it comes at once.
+        alone: whether that is all: the engines have started, and nothing is written after it.
 
     States and counts are those of the prompts' own trajectories.
     """
 
-    def __init__(self, total: int, done: int, console: Console, every: float = PLAIN_EVERY) -> None:
+    def __init__(
+        self, total: int, done: int, console: Console, every: float = PLAIN_EVERY, *, first: float = 0.0,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
         self._total, self._done = total, done
         self._console = console
-        self._every = every
+        self._first, self._every = first, every
         self._shown = ExitStack()
         self._states: Counter[str] = Counter()
         self._sub_agents: set[str] = set()
         self._open: dict[str, Trajectory] = {}
         self._tokens = 0
-        self._begun = False
+        self._begun = self._alone = alone
         self._started = time.monotonic()
         columns = TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._bar = Progress(*columns, console=console)
@@ -86,15 +139,17 @@ class RunProgress:
         if self._console.is_terminal:
             self._shown.enter_context(self._live)
         else:
-            self._console.print(self._line())
-            self._shown.enter_context(_said(self._line, self._console, self._every, self._every))
+            if not self._first:
+                self._console.print(self.line())
+            self._shown.enter_context(_said(self.line, self._console, self._first or self._every, self._every))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Take the display away; the caller prints the result."""
+        """Take a terminal's display away; the caller prints the result."""
         self._shown.close()
 
-    def _line(self) -> Text:
+    def line(self) -> Text:
+        """Return how far it is, as one line."""
         if not self._begun:
             waited = time.monotonic() - self._started
             return Text("starting the engines …" + (f" ({waited:.0f} s)" if waited >= 1 else ""))
@@ -124,7 +179,7 @@ class RunProgress:
 
     def _doing(self) -> str:
         """Return how fast it goes; when all have ended, what is still done, which takes seconds in a large run."""
-        if self._done >= self._total and not self._open:
+        if self._done >= self._total and not self._open and not self._alone:
             return "writing the batch and the report …"
         seconds = max(time.monotonic() - self._started, 1e-9)
         return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"

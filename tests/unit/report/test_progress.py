@@ -13,10 +13,10 @@ from rich.console import Console
 
 from fsm_rollout.cli import results, runs
 from fsm_rollout.errors import JournalError
-from fsm_rollout.jobs import progress
-from fsm_rollout.jobs.progress import RunProgress
 from fsm_rollout.jobs.runner import Progress
 from fsm_rollout.jobs.summary import Summary
+from fsm_rollout.report import progress
+from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted
