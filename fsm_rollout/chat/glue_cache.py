@@ -114,7 +114,8 @@ class GlueCache:
             if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or not new_messages:
                 return None
             # 1. The turn: its keys, whether it says anything, the names of its calls.
-            key: list[Hashable] = [sampled, tuple(turn), bool(only_text_of(turn))]
+            said, *contents = map(only_text_of, (turn, *new_messages))
+            key: list[Hashable] = [sampled, tuple(turn), bool(said)]
             call_ids: list[str] = []
             for number, call in enumerate(turn.get("tool_calls") or ()):
                 function = call["function"]
@@ -127,10 +128,9 @@ class GlueCache:
                 key.append(name)
             # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
             open_ids = call_ids.copy()
-            contents: list[str] = []
             ids: list[str] = []
-            for index, message in enumerate(new_messages, position + 1):
-                role, content = message["role"], only_text_of(message)
+            for index, (message, content) in enumerate(zip(new_messages, contents, strict=True), position + 1):
+                role = message["role"]
                 name, id_ = message.get("name"), message.get("tool_call_id")
                 if type(role) is not str or not (name is None or type(name) is str):
                     return None
@@ -142,7 +142,6 @@ class GlueCache:
                     id_ = open_ids.pop(0) if open_ids else made_id(index, 0)
                 elif id_ in open_ids:
                     open_ids.remove(id_)
-                contents.append(content)
                 ids.append(id_ or "")
                 key.append((role, tuple(message), name, bool(content), len(ids[-1])))
             # 3. Which ids are the same.
@@ -335,10 +334,11 @@ class Histories:
                     break
         if start > last:
             return known_pairs
+        texts = list(map(only_text_of, history[start:]))
         previous_kind = _kind(history[start - 1]) if start else ""
         new_pairs = tuple(pairwise([previous_kind, *map(_kind, history[start:])]))
         pairs = known_pairs if known_pairs.issuperset(new_pairs) else known_pairs.union(new_pairs)
-        self._characters += MESSAGE_CHARACTERS + len(text_of(history[-1]))
+        self._characters += MESSAGE_CHARACTERS + len(texts[-1])
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
             self._seen.clear()  # conversations under way are then scanned once more
             self._characters = 0
@@ -347,7 +347,6 @@ class Histories:
 
 
 def _kind(message: Mapping[str, Any]) -> str:
-    only_text_of(message)
     role = message["role"]
     if type(role) is not str:
         raise TypeError("so is this")

@@ -25,9 +25,11 @@ class Once:
             if not future.done():  # cancelled
                 future.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait until it has happened."""
-        if not self.happened:
-            future = asyncio.get_running_loop().create_future()
+    def wait(self) -> asyncio.Future[None]:
+        """Return what is awaited until it has happened."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.happened:
+            future.set_result(None)
+        else:
             self._waiting = (*self._waiting, future)
-            await future
+        return future

@@ -7,12 +7,11 @@ in ``discarded`` and in no batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from operator import attrgetter
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
@@ -178,51 +177,6 @@ class Group:
         """Return the sub-agents' trajectories that a trajectory has called, and those that these have."""
         prefix = f"{trajectory.trajectory_id}/"
         return [child for child in self.children if child.trajectory_id.startswith(prefix)]
-
-
-class GroupTable(dict[str, Group]):
-    """The groups of a scheduler that have not been delivered, by id, with a view of them by state.
-
-    Invariant: each group stands in the view of its ``state``, behind those that came to that state before it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._views: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
-        self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
-
-    def of(self, state: GroupState) -> Mapping[str, Group]:
-        """Return the groups in a state, in the order in which they came to it."""
-        return self._views[state]
-
-    @property
-    def under_way(self) -> list[Group]:
-        """The groups that run or are scored."""
-        return [*self.of(GroupState.RUNNING).values(), *self.of(GroupState.SCORING).values()]
-
-    def put(self, group: Group, state: GroupState) -> None:
-        """Let a group, which may be new here, be in a state: behind the others that are."""
-        self._views[group.state].pop(group.group_id, None)
-        self[group.group_id] = self._views[state][group.group_id] = group
-        group.state = state
-
-    def put_first(self, groups: list[Group], state: GroupState) -> None:
-        """Let groups be in a state before all others that are, in their order."""
-        for group in groups:
-            self.put(group, state)
-        first = {group.group_id: group for group in groups}
-        self._views[state] = first | self._views[state]
-
-    def take(self, group: Group) -> None:
-        """Take a group out."""
-        del self[group.group_id], self._views[group.state][group.group_id]
-
-    def deliver(self, group: Group) -> None:
-        """Take a group out that the caller has from now on; what runs it is let go."""
-        self.take(group)
-        group.state = GroupState.DELIVERED
-        group.active.clear()
-        self.delivered.add(group)
 
 
 def log_failures(groups: Sequence[Group]) -> None:

@@ -1,4 +1,4 @@
-"""One run of a scheduler: what was asked for, and how far it is; and the prompts that come while it is under way.
+"""One run of a scheduler: what was asked for, and how far it is; its prompts, and where each of its groups is.
 
 Invariant: whoever changes what others wait for sets ``changed``, so nothing is asked for again and again.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, islice
+from weakref import WeakSet
 
 from msgspec import to_builtins
 
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
 from fsm_rollout.scheduler.failure_policy import Watch
-from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.states.active_trajectory import Stop
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
@@ -54,6 +55,48 @@ class PromptQueue(Iterator[Prompt]):
         if not self._prompts:
             raise StopIteration
         return self._prompts.popleft()
+
+
+class GroupTable(dict[str, Group]):
+    """The groups of a scheduler that have not been delivered, by id, with a view of them by state.
+
+    Invariant: each group stands in the view of its ``state``, behind those that came to that state before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
+        """The groups in each state, in the order in which they came to it: only read it."""
+        self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
+
+    @property
+    def under_way(self) -> list[Group]:
+        """The groups that run or are scored."""
+        return [*self.by_state[GroupState.RUNNING].values(), *self.by_state[GroupState.SCORING].values()]
+
+    def put(self, group: Group, state: GroupState) -> None:
+        """Let a group, which may be new here, be in a state: behind the others that are."""
+        self.by_state[group.state].pop(group.group_id, None)
+        self[group.group_id] = self.by_state[state][group.group_id] = group
+        group.state = state
+
+    def put_first(self, groups: list[Group], state: GroupState) -> None:
+        """Let groups be in a state before all others that are, in their order."""
+        for group in groups:
+            self.put(group, state)
+        first = {group.group_id: group for group in groups}
+        self.by_state[state] = first | self.by_state[state]
+
+    def take(self, group: Group) -> None:
+        """Take a group out."""
+        del self[group.group_id], self.by_state[group.state][group.group_id]
+
+    def deliver(self, group: Group) -> None:
+        """Take a group out that the caller has from now on; what runs it is let go."""
+        self.take(group)
+        group.state = GroupState.DELIVERED
+        group.active.clear()
+        self.delivered.add(group)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,10 +150,10 @@ class RunState:
             self.max_groups = math.ceil(self.target * over_sample)
             self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
 
-    async def change(self) -> None:
-        """Wait until something changes."""
+    def change(self) -> Coroutine[object, object, bool]:
+        """Return what is awaited until something changes."""
         self.changed.clear()
-        await self.changed.wait()
+        return self.changed.wait()
 
     def counts_with(self, groups: Iterable[Group]) -> int:
         """Return how many groups count towards the target once these are delivered, too."""
@@ -118,11 +161,11 @@ class RunState:
 
     def has_room(self, groups: GroupTable) -> bool:
         """Whether the next group may be opened: a target bounds how many are there at a time."""
-        return self.counts_with(groups.of(GroupState.DONE).values()) + len(groups.under_way) < self.max_groups
+        return self.counts_with(groups.by_state[GroupState.DONE].values()) + len(groups.under_way) < self.max_groups
 
     def deliverable(self, groups: GroupTable) -> list[Group]:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
-        done = groups.of(GroupState.DONE).values()
+        done = groups.by_state[GroupState.DONE].values()
         if not self.deliver_at_end:
             return list(islice(done, 1))
         if self.target is not None:

@@ -14,8 +14,8 @@ from itertools import repeat
 from typing import Protocol
 
 from fsm_rollout.scheduler.failure_policy import Failures
-from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
-from fsm_rollout.scheduler.run_state import PromptQueue, RunState
+from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
@@ -91,7 +91,7 @@ class SampleRunner:
             tasks.create_task(self._run_sample(run, *self.to_start.popleft()))
             return True
         # 2. The next group: one that waits, else that of the next prompt.
-        waiting = self._groups.of(GroupState.WAITING)
+        waiting = self._groups.by_state[GroupState.WAITING]
         if run.exhausted and not waiting:
             return False
         if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or waiting):
@@ -159,7 +159,7 @@ class SampleRunner:
                 return
         self._groups.put(group, GroupState.DONE)
         if run.filtered > run.most_filtered:
-            counted = run.counts_with(self._groups.of(GroupState.DONE).values())
+            counted = run.counts_with(self._groups.by_state[GroupState.DONE].values())
             run.stopped_by = run.stopped_by or scoring.target_not_reached(run, counted)
         run.changed.set()
 

@@ -5,7 +5,7 @@ carries over comes back with a later run); no trajectory waits for another's gen
 is over, however it ended, nothing that it started is still running.
 
 A group waits, runs, is scored, is done, is delivered; one table has all groups, by id and by state
-(:class:`~fsm_rollout.scheduler.group.GroupTable`). Here a run begins, delivers and ends. The rest is others' work:
+(:class:`~fsm_rollout.scheduler.run_state.GroupTable`). Here a run begins, delivers and ends. The rest is others' work:
 ``samples`` (opens groups and runs their samples), ``agents`` (which one a prompt chooses), ``starter`` (the first event
 of a trajectory), ``scoring``, ``staleness``, ``recorder`` (journal, listeners).
 
@@ -37,11 +37,11 @@ from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
-from fsm_rollout.scheduler.group import Group, GroupState, GroupTable
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.run_state import PromptQueue, RunState
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
@@ -204,7 +204,7 @@ class Scheduler:
         """End a run, so that another can begin."""
         run.closing, task = True, asyncio.current_task()
         try:
-            if run.feeding or run.failed or self.groups.under_way or self.groups.of(GroupState.DONE):
+            if run.feeding or run.failed or self.groups.under_way or self.groups.by_state[GroupState.DONE]:
                 await self._end(run, keep=False)
         finally:  # also where it was cancelled again meanwhile, and before another run asks the same clients
             try:
@@ -247,7 +247,7 @@ class Scheduler:
             self.groups.put_first(groups, GroupState.WAITING)
             groups = []
         # 3. What is done stays in a run with a target, or if it was left over by one.
-        done = self.groups.of(GroupState.DONE).values()
+        done = self.groups.by_state[GroupState.DONE].values()
         over = [group for group in done if run.target is None and group.group_id not in run.carried]
         if groups or over:
             await to_its_end(self._drop_all([*groups, *over]))
@@ -348,7 +348,7 @@ class Scheduler:
         """The groups that wait for the next run: ended beyond the target, or set aside unfinished."""
         if self._run is not None:
             return []
-        return [*self.groups.of(GroupState.DONE).values(), *self.groups.of(GroupState.WAITING).values()]
+        return [*self.groups.by_state[GroupState.DONE].values(), *self.groups.by_state[GroupState.WAITING].values()]
 
     async def drop_carried(self) -> list[Group]:
         """Give up what waits for the next run and return it, as it stands; its tools are released."""
@@ -373,9 +373,9 @@ class Scheduler:
             if self.staleness.most is not None:
                 self.samples.stop_stale(self.groups, self.clients[POLICY].sampling_since())
                 for state in (GroupState.RUNNING, GroupState.DONE):  # what is scored is looked at when it is delivered
-                    for group in list(self.groups.of(state).values()):
+                    for group in list(self.groups.by_state[state].values()):
                         self._renew(group)
-                for group in list(self.groups.of(GroupState.WAITING).values()):
+                for group in list(self.groups.by_state[GroupState.WAITING].values()):
                     await self.samples.end_stale(group)
         return version
 

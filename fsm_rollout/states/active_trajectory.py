@@ -137,7 +137,7 @@ class ActiveTrajectory:
     @property
     def stays_open(self) -> bool:
         """Whether its tools and interactions stay open, because it is to go on in this process."""
-        return self.stop is CARRIED and not self.trajectory.ended
+        return self.stop is CARRIED and self.trajectory.stop_reason is None
 
     async def close(self) -> None:
         """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
@@ -170,7 +170,7 @@ class ActiveTrajectory:
     def end_if_final(self) -> None:
         """Give it its stop reason if it stands in a final state."""
         transition = self.trajectory.exit
-        if transition is not None and not self.trajectory.ended:
+        if transition is not None and self.trajectory.stop_reason is None:
             self._end(transition.stop_reason or "", transition.detail, transition.failure)
 
     def _end(self, stop_reason: str, detail: str | None, failure: FailureClass | None) -> None:

@@ -375,8 +375,6 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        if self.time_spent.intervals:
-            self.time_spent.end_visit()
         self.visit_events = []
         self.interrupted = False
         self.time_up = None
@@ -407,6 +405,7 @@ class Trajectory(msgspec.Struct):
         self.suspended = event.reason
 
     def _resumed(self, event: events.Resumed) -> None:
+        self.time_spent.settle()
         self.suspended = None
         self.interrupted = True
         self.suspended_seconds += event.away

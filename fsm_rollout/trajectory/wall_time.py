@@ -7,6 +7,7 @@ all say what it says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -28,23 +29,18 @@ class TimeSpent(msgspec.Struct):
     """What a trajectory has spent time in: ``queue``, ``generate``, ``tool`` and ``interact``."""
 
     earlier: dict[str, float] = {}
-    """Seconds in earlier visits, by kind, and in ``any`` of the kinds."""
+    """Seconds until it was resumed, by kind, and in ``any`` of the kinds."""
     intervals: list[tuple[str, float, float]] = []
-    """``(kind, start, end)`` of what the present visit has spent time in, in the order in which it was recorded."""
+    """``(kind, start, end)`` of what it has spent time in since then, in the order in which it was recorded."""
 
-    def end_visit(self) -> None:
-        """Add the present visit's times to those of the earlier ones; clocks may differ from one to the next."""
-        stretches: dict[str, list[tuple[float, float]]] = {"any": []}
-        for kind, start, end in self.intervals:
-            stretches["any"].append((start, end))
-            stretches.setdefault(kind, []).append((start, end))
-        for kind, of_kind in stretches.items():
-            self.earlier[kind] = self.earlier.get(kind, 0.0) + covered(of_kind)
+    def settle(self) -> None:
+        """Count what was spent so far: another process's clock may go on from here."""
+        self.earlier = {
+            kind: self.seconds(kind) for kind in {*self.earlier, "any", *map(itemgetter(0), self.intervals)}
+        }
         self.intervals = []
 
     def seconds(self, kind: str) -> float:
         """Return the seconds in which something of the kind, or of ``any``, was under way."""
-        earlier = self.earlier.get(kind, 0.0)
-        if not self.intervals:
-            return earlier
-        return earlier + covered([(start, end) for name, start, end in self.intervals if kind in (name, "any")])
+        since = [(start, end) for name, start, end in self.intervals if kind in (name, "any")]
+        return self.earlier.get(kind, 0.0) + covered(since)

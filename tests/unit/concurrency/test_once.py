@@ -11,7 +11,7 @@ from fsm_rollout.concurrency.once import Once
 
 async def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> None:
     once = Once()
-    waiting = [asyncio.create_task(once.wait()) for _ in range(3)]
+    waiting = [asyncio.ensure_future(once.wait()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.glue_cache import Shape
 from fsm_rollout.chat.markers import CacheEntry, Encoded, MarkerEncoder
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.concurrency import garbage_collection, step_timing
@@ -127,10 +128,10 @@ def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> N
 def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
     """Have one cache entry give wrong ids, and its n-th use audited."""
     entries: list[object] = []
-    honest = ChatTemplate.encode_here
+    honest = ChatTemplate._encoded
 
-    def wrong(chat: ChatTemplate, asked: Opening | FollowUp) -> Encoded:
-        encoded = honest(chat, asked)
+    def wrong(chat: ChatTemplate, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
+        encoded = honest(chat, asked, shape)
         if isinstance(asked, Opening):
             return encoded
         if encoded.entry is None or encoded.entry not in (*entries, encoded.entry)[:1]:
@@ -138,7 +139,7 @@ def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
         entries.append(encoded.entry)
         return replace(encoded, ids=array("i", [*encoded.ids, 7]))
 
-    monkeypatch.setattr(ChatTemplate, "encode_here", wrong)
+    monkeypatch.setattr(ChatTemplate, "_encoded", wrong)
     monkeypatch.setattr(CacheEntry, "audit_due", lambda entry, length: len(entries) == audited)
 
 
@@ -187,7 +188,7 @@ def test_a_target_is_reached_though_wrong_glue_is_found_late(
         await end(self, run, keep=keep)
         wrong = [
             entry
-            for group in self.groups.of(GroupState.DONE).values()
+            for group in self.groups.by_state[GroupState.DONE].values()
             for entries in group.glue_entries.values()
             for entry in entries
         ]
