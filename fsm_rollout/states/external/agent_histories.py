@@ -65,6 +65,10 @@ class _Branch:
     asks: bool = True  # whether its last message waits for an answer
     busy: bool = False
 
+    def begins_with(self, chains: Sequence[Chain], count: int) -> bool:
+        """Whether its first ``count`` messages are those of the history that has these hashes."""
+        return count < min(len(chains), len(self.chains)) and self.chains[count] == chains[count]
+
 
 class AgentHistories:
     """The histories of one visit's foreign agent, and of its earlier visits to the same context.
@@ -83,9 +87,6 @@ class AgentHistories:
         self._schemas = schemas
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
         self._branches: list[_Branch] = []
-        self._ends: dict[Chain, tuple[_Branch, int]] = {}  # the turn that a history ends in
-        self._questions: dict[Chain, list[_Branch]] = {}  # the branches that were asked a history
-        self._begun: set[Chain] = set()  # the prefixes of all histories that end in a user's message
         if ctx.resumed:
             ctx.forget_recorded()
         # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
@@ -171,8 +172,6 @@ class AgentHistories:
         turn = branch.turns[-1]
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
         branch.chains[-1] = extend_chain(branch.chains[-2], stream.messages[-1])
-        if answered:
-            self._ends[branch.chains[-1]] = branch, len(branch.turns) - 1
 
     def _has_turn(self, branch: _Branch) -> bool:
         """Whether something of an answer to the branch's last question stands in its stream."""
@@ -204,32 +203,39 @@ class AgentHistories:
         messages, schemas = request.messages, self._shown(request.tools)
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
-        chains = chains_of(schemas, messages)
+        chains, count = chains_of(schemas, messages), len(messages)
+        asked = [branch for branch in self._branches if branch.begins_with(chains, count)]
         # 1. A retry: the same question, whose answer nobody has had.
-        asked = self._questions.get(chains[-1], [])
         for branch in asked:
             if branch.busy:
                 continue
             for number, turn in enumerate(branch.turns):
-                if turn.before == len(messages) and not turn.delivered and branch.chains[turn.before] == chains[-1]:
+                if turn.before == count and not turn.delivered:
                     return branch, number
-            if branch.asks and branch.chains[-1] == chains[-1]:
+            if branch.asks and len(branch.chains) == count + 1:
                 return branch, None
         # 2. What grows: the longest history of ours that it begins with, and no assistant's turn after that.
-        end = next((i for i in range(len(messages) - 1, 0, -1) if chains[i] in self._ends), 0)
-        new = messages[end:]
-        if end and all(message["role"] != "assistant" for message in new):
-            branch, number = self._ends[chains[end]]
-            if number == len(branch.turns) - 1 and not branch.asks:
-                branch.turns[-1].delivered = True  # or it would not be re-sent
-                self.ctx.write(new, context=branch.name)
-                return self._asked(branch, chains), None
-            return await self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
+        ends = [
+            (turn.before + 1, branch, number)
+            for branch in reversed(self._branches)
+            for number, turn in enumerate(branch.turns)
+            if turn.answered and branch.begins_with(chains, turn.before + 1)
+        ]
+        if ends:
+            end, branch, number = max(ends, key=lambda found: found[0])
+            new = messages[end:]
+            if all(message["role"] != "assistant" for message in new):
+                if number == len(branch.turns) - 1 and not branch.asks:
+                    branch.turns[-1].delivered = True  # or it would not be re-sent
+                    self.ctx.write(new, context=branch.name)
+                    branch.chains, branch.asks = chains, True
+                    return branch, None
+                return await self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
         # 3. Another answer to a question that was answered.
         for branch in asked:
             for number, turn in enumerate(branch.turns):
-                if turn.before == len(messages):
-                    return await self._fork(chains, messages, branch, turn.start, len(messages), number), None
+                if turn.before == count:
+                    return await self._fork(chains, messages, branch, turn.start, count, number), None
         # 4. A history of its own.
         return await self._open(chains, messages, schemas), None
 
@@ -263,7 +269,7 @@ class AgentHistories:
             encoded = Encoded(ids + glue.ids, encoded.guarded + glue.guarded, places, tuple(parts))
         bound = self._bind(BRANCH, bound.tools)
         self.ctx.begin_stream(bound, history, encoded)
-        return self._asked(_Branch(bound.name, bound, chains), chains)
+        return self._begun(bound, chains)
 
     async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
         """Open a history by rendering it in full."""
@@ -272,32 +278,23 @@ class AgentHistories:
             bound = replace(self._bind(None, schemas), name=self.context)
             self.ctx.active.branches[self.context] = bound
             if stream is not None and stream.messages == messages and not schemas and not self._own_tools:
-                return self._asked(_Branch(bound.name, bound, chains), chains)  # the prompt, as it was opened
+                return self._begun(bound, chains)  # the prompt, as it was opened
         else:
-            shares = any(chain in self._begun for chain in chains[1:])
+            user = next((place for place, message in enumerate(messages, 1) if message["role"] == "user"), len(chains))
+            shares = any(branch.begins_with(chains, user) for branch in self._branches)
             bound = self._bind(BRANCH if shares else FURTHER, schemas)
         await self.ctx.open(bound, list(messages))
-        return self._asked(_Branch(bound.name, bound, chains), chains)
+        return self._begun(bound, chains)
 
     @property
     def _own_tools(self) -> bool:
         """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
         return bool(self.ctx.agent.contexts[self.context].tools)
 
-    def _asked(self, branch: _Branch, chains: list[Chain]) -> _Branch:
-        """Note that a branch has a question to answer."""
-        if not branch.turns and branch not in self._branches:
-            self._branches.append(branch)
-        branch.chains, branch.asks = list(chains), True
-        self._questions.setdefault(chains[-1], []).append(branch)
-        self._begun.update(self._user_chains(branch, chains))
+    def _begun(self, bound: BoundContext, chains: list[Chain]) -> _Branch:
+        """Note a branch that has its first question to answer."""
+        self._branches.append(branch := _Branch(bound.name, bound, chains))
         return branch
-
-    def _user_chains(self, branch: _Branch, chains: Sequence[Chain]) -> Sequence[Chain]:
-        stream = self.ctx.trajectory.stream(branch.name)
-        messages = stream.messages if stream is not None else []
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
-        return chains[first + 1 :]
 
     def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:
         """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
@@ -339,12 +336,5 @@ class AgentHistories:
             for before, (start, end) in zip(places, spans.values(), strict=True)
         ]
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
-        branch = _Branch(stream.context, bound, chains, turns, asks=stream.awaiting or bool(stream.pending))
-        self._branches.append(branch)
-        for number, turn in enumerate(turns):
-            self._questions.setdefault(chains[turn.before], []).append(branch)
-            if turn.answered:
-                self._ends[chains[turn.before + 1]] = branch, number
-        if branch.asks:
-            self._questions.setdefault(chains[-1], []).append(branch)
-        self._begun.update(self._user_chains(branch, chains))
+        asks = stream.awaiting or bool(stream.pending)
+        self._branches.append(_Branch(stream.context, bound, chains, turns, asks))
