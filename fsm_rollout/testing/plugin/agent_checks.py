@@ -10,22 +10,21 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from hypothesis import settings
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import AgentGraph, TransitionSpec
 from fsm_rollout.agent.loader import dump, loads, read_agent
 from fsm_rollout.agent.proof import Bound, prove, reachable_rows
+from fsm_rollout.diagrams.picture import conditions_of
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.conformance import runner
 from fsm_rollout.testing.plugin import handler_laws
-from fsm_rollout.testing.plugin.walks import Walk, Walker, row_name
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.blocked_loop import LoopInterrupted
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
@@ -38,8 +37,6 @@ from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-WALKS_PER_EXAMPLE = 20
-EAGERNESS = (0.5, 0.8, 0.95, 1.0)
 COVERAGE_ROUNDS = 4  # as often runs are drawn while a transition has never been taken
 
 
@@ -71,17 +68,6 @@ class CheckedAgent:
         """The proven bound."""
         return prove(self.graph)
 
-    @property
-    def count(self) -> int:
-        """How many runs are drawn."""
-        return settings().max_examples if self.examples is None else self.examples
-
-    def walks(self, most: int) -> Iterator[Walk]:
-        """Walk through the machine, without engines."""
-        walker, rng = Walker(self.graph), Random(self.seed or 0)
-        for _ in range(self.count * WALKS_PER_EXAMPLE):
-            yield walker.walk(rng, most, rng.choice(EAGERNESS))
-
     def simulate(self, plan: Plan, *laws_to_check: Law, graph: AgentGraph | None = None, **more: Any) -> Simulation:
         """Run a plan; hold the run to laws, first of all that it ends by itself.
 
@@ -106,7 +92,8 @@ class CheckedAgent:
         script = engine_scripts(self.graph, tokenizer, failures=failures, texts=self.texts)
         drawn = plans(self.graph, script, failures=failures, **what)
         seed = None if self.seed is None else self.seed + another
-        return runner.search(drawn, holds, self.count, seed=seed, slow=_is_slow)
+        count = settings().max_examples if self.examples is None else self.examples
+        return runner.search(drawn, holds, count, seed=seed, slow=_is_slow)
 
 
 def _is_slow(broken: Exception) -> bool:
@@ -137,34 +124,26 @@ def rules(subject: CheckedAgent) -> str:
 
 
 def bound(subject: CheckedAgent) -> str:
-    """Law 2 without engines: no walk through the machine takes more transitions than the proof allows."""
-    # A walk makes no calls, so sub-agents' runs are left out of what it may take.
-    tools = {name: tool for name, tool in subject.graph.tools.items() if tool.agent is None}
-    most = prove(subject.graph.model_copy(update={"tools": tools})).transitions
-    number = longest = 0
-    for walk in subject.walks(most + 1):
-        path = f":\n  {' -> '.join(walk.path)}"
-        if len(walk.rows) > most:
-            raise LawBroken(2, f"a walk of more than {most} transitions{path}")
-        if not walk.ended:
-            raise LawBroken(2, f"a walk that does not end{path}")
-        number, longest = number + 1, max(longest, len(walk.rows))
-    return f"{subject.bound}; the longest of {number:,} walks took {longest} of {subject.bound.transitions}"
+    """Law 2: no run is longer than the proof says."""
+    longest = 0
+
+    def holds(plan: Plan) -> None:
+        nonlocal longest
+        run = subject.simulate(plan, laws.stays_within(subject.bound))
+        longest = max([longest, *(trajectory.transitions for trajectory in run.trajectories)])
+
+    runs = subject.search(holds, faults=False)
+    return f"{subject.bound}; the longest of {runs} runs took {longest} of {subject.bound.transitions}"
 
 
 def coverage(subject: CheckedAgent) -> str:
     """Every transition can fire; says how often each did in drawn runs, and which did not (``notes["missed"]``)."""
-    names = {number: row_name(row) for number, row in enumerate(subject.graph.transitions)}
+    names = {number: _name(row) for number, row in enumerate(subject.graph.transitions)}
     # 1. By the proof.
     possible = reachable_rows(subject.graph)
     if possible is not None and (dead := [name for number, name in names.items() if number not in possible]):
         raise LawBroken(2, f"{len(dead)} transition(s) can never fire, whatever happens:\n  " + "\n  ".join(dead))
-    # 2. In walks without engines.
-    walked = Counter(row for walk in subject.walks(10_000) for row in walk.rows)
-    if possible is not None and (impossible := walked.keys() - possible - {None}):
-        listed = ", ".join(names[number] for number in impossible if number is not None)
-        raise LawBroken(2, f"a walk took what the proof holds for impossible: {listed}")
-    # 3. In drawn runs: in more of them, as long as one is missing.
+    # 2. In drawn runs: in more of them, as long as one is missing.
     fired: Counter[int | None] = Counter()
     reasons: Counter[str] = Counter()
 
@@ -183,18 +162,20 @@ def coverage(subject: CheckedAgent) -> str:
         raise LawBroken(2, f"no transition was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
     missed = [name for number, name in names.items() if not fired[number]]
     summary = f"{len(names) - len(missed)} of {len(names)} transitions taken in {runs} runs"
-    lines = [summary]
-    for number, name in names.items():
-        never = "" if fired[number] else "   NEVER TAKEN" + ("" if walked[number] else ", nor in walks without engines")
-        lines.append(f"  {fired[number]:>6}  {name}{never}")
-    lines.append(f"  {fired[None]:>6}  (of the machine's own: failures, time-outs and limits without a transition)")
-    subject.notes["coverage"] = "\n".join(lines)
+    never = {number: "" if fired[number] else "   NEVER TAKEN" for number in names}
+    lines = [f"  {fired[number]:>6}  {name}{never[number]}" for number, name in names.items()]
+    own = f"  {fired[None]:>6}  (of the machine's own: failures, time-outs and limits without a transition)"
+    subject.notes["coverage"] = "\n".join([summary, *lines, own])
     if missed and subject.replay is None:
-        subject.notes["missed"] = (
-            f"{summary}; never: {'; '.join(missed)}; draw more (--fsm-examples), or give what they "
-        )
-        subject.notes["missed"] += "ask for (--fsm-texts, --fsm-prompts, --fsm-real-tools)"
+        advice = "draw more (--fsm-examples), or give what they ask for (--fsm-texts, --fsm-prompts, --fsm-real-tools)"
+        subject.notes["missed"] = f"{summary}; never: {'; '.join(missed)}; {advice}"
     return subject.notes.get("missed", summary)
+
+
+def _name(row: TransitionSpec) -> str:
+    """Return a transition in one line: ``GENERATING --generated [has_tool_calls]--> PROCESSING_TOOLS``."""
+    conditions = ", ".join(conditions_of(row))
+    return f"{'|'.join(row.source)} --{row.trigger}{f' [{conditions}]' if conditions else ''}--> {row.dest}"
 
 
 def ends(subject: CheckedAgent) -> str:
