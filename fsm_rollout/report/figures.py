@@ -16,8 +16,9 @@ import numpy as np
 
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
-from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of, wall_seconds
+from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of
 from fsm_rollout.report.texts import number, percent
+from fsm_rollout.trajectory.wall_time import covered
 
 BINS = 120  # points of a course over time
 BARS = 24
@@ -58,7 +59,7 @@ class Line:
         self.parts = parts_of(trajectory)  # seconds by what they went into
         self.away = trajectory.suspended_seconds
         self.longest = max(recording.intervals(*BUSY), key=lambda interval: interval.seconds, default=None)
-        away = Clock((interval.start, interval.end) for interval in recording.intervals("away"))
+        away = Clock(interval.times for interval in recording.intervals("away"))
         # When it was under way: from its start to its end without the times for which it was suspended.
         self.lives = tuple(away.runs(self.start, self.end))
         self.wall = sum(end - start for start, end in self.lives)  # seconds for which it was under way
@@ -174,7 +175,7 @@ class Figures:
 
     def load(self) -> list[float]:
         """Return the mean number of generations under way in each part."""
-        return self._busy([(interval.start, interval.end) for interval in self.generations])
+        return self._busy([interval.times for interval in self.generations])
 
     def replicas(self) -> list[ReplicaUse]:
         """Return what each replica did, by name; generations that name no replica are those of one without a name."""
@@ -186,16 +187,16 @@ class Figures:
                 name=name,
                 generations=len(generations),
                 tokens=sum(interval.tokens for interval in generations),
-                busy=wall_seconds(generations),
+                busy=covered([interval.times for interval in generations]),
                 queued=self.queued[name],
                 throughput=self._rate(generations),
-                under_way=self._busy([(interval.start, interval.end) for interval in generations]),
+                under_way=self._busy([interval.times for interval in generations]),
             )
             for name, generations in sorted(by_name.items())
         ]
 
     def _rate(self, generations: Sequence[Interval]) -> list[float]:
-        return self._course([(s.start, s.end) for s in generations], [s.tokens for s in generations])
+        return self._course([s.times for s in generations], [s.tokens for s in generations])
 
     def _busy(self, times: Sequence[tuple[float, float]]) -> list[float]:
         return self._course(times, [self.clock(end) - self.clock(start) for start, end in times])

@@ -23,7 +23,7 @@ from fsm_rollout.report.folding import folded_repeats
 from fsm_rollout.report.pages import Links, write_page
 from fsm_rollout.report.recording import Recording, RunFolder, kind_of_end, open_run
 from fsm_rollout.report.report import write_report
-from fsm_rollout.report.spans import totals_of
+from fsm_rollout.report.spans import parts_of
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shortened, visible
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
@@ -145,8 +145,8 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         for block in folded_repeats([visit.state for visit in recording.intervals("visit")])
     )
     parts: list[RenderableType] = [*_notes(run.notes), head, Text(shortened(visible(ending_of(recording)))), path]
-    if totals := totals_of(recording.intervals()):
-        spent = [f"{kind} {duration(seconds)}" for kind, seconds in totals.items()]
+    took = parts_of(trajectory) | {"other": 0.0, "away": trajectory.suspended_seconds}
+    if spent := [f"{kind} {duration(seconds)}" for kind, seconds in took.items() if seconds > 0]:
         parts.append(Text(", ".join(spent), style="dim"))
     spread = [
         token_texts.spread(stream.tokens) if (token_texts := texts[stream.engine]) is not None else {}

@@ -17,12 +17,11 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.trajectory import Trajectory
-from fsm_rollout.trajectory.wall_time import covered
 
 Kind = Literal["visit", "queue", "generate", "tool", "interact", "away"]
 # `away`: from the last event before the trajectory was suspended until it was resumed.
-KINDS: tuple[Kind, ...] = ("queue", "generate", "tool", "interact", "away")
-BUSY = KINDS[:-1]  # what a trajectory's time goes into while it is under way
+# What a trajectory's time goes into while it is under way.
+BUSY: tuple[Kind, ...] = ("queue", "generate", "tool", "interact")
 PARTS = (*BUSY, "other")  # the same, and the time in which none of these was under way
 
 
@@ -40,6 +39,11 @@ class Interval:
     tokens: int = 0
     failure: str | None = None
     turn: int | None = None
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When it began and ended."""
+        return self.start, self.end
 
     @property
     def seconds(self) -> float:
@@ -89,20 +93,9 @@ def intervals_of(history: Sequence[AnyEvent]) -> Iterator[Interval]:
         yield Interval("visit", state, since, since if final else max(since, history[-1].at), state)
 
 
-def totals_of(intervals: Sequence[Interval]) -> dict[str, float]:
-    """Return, for each kind that there is, the seconds in which at least one such thing was under way."""
-    by_kind = {kind: [interval for interval in intervals if interval.kind == kind] for kind in KINDS}
-    return {kind: wall_seconds(found) for kind, found in by_kind.items() if found}
-
-
 def parts_of(trajectory: Trajectory) -> dict[str, float]:
     """Return the seconds that a trajectory spent in each of :data:`PARTS`."""
     return {part: getattr(trajectory, f"{part}_seconds") for part in PARTS}
-
-
-def wall_seconds(intervals: Iterable[Interval]) -> float:
-    """Return the seconds in which at least one of the intervals was under way."""
-    return covered([(interval.start, interval.end) for interval in intervals])
 
 
 class Clock:

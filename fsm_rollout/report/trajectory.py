@@ -22,7 +22,7 @@ from fsm_rollout.report.flow import Flow, path_picture
 from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import Links, render_page
 from fsm_rollout.report.recording import Recording, RunFolder
-from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, totals_of, wall_seconds
+from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, parts_of
 from fsm_rollout.report.texts import TokenTexts, visible
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, text_of
@@ -249,26 +249,21 @@ class Lanes:
 
     seconds: float
     lanes: list[Lane]  # one per state that took time
-    totals: dict[str, float]  # seconds by kind of interval, where there are any
+    parts: dict[str, float]  # the seconds by what they went into
     ticks: int = TICKS
 
     @property
-    def idle(self) -> float:
-        """Seconds in which none of these was under way."""
-        return max(0.0, self.seconds - wall_seconds(interval for lane in self.lanes for interval, _ in lane.intervals))
-
-    @property
     def largest(self) -> list[tuple[str, float]]:
-        """The two kinds (``other`` among them) that took most of the time."""
-        totals = sorted((self.totals | {"other": self.idle}).items(), key=lambda total: -total[1])
-        return [total for total in totals[:2] if total[1] >= 0.005 * self.seconds]
+        """The two parts that took most of the time."""
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return [part for part in parts[:2] if part[1] >= 0.005 * self.seconds]
 
 
 def time_lanes(recording: Recording, names: Sequence[str]) -> Lanes | None:
     """Return the lanes of the states called ``names``; ``None`` when nothing took any time."""
     # 1. The clock stands still while the trajectory was away, and begins at 0.
     away = recording.intervals("away")
-    clock = Clock((interval.start, interval.end) for interval in away)
+    clock = Clock(interval.times for interval in away)
     start = clock(recording.events[0].at) if recording.events else 0.0
     moved = [
         replace(interval, start=clock(interval.start) - start, end=clock(interval.end) - start)
@@ -286,4 +281,4 @@ def time_lanes(recording: Recording, names: Sequence[str]) -> Lanes | None:
             rows = list(zip(inside, packed(inside), strict=True))
             marks = [(interval, clock(interval.start) - start) for interval in away if interval.state == state]
             lanes.append(Lane(state, visits, rows, marks))
-    return Lanes(seconds, lanes, {kind: total for kind, total in totals_of(moved).items() if total > 0})
+    return Lanes(seconds, lanes, parts_of(recording.trajectory))

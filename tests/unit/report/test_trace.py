@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from fsm_rollout.report.figures import BINS, Figures, histogram
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.show import show
-from fsm_rollout.report.spans import Interval, intervals_of, packed, wall_seconds
+from fsm_rollout.report.spans import Interval, intervals_of, packed
 from fsm_rollout.report.trace import trace
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
+from fsm_rollout.trajectory.wall_time import covered
 from tests.histories import several_event_sequences
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -156,7 +157,7 @@ def test_time_is_read_off_the_events() -> None:
     for interval in inside:
         seconds[interval.kind] += interval.seconds
     assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
-    assert wall_seconds(inside) == 8.5
+    assert covered([interval.times for interval in inside]) == 8.5
 
 
 def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:
