@@ -12,8 +12,8 @@ from hypothesis import settings
 
 from fsm_rollout.testing.plugin import agent_checks
 from fsm_rollout.testing.plugin.agent_checks import CHECKS, CheckedAgent
-from fsm_rollout.testing.plugin.items import ITEMS
 from fsm_rollout.testing.simulation.laws import LawBroken
+from tests.cases import FILES
 from tests.kit import ROOT
 from tests.laws.plugin_agents import DEAD_ROW, GOOD, GRADED, LOOKS_UP, RAISES, TOOLS, UNLOADABLE, grader
 
@@ -43,10 +43,6 @@ def fails(folder: pytest.Pytester, check: str, *lines: str) -> str:
     return result.stdout.str()
 
 
-def test_the_plugin_names_the_checks_that_there_are() -> None:
-    assert tuple(CHECKS) == ITEMS
-
-
 def assert_told_once(text: str) -> None:
     assert text.count("to see it again:") == 1
     assert text.count("GENERATING: generated -> GRADING") == 1
@@ -54,7 +50,7 @@ def assert_told_once(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("check", ITEMS)
+@pytest.mark.parametrize("check", CHECKS)
 def test_the_shipped_agents_pass(path: Path, check: str) -> None:
     assert CHECKS[check](CheckedAgent(path, examples=max(5, settings().max_examples // 8)))
 
@@ -202,15 +198,7 @@ def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, lines: list[s
     folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
 
 
-SESAME = """
-agent: door
-limits: {assistant_turns: 3, wall_seconds: 60}
-states: {PENDING: {}, GENERATING: {timeout: 9}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED, conditions: "words:opens"}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED, stop_reason: closed}
-"""
+SESAME = FILES["opens"]
 
 
 def test_a_vocabulary_lets_text_predicates_of_ones_own_hold(folder: pytest.Pytester) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fsm_rollout.testing.conformance.engine_subject import EngineSubject
     from fsm_rollout.testing.plugin.agent_checks import CheckedAgent
 
-ITEMS = ("rules", "bound", "coverage", "ends", "streams", "schedule", "journal", "resume")
 AGENTS = pytest.StashKey[dict[Path, str]]()  # the agents' files, resolved, and how they were named
 # The files of the factories of engines, and the factories (`module:factory`) in each.
 ENGINES = pytest.StashKey[dict[Path, str]]()
@@ -72,9 +71,10 @@ class AgentFile(pytest.File):
         if find_spec("hypothesis") is None:
             raise self.CollectError("testing agents needs Hypothesis: pip install 'fsm-rollout[testing]'")
         from fsm_rollout.errors import ConfigError
+        from fsm_rollout.testing.plugin.agent_checks import CHECKS
 
         subject = self._subject()
-        for name in ITEMS:
+        for name in CHECKS:
             yield AgentItem.from_parent(self, name=name, subject=subject)
             try:
                 _ = subject.graph

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from weakref import WeakKeyDictionary
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
@@ -43,13 +42,6 @@ def place(frame: FrameType) -> str:
     """Return where a frame stands: the innermost line of the user's, else its own."""
     frame = users_frame(frame) or frame
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
-
-
-def raised(tb: TracebackType | None) -> str:
-    """Return the innermost line of the user's that an exception came through, else the innermost of all."""
-    frames = traceback.extract_tb(tb)
-    chosen = ([frame for frame in frames if is_users(frame.filename)] or frames)[-1:]
-    return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in chosen)
 
 
 def note_start(task: asyncio.Task[object]) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.concurrency.cancellation import being_cancelled
+from fsm_rollout.errors import place_of
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing.simulation import source_lines
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -59,8 +59,7 @@ def watch_visits(handler: State, visits: list[HandlerVisit]) -> None:
         except LimitReached:
             raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # this frame left out
-            note(trajectory, error, source_lines.raised(inner))
+            note(trajectory, error, place_of(error))
             raise
         note(trajectory, outcome)
         return outcome
