@@ -16,16 +16,9 @@ from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import FILES
 
-YAML = """
-agent: foreign
-initial: EXTERNAL
-limits: {assistant_turns: 20}
-states:
-  EXTERNAL: {handler: external, AGENT, timeout: 600}
-transitions:
-  - {trigger: returned, source: EXTERNAL, dest: TERMINATED}
-"""
+YAML = FILES["foreign"]
 CALCULATOR = tool_schema(calculate)
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 20, "operator": "+", "right": 22}}\n</tool_call>'
 

@@ -16,6 +16,9 @@ def table(name: str) -> dict[str, Any]:
     return data
 
 
+FILES: dict[str, str] = table("files")  # what users write, by name
+
+
 def says(expected: Sequence[str], lines: Sequence[str]) -> bool:
     """Whether the lines are those expected; ``…`` stands for any text, and on its own for any lines."""
     pattern = "".join(r"(.*\n)*" if text == "…" else re.escape(text).replace("…", ".*") + r"\n" for text in expected)

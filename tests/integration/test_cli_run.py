@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
-from tests.cases import table
+from tests.cases import FILES, table
 from tests.kit import CONFIGS
 from tests.programs import fsm_rollout
 
@@ -262,18 +262,7 @@ def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> Non
     assert "every trajectory failed" in shown
 
 
-GRADED = """
-agent: graded
-limits: {assistant_turns: 2, response_tokens: 64}
-states:
-  PENDING: {}
-  GENERATING: {timeout: 60}
-  GRADING: {handler: "grader_of_mine:Grade", timeout: 5, max_visits: 2}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: GRADING}
-  - {trigger: graded, source: GRADING, dest: TERMINATED, stop_reason: graded}
-"""
+GRADED = FILES["graded by a module of its own"]
 GRADER = """
 from fsm_rollout import Outcome, State
 class Grade(State):

@@ -12,28 +12,14 @@ import pytest
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.trajectory.journal import Journal
+from tests.cases import FILES
 from tests.kit import CONFIGS
 from tests.programs import program
 from tests.unit.report.recorded_runs import history
 
 pytestmark = pytest.mark.process
 
-AGENT = """
-agent: tool_user
-limits: {assistant_turns: 3, tool_calls: 1}
-contexts: {main: {tool_format: "evil:Format"}}
-interaction: {use: "evil:User"}
-tools: {calculate: {use: "evil:tool", timeout: 1}}
-states:
-  PENDING: {}
-  GENERATING: {}
-  PROCESSING_TOOLS: {handler: "evil:Handler"}
-  INTERACTING: {}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: {"evil:holds": null}}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: TERMINATED}
-"""
+AGENT = FILES["names code everywhere"]
 EVIL = "import os, pathlib\n(pathlib.Path(__file__).parent / 'RAN').write_text(__name__)\n"
 MODULES = ("evil", "rich", "pygraphviz", "graphviz", "msgspec", "jinja2", "json", "renderers", "ray", "tokenization_x")
 

@@ -22,6 +22,7 @@ from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall
+from tests.cases import FILES
 
 pytestmark = pytest.mark.process
 SERVER = Path(__file__).with_name("mcp_tools.py")
@@ -30,21 +31,7 @@ STDIO = MCP(command=("python", str(SERVER)), env={"TOKEN": "$FILES_TOKEN"})
 SHARED = MCP(command=STDIO.command, session="shared")
 PATIENCE = 600
 
-AGENT = """
-agent: caller
-tools:
-  files: {mcp: MCP, allow: [add, count], timeout: 600}
-limits: {assistant_turns: 4, tool_calls: 4}
-states:
-  PENDING: {}
-  GENERATING: {timeout: 600}
-  PROCESSING_TOOLS: {timeout: 600}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+AGENT = FILES["calls tools"].replace("TOOLS", "tools: {files: {mcp: MCP, allow: [add, count], timeout: 600}}", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +152,7 @@ def test_a_server_that_cannot_be_used_says_why(tool: dict[str, Any], message: st
 def test_check_asks_no_server_and_a_wrong_form_is_told_with_its_line() -> None:
     agent = loads(AGENT.replace("MCP", "{command: [no-such-server]}"))
     assert loads(dump(agent)) == agent
-    with pytest.raises(ConfigError, match=r"<text>:4: .*give either `command` \(a list of words\) or `url`"):
+    with pytest.raises(ConfigError, match=r"<text>:2: .*give either `command` \(a list of words\) or `url`"):
         loads(AGENT.replace("MCP", "{}"))
     with pytest.raises(ConfigError, match="tool 'ad' is not defined; did you mean 'add'"):
         loads(AGENT.replace("MCP", "{command: [x]}").replace("has_tool_calls", "{tool_called: ad}"))

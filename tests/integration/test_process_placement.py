@@ -28,6 +28,7 @@ from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall
+from tests.cases import FILES
 from tests.kit import ROOT
 from tests.programs import program
 
@@ -408,21 +409,8 @@ def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Sign
 def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
     """In a program of its own, where no Ray is there yet: nothing is told of its start, and no call waits for it."""
     agent = tmp_path / "agent.yaml"
-    agent.write_text(
-        "agent: a\n"
-        "limits: {assistant_turns: 3, tool_calls: 3, bad_calls: 1, response_tokens: 512, wall_seconds: 10000}\n"
-        "tools: {shout: {use: 'tests.integration.test_process_placement:shout', placement: ray, timeout: 600}}\n"
-        "states:\n"
-        "  PENDING: {}\n"
-        "  GENERATING: {sampling: {max_tokens: 64}, timeout: 600}\n"
-        "  PROCESSING_TOOLS: {timeout: 600}\n"
-        "transitions:\n"
-        "  - {trigger: prompted, source: PENDING, dest: GENERATING}\n"
-        "  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}\n"
-        "  - {trigger: generated, source: GENERATING, dest: TERMINATED}\n"
-        "  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}\n",
-        "utf-8",
-    )
+    tools = f"tools: {{shout: {{use: '{HERE}:shout', placement: ray, timeout: 600}}}}"
+    agent.write_text(FILES["calls tools"].replace("TOOLS", tools, 1), "utf-8")
     done = program(
         "import asyncio, os\n"
         "os.environ.pop('RAY_ADDRESS', None)\n"

@@ -23,6 +23,7 @@ from fsm_rollout.tools.sandbox import CodeLimits, LocalSession, Output, bash, pr
 from fsm_rollout.tools.sandbox import session as sessions
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import histories
+from tests.cases import FILES
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
 from tests.programs import fsm_rollout
@@ -348,18 +349,8 @@ def test_what_is_required_and_cannot_be_had_is_refused(monkeypatch: pytest.Monke
     assert "are NOT hidden, because namespaces are not available: a test" in str(sessions.protection())
 
 
-AGENT = """
-agent: coder
-limits: {assistant_turns: 4, tool_calls: 4}
-contexts: {main: {tool_format: hermes}}
-tools: {python: {use: "fsm_rollout.tools.sandbox:python", kwargs: {seconds: 60}, timeout: 300}}
-states: {PENDING: {}, GENERATING: {timeout: 600}, PROCESSING_TOOLS: {timeout: 600}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+TOOLS = """contexts: {main: {tool_format: hermes}}
+tools: {python: {use: "fsm_rollout.tools.sandbox:python", kwargs: {seconds: 60}, timeout: 300}}"""
 
 
 def test_an_agent_computes_with_it() -> None:
@@ -367,7 +358,7 @@ def test_an_agent_computes_with_it() -> None:
     call = '<tool_call>\n{"name": "python", "arguments": {"code": "%s"}}\n</tool_call>'
     turns = [call % "x = globals().get('x', 40) + 1", call % "x + 1", "The answer is 42."]
     engine = fr.ScriptedEngine(turns, tokenizer=tokenizer())
-    with fr.Rollout(loads(AGENT), engine) as rollout:
+    with fr.Rollout(loads(FILES["calls tools"].replace("TOOLS", TOOLS, 1)), engine) as rollout:
         batch = rollout.run(["What is 40 + 2?"] * 4, n=2)
     assert list(batch.tensordict["stop_reason"]) == ["answered"] * 8
     texts = [

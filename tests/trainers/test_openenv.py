@@ -21,21 +21,12 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.trajectory.events import AnyEvent, UserReplied, decode, encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import FILES
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 
 PATIENCE = 600
-AGENT = """
-agent: player
-interaction: {use: openenv, url: "URL", OPTIONS}
-limits: {assistant_turns: 9, user_turns: 9}
-states: {PENDING: {}, INTERACTING: {timeout: TIMEOUT}, GENERATING: {timeout: 600}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: INTERACTING}
-  - {trigger: replied, source: INTERACTING, dest: GENERATING}
-  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
-  - {trigger: generated, source: GENERATING, dest: INTERACTING}
-"""
+AGENT = FILES["plays"]
 
 
 class Server:

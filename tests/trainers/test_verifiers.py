@@ -17,29 +17,12 @@ from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory import journal
+from tests.cases import FILES
 
 HERE = Path(__file__).parent
 TOOLS = "tools: {sums: {verifiers: {taskset: sums-taskset}}}"
-AGENT = f"""
-agent: adder
-{TOOLS}
-limits: {{assistant_turns: 4, tool_calls: 4}}
-states: {{PENDING: {{}}, GENERATING: {{timeout: 600}}, PROCESSING_TOOLS: {{timeout: 600}}}}
-transitions:
-  - {{trigger: prompted, source: PENDING, dest: GENERATING}}
-  - {{trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}}
-  - {{trigger: generated, source: GENERATING, dest: TERMINATED}}
-  - {{trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}}
-"""
-RUN = """
-agent: agent.yaml
-prompts: {use: verifiers, taskset: sums-taskset, config: {size: 3}}
-reward: "fsm_rollout.environment.verifiers:score"
-n: 2
-limit: 2
-engine: {kind: scripted, turns: TURNS}
-out: OUT
-"""
+AGENT = FILES["calls tools"].replace("TOOLS", TOOLS, 1)
+RUN = FILES["run of a taskset"]
 
 
 def call(name: str, **arguments: Any) -> str:

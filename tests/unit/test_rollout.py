@@ -27,7 +27,7 @@ from fsm_rollout.rollout import BATCH_OPTIONS
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import Journal, metadata
-from tests.cases import table
+from tests.cases import FILES, table
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 from tests.routing import RoutingEngine, experts_at
@@ -178,20 +178,7 @@ def test_several_agents_and_validation_sampling() -> None:
     assert {(s.temperature, s.top_k) for s in asked} == {(0.0, 5)}
 
 
-USER_AGENT = """
-agent: chat
-limits: {assistant_turns: 5, user_turns: 5, wall_seconds: 60}
-interaction: {use: "fsm_rollout.interactions:ModelUser", kwargs: {engine: user, max_turns: 2, system: You are a user.}}
-states:
-  PENDING: {}
-  GENERATING: {timeout: 10}
-  INTERACTING: {timeout: 10}
-transitions:
-  - {trigger: prompted,         source: PENDING,     dest: GENERATING}
-  - {trigger: generated,        source: GENERATING,  dest: INTERACTING}
-  - {trigger: replied,          source: INTERACTING, dest: GENERATING}
-  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
-"""
+USER_AGENT = FILES["chats with a model"]
 
 
 def test_a_model_may_be_the_user(tmp_path: Path) -> None:

@@ -16,18 +16,10 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.names import objects
 from fsm_rollout.names.objects import load_object, path_of
 from fsm_rollout.tools.bound_tools import tool_schema_of
+from tests.cases import FILES
 from tests.embedded import tokenizer
 
-TEXT = """
-agent: adder
-limits: {assistant_turns: 4, tool_calls: 4, wall_seconds: 60}
-states: {PENDING: {}, GENERATING: {timeout: 9}, PROCESSING_TOOLS: {timeout: 9}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+TEXT = FILES["adds"]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"left": 2, "right": 3}}\n</tool_call>'
 
 
@@ -122,5 +114,5 @@ def test_an_agent_is_loaded_from_text_from_a_mapping_and_from_a_file(tmp_path: P
     assert load_agent(data, ["limits.assistant_turns=2"]).limits.assistant_turns == 2
     with pytest.raises(ConfigError, match="states"):
         load_agent({"agent": "x", "transitions": []})
-    with pytest.raises(ConfigError, match=r"<text>:3: "):
+    with pytest.raises(ConfigError, match=r"<text>:2: "):
         load_agent(TEXT.replace("tool_calls: 4", "tool_cals: 4"))

@@ -16,36 +16,12 @@ from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward,
 from fsm_rollout.jobs.runner import _prompts
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
-from tests.cases import table
+from tests.cases import FILES, table
 from tests.kit import ROOT
 
 SMALLEST = "agent: a.yaml\nprompts: p.jsonl\nengine: {kind: scripted}\nout: runs/x\n"
 
-EVERY_KEY = """
-agent: ../agents/tool_user.yaml
-prompts: ../data/arithmetic.jsonl
-n: 4
-limit: 64
-seed: 7
-validate: true
-sampling: {temperature: 0.5, top_k: 3}
-validation_sampling: {temperature: 0.25}
-reward: "fsm_rollout.rewards:exact_answer"
-engine: {kind: transformers, model: embedded, nested: {list: [1, two]}}
-engines: {judge: {kind: scripted}}
-failures: {engine: {attempts: 5}, tool: end}
-concurrency: 8
-workers: 2
-worker_placement: local
-queue_timeout: 1.5
-group_filter: "fsm_rollout.rewards:scores_differ"
-target_groups: 3
-over_sample: 2.5
-max_filtered: 8
-track: {use: wandb, project: mine}
-serve: {port: 0, api_keys: keys.txt, waiting: 5}
-out: runs/demo
-"""
+EVERY_KEY = FILES["run with every key"]
 
 RUNS = ROOT / "configs" / "runs"
 

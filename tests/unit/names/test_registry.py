@@ -24,6 +24,7 @@ from fsm_rollout.jobs.run_config import PROMPT_SOURCES
 from fsm_rollout.jobs.run_schema import run_schema
 from fsm_rollout.jobs.tracking import TRACKERS
 from fsm_rollout.names.registry import Registry
+from tests.cases import FILES
 from tests.kit import ROOT
 
 REGISTRIES = (
@@ -78,26 +79,8 @@ WORDS = {
     "engines": "Parrot", "routers": "Routes", "tool_formats": "Format", "trackers": "Lines", "rewards": "length",
     "group_filters": "every", "handlers": "Nod", "predicates": "loud", "interactions": "Nobody", "prompts": "prompts",
 }  # fmt: skip
-AGENT = """agent: parrot
-contexts: {main: {tool_format: demo}}
-tools: {}
-interaction: {use: demo, mood: calm}
-limits: {assistant_turns: 2}
-states: {PENDING: {}, GENERATING: {timeout: 60}, NODDING: {handler: demo, max_visits: 2, timeout: 60}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: NODDING, conditions: demo}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED, stop_reason: quiet}
-  - {trigger: nodded, source: NODDING, dest: TERMINATED, stop_reason: loud}
-"""
-RUN = """agent: parrot.yaml
-prompts: {use: demo}
-engine: {kind: demo, says: HELLO, replicas: 2, router: demo}
-reward: demo
-group_filter: demo
-track: demo
-out: runs/parrot
-"""
+AGENT = FILES["parrot"]
+RUN = FILES["run of a parrot"]
 
 
 @pytest.fixture

@@ -15,25 +15,11 @@ from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.trajectory import trajectory_page
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
+from tests.cases import FILES
 from tests.unit.diagrams.sixty_states import STEPS, sixty_states
 from tests.unit.report.recorded_runs import history, write_run
 
-TWO_WAYS = """
-agent: tool_user
-limits: {assistant_turns: 8, user_turns: 4, tool_calls: 8}
-interaction: {use: "fsm_rollout.interactions:ScriptedUser"}
-tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
-states: {PENDING: {}, GENERATING: {timeout: 60}, PROCESSING_TOOLS: {timeout: 5}, INTERACTING: {timeout: 5}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: INTERACTING, conditions: {text_contains: "3"}}
-  - {trigger: generated, source: GENERATING, dest: INTERACTING}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-  - {trigger: replied, source: INTERACTING, dest: GENERATING}
-  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
-  - {trigger: failed, source: INTERACTING, dest: GENERATING, conditions: {visits_over: 1}}
-"""
+TWO_WAYS = FILES["goes two ways"]
 
 
 def two_ways() -> AgentGraph:

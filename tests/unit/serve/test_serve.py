@@ -25,30 +25,11 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import Journal, recordings
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import FILES
 from tests.foreign import CALL, check_exact
 
-CHATTING = """
-agent: chatting
-limits: {assistant_turns: 6, tool_calls: 8, user_turns: 3, response_tokens: 900, wall_seconds: 600}
-tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
-interaction: {use: "fsm_rollout.interactions:ScriptedUser"}
-states: {PENDING: {}, GENERATING: {timeout: 600}, PROCESSING_TOOLS: {timeout: 600}, INTERACTING: {timeout: 600}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: INTERACTING}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-  - {trigger: replied, source: INTERACTING, dest: GENERATING}
-  - {trigger: interaction_done, source: INTERACTING, dest: TERMINATED}
-"""
-SINGLE = """
-agent: single
-limits: {assistant_turns: 1, wall_seconds: 600}
-states: {PENDING: {}, GENERATING: {timeout: 600}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-"""
+CHATTING = FILES["chats"]
+SINGLE = FILES["single"]
 Chat = list[dict[str, Any]]
 
 

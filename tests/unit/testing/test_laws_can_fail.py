@@ -18,6 +18,7 @@ from fsm_rollout.testing.simulation.laws import LawBroken
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.tokens import Owner, TokenStream
+from tests.cases import FILES
 from tests.kit import ROOT
 
 AGENT = ROOT / "configs/agents/single_turn.yaml"
@@ -86,20 +87,7 @@ def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], object], law:
     assert broken.value.law == law
 
 
-HURRIED = """
-agent: hurried
-initial: PENDING
-limits: {assistant_turns: 2, response_tokens: 64, wall_seconds: 60}
-states:
-  PENDING: {}
-  GENERATING: {timeout: 600}
-  WRAPPING_UP: {handler: generate, timeout: 30, max_visits: 1}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: limit_reached, source: GENERATING, dest: WRAPPING_UP, conditions: {limit: wall_seconds}}
-  - {trigger: generated, source: WRAPPING_UP, dest: TERMINATED}
-"""
+HURRIED = FILES["hurried"]
 
 
 def test_the_seconds_of_a_pause_come_on_top_of_the_bound() -> None:
