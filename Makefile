@@ -82,7 +82,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-sglang-cpu.txt
 		$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,sglang]'; \
 	else \
 		$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -r requirements-sglang-cpu.txt \
-		&& $(BIN)/python -m pip install -q --no-deps "$$(sed -n 's/^sglang = \["\(.*\)"\]/\1/p' pyproject.toml)"; \
+		&& $(BIN)/python -m pip install -q --no-deps "$$(grep '^sglang==' constraints.txt)"; \
 	fi
 	$(BIN)/python -m pip install -q --no-deps "$$(grep '^trl==' constraints.txt)"
 	touch $(STAMP)

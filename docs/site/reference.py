@@ -90,6 +90,7 @@ def prompt_fields() -> str:
 def engine_kinds() -> str:
     """Return the keys of every engine kind."""
     from fsm_rollout.engines import specs
+    from fsm_rollout.engines.scripted import script
 
     parts = []
     for kind, spec in specs.KINDS.items():
@@ -101,7 +102,7 @@ def engine_kinds() -> str:
     for key, model in (("pool", specs.PoolSpec), ("ray", specs.RaySpec)):
         schema = model.model_json_schema()
         parts.append(f"### `{key}`\n\n{_keys(schema['properties'], schema)}")
-    schema = specs.Turn.model_json_schema()
+    schema = script.Turn.model_json_schema()
     parts.append(f"### A turn of a script\n\n{_keys(schema['properties'], schema)}")
     return "\n\n".join(parts)
 

@@ -18,9 +18,18 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.engines.replica import SILENCE, LocalPlacement, Placement, PoolTimes
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.specs import KINDS, EngineSpec, OwnSpec, build_router, faults, spec_class, without_nulls
+from fsm_rollout.engines.specs import (
+    DESCRIBED,
+    KINDS,
+    EngineSpec,
+    OwnSpec,
+    build_router,
+    faults,
+    spec_class,
+    without_nulls,
+)
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
-from fsm_rollout.model.folders import model_folder
+from fsm_rollout.model.folders import local_folder
 from fsm_rollout.names.objects import look_in, looked_in
 
 # An engine; its spec, as in a run YAML; or the name or folder of a model, for an engine of kind `transformers`.
@@ -40,7 +49,7 @@ def as_engine_or_spec(given: EngineLike, base: Path) -> EnginePool | TokenSource
         if str(given) in KINDS:
             raise ConfigError(f'\'{given}\' is a kind of engine; give it with its keys: {{"kind": "{given}", …}}')
         try:
-            model_folder(given, base)
+            local_folder(given, base)
         except EngineError as error:
             raise ConfigError(f"{error}; {example}") from error
         return {"kind": "transformers", "model": str(given)}
@@ -115,7 +124,7 @@ def described(pool: EnginePool, engine: EnginePool | TokenSource | Mapping[str, 
     """Return what a journal must know of an engine so that its tokens can be read later: plain data."""
     if not isinstance(engine, Mapping) or engine["kind"] not in KINDS:
         engine = {"tokenizer": getattr(pool.facts.tokenizer, "name_or_path", None)}
-    description = {key: str(engine[key]) for key in ("kind", "tokenizer", "model", "run", "engine") if engine.get(key)}
+    description: dict[str, object] = {key: str(engine[key]) for key in DESCRIBED if engine.get(key)}
     return description | {"max_context": pool.facts.max_context, "eos_ids": sorted(pool.facts.eos_ids)}
 
 

@@ -13,25 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
 from fsm_rollout.engines.router import Router
-from fsm_rollout.engines.scripted.script import Script, Turn
-from fsm_rollout.errors import ConfigError, EngineError, Problem
-from fsm_rollout.model.folders import load_tokenizer, model_folder
+from fsm_rollout.engines.scripted.script import Turns, read_script
+from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.model.folders import load_tokenizer, local_folder, model_folder
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
@@ -40,22 +28,12 @@ from fsm_rollout.trajectory.settings import ImportPath, StrictModel
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]
-SpokenTurns = tuple[
-    Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
-]
+DESCRIBED = ("kind", "tokenizer", "model", "revision", "run", "engine")  # keys that a journal keeps of an engine
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-_FOLDERS = ("model", "tokenizer")  # keys of the built-in kinds that name a model's folder
-_MODEL = "`embedded`, `embedded:early`, or a model folder, relative to the run file; nothing is ever downloaded"
-
-
-def _form(turns: object) -> str | None:
-    return "<mapping>" if isinstance(turns, Mapping) else "<list>" if isinstance(turns, list | tuple) else None
-
-
-Turns = Annotated[
-    Annotated[SpokenTurns, Tag("<list>")] | Annotated[Mapping[str, SpokenTurns], Tag("<mapping>")],
-    Discriminator(_form, "turns_type", "should be a list, or a mapping of agent/context, context or agent to lists"),
-]
+_MODEL = (
+    "`embedded`, `embedded:early`, a model folder (relative to the run file), or a name of the Hugging Face hub "
+    "(`Qwen/Qwen3-4B`), from its cache, else downloaded"
+)
 
 
 class RaySpec(StrictModel):
@@ -128,27 +106,50 @@ class EngineSpec(StrictModel):
         """Whether a lost replica is started again: not the only one, in this process, which would only fall again."""
         return self.replica_count > 1 or self.placement != "local"
 
-    def missing_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
-        """Yield where the spec names a model's folder that is not on this machine, which is to load it, and what."""
-        elsewhere = self.placement == "ray" and ((self.ray and self.ray.address) or os.environ.get("RAY_ADDRESS"))
-        for key in () if elsewhere else _FOLDERS:
-            if isinstance(value := getattr(self, key, None), str):
-                try:
-                    model_folder(value, base)
-                except EngineError as error:
-                    yield (key,), str(error)
+    def wrong_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
+        """Yield where the spec names a model that is no folder of this machine, which is to load it, and what is wrong.
+
+        Nothing is asked of a hub here.
+        """
+        yield from ()
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
-        """Return what the engine's class is called with; a model's folder is relative to ``base``."""
-        names = [name for name in type(self).model_fields if name not in EngineSpec.model_fields]
-        arguments = {name: getattr(self, name) for name in names}
-        return arguments | ({"model": model_folder(str(arguments["model"]), base)} if "model" in arguments else {})
+        """Return what the engine's class is called with; files are relative to ``base``."""
+        own = type(self).model_fields.keys() - EngineSpec.model_fields.keys()
+        return {name: value for name, value in self if name in own}
 
 
-class ScriptedSpec(EngineSpec):
+class ModelSpec(EngineSpec):
+    """Keys of the kinds that name a model, or the tokenizer of one."""
+
+    names_model: ClassVar[str] = "model"
+    """The key that does."""
+    loads_weights: ClassVar[bool] = True
+    revision: str | None = Field(None, description="of a model of the hub: a branch, tag or commit; default: `main`")
+
+    def wrong_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
+        """See there."""
+        elsewhere = self.placement == "ray" and ((self.ray and self.ray.address) or os.environ.get("RAY_ADDRESS"))
+        try:
+            if not elsewhere:
+                local_folder(getattr(self, self.names_model), base, revision=self.revision)
+        except EngineError as error:
+            yield (self.names_model,), str(error)
+
+    def engine_arguments(self, base: Path) -> dict[str, object]:
+        """Find the model's folder, or download it."""
+        arguments = super().engine_arguments(base)
+        del arguments["revision"]
+        name = str(arguments[self.names_model])
+        folder = model_folder(name, base, revision=self.revision, weights=self.loads_weights)
+        return arguments | {self.names_model: folder}
+
+
+class ScriptedSpec(ModelSpec):
     """``kind: scripted``; see :class:`fsm_rollout.engines.scripted.engine.ScriptedEngine`."""
 
     engine_class = "fsm_rollout.engines.scripted.engine:ScriptedEngine"
+    names_model, loads_weights = "tokenizer", False
     kind: Literal["scripted"] = Field(description="plays written turns: an agent without a model")
     turns: Turns | None = Field(
         None,
@@ -156,7 +157,7 @@ class ScriptedSpec(EngineSpec):
         "`agent/context`, `context` or `agent` to such lists",
     )
     script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
-    tokenizer: Folder = Field("embedded", description="`embedded`, `embedded:early` or a model folder")
+    tokenizer: Folder = Field("embedded", description="that of " + _MODEL)
     max_context: Count = Field(32_768, description="the longest input plus output, in tokens")
     max_running: Count | None = Field(None, description="how many requests are answered at once; default: all")
 
@@ -170,8 +171,8 @@ class ScriptedSpec(EngineSpec):
         """Read the script and the tokenizer."""
         arguments = super().engine_arguments(base)
         del arguments["script"]
-        turns = self.turns if self.script is None else _read_script(base / self.script)
-        return arguments | {"turns": turns, "tokenizer": load_tokenizer(model_folder(self.tokenizer, base))}
+        turns = self.turns if self.script is None else read_script(base / self.script)
+        return arguments | {"turns": turns, "tokenizer": load_tokenizer(Path(str(arguments["tokenizer"])))}
 
 
 class ReplaySpec(EngineSpec):
@@ -188,7 +189,7 @@ class ReplaySpec(EngineSpec):
         return super().engine_arguments(base) | {"run": base / self.run}
 
 
-class TransformersSpec(EngineSpec):
+class TransformersSpec(ModelSpec):
     """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.engine.TransformersEngine`."""
 
     engine_class = "fsm_rollout.engines.transformers.engine:TransformersEngine"
@@ -212,7 +213,7 @@ class TransformersSpec(EngineSpec):
     )
 
 
-class SGLangSpec(EngineSpec):
+class SGLangSpec(ModelSpec):
     """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.engine.SGLangEngine`."""
 
     engine_class = "fsm_rollout.engines.sglang.engine:SGLangEngine"
@@ -248,13 +249,14 @@ class SGLangSpec(EngineSpec):
         return True
 
 
-class ServersSpec(EngineSpec):
+class ServersSpec(ModelSpec):
     """Keys of the kinds that use servers which run already."""
 
+    loads_weights = False
     urls: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         description="where the servers are, such as http://node7:30000; each is a replica"
     )
-    model: Folder = Field("embedded", description="the folder of the model served, for its tokenizer")
+    model: Folder = Field("embedded", description="the model served, for its tokenizer: " + _MODEL)
 
     @model_validator(mode="after")
     def _replicas_are_urls(self) -> ServersSpec:
@@ -304,10 +306,6 @@ class OwnSpec(EngineSpec):
     """``kind: module:Class``; the keys of the class are added by :func:`spec_class`."""
 
     model_config = ConfigDict(validate_default=False)  # defaults are the class's own business
-
-    def missing_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
-        """Yield nothing: what its ``model`` may be is the class's business."""
-        yield from ()
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Return what was set; the class knows its own defaults."""
@@ -397,7 +395,7 @@ def faults(spec: Mapping[str, object], base: Path | None = None) -> list[tuple[C
     try:
         checked = model.model_validate(spec)
         if base is not None:
-            found += checked.missing_folders(base)
+            found += checked.wrong_folders(base)
     except ValidationError as error:
         found += explanations(error, model)
     try:
@@ -427,18 +425,3 @@ def build_router(router: str) -> Router:
     if not isinstance(instance, Router):
         raise ConfigError(f"router '{router}' has no method choose(request, replicas); see fsm_rollout.engines.router")
     return instance
-
-
-def _read_script(path: Path) -> Script:
-    """Read a file of turns: a list, or a mapping of ``agent/context``, ``context`` or ``agent`` to lists."""
-    source = SourceMap(str(path))
-    text = read_text(path)
-    if isinstance(text, Problem):
-        raise ConfigError(text)
-    data, problems = read_yaml(text, source, max_lines=MAX_VALUES)  # JSON is YAML, too
-    if problems:
-        raise ConfigError(problems)
-    try:
-        return TypeAdapter[Script](Turns).validate_python(data)
-    except ValidationError as error:
-        raise ConfigError([source.problem(*explained) for explained in explanations(error, Turns)]) from None

@@ -1,6 +1,6 @@
 """Which local folder a model's name stands for, also one that a journal names, and its tokenizer.
 
-Invariant: nothing here imports torch, asks a hub, or runs code that lies in a model's folder.
+Invariant: nothing here imports torch or runs code that lies in a model's folder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.errors import EngineError, did_you_mean
+from fsm_rollout.errors import EngineError, close_match, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
+from fsm_rollout.model.hub import hub_folder, is_hub_name
 from fsm_rollout.trajectory.journal import metadata
 
 EMBEDDED = "embedded"
@@ -27,11 +28,32 @@ PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one cla
 _GGUF = "transformers.modeling_gguf_pytorch_utils"
 
 
-def model_folder(model: str | Path, base: str | Path = ".") -> Path:
-    """Return the folder that ``model`` names: ``embedded``, ``embedded:early``, or a path (relative to ``base``).
+def model_folder(
+    model: str | Path, base: str | Path = ".", *, revision: str | None = None, weights: bool = True
+) -> Path:
+    """Return the folder that ``model`` names, downloaded from the hub if it has to be.
+
+    ``model`` is ``embedded``, ``embedded:early``, a path (relative to ``base``) or, where there is no such folder, a
+    name of the hub: ``organisation/name``, of which ``revision`` is a branch, tag or commit. ``weights``: whether the
+    model's weights are wanted, or only what describes it.
 
     Raises:
-        EngineError: there is no such checkpoint or folder, or it holds no model.
+        EngineError: there is no such checkpoint, folder or model, or it holds no model, or cannot be downloaded.
+    """
+    folder = local_folder(model, base, revision=revision)
+    if folder is not None:
+        return folder
+    try:
+        return hub_folder(str(model), revision, weights=weights)
+    except EngineError as error:
+        raise EngineError(f"{error} (nor is there a folder '{Path(base) / str(model)}')") from error.__cause__
+
+
+def local_folder(model: str | Path, base: str | Path = ".", *, revision: str | None = None) -> Path | None:
+    """Return the folder that ``model`` names, or ``None`` for a name of the hub, without a look at it or its cache.
+
+    Raises:
+        EngineError: it can be neither; or ``revision`` was given for a folder.
     """
     name, _, checkpoint = str(model).partition(":")
     if name == EMBEDDED:
@@ -44,12 +66,18 @@ def model_folder(model: str | Path, base: str | Path = ".") -> Path:
     else:
         folder = Path(base) / Path(model).expanduser()
     if not folder.is_dir():
+        if isinstance(model, str) and is_hub_name(model):
+            return None
         raise EngineError(
-            f"model '{model}': there is no folder '{folder}'; give the path of a downloaded model (nothing is "
-            f"downloaded here), or '{EMBEDDED}'"
+            f"model '{model}': there is no folder '{folder}'{close_match(name, [EMBEDDED])}; give the path of a model, "
+            f"a name of the hub (organisation/name), or '{EMBEDDED}'"
         )
     if not (folder / "config.json").is_file():
         raise EngineError(f"model '{model}': '{folder}' has no config.json; give a folder that save_pretrained wrote")
+    if revision is not None:
+        raise EngineError(
+            f"model '{model}' is the folder '{folder}', so it has no revision '{revision}'; leave that out"
+        )
     return folder
 
 
@@ -110,6 +138,7 @@ class RecordedEngine(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | None = None
     model: str | None = None
     tokenizer: str | None = None
+    revision: str | None = None  # of the model or tokenizer, where it is one of the hub
     run: str | None = None  # of a replay: the run that it replayed
     engine: str = POLICY  # of a replay: which of that run's engines
     max_context: int | None = None
@@ -143,6 +172,7 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
 def tokenizer_folder(facts: RecordedEngine) -> Path:
     """Return the folder of a recorded engine's tokenizer; EngineError if it is not on this machine."""
     try:
-        return model_folder(facts.tokenizer or facts.model or EMBEDDED, facts.base)
+        name = facts.tokenizer or facts.model or EMBEDDED
+        return model_folder(name, facts.base, revision=facts.revision, weights=False)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise EngineError(f"its tokenizer cannot be found: {error}") from error

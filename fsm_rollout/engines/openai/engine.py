@@ -66,7 +66,7 @@ class OpenAIEngine(HTTPEngine):
         found = load_object(update_weights) if isinstance(update_weights, str) else update_weights
         if found is not None and not callable(found):
             raise EngineError(f"update_weights: '{update_weights}' is no function")
-        super().__init__(model_folder(model))
+        super().__init__(model_folder(model, weights=False))
         endpoint = CompletionsEndpoint(url, api_key, served_as, found)
         self._connect(endpoint, replica)
         probes = [*sorted(self.eos_ids)[:1], *range(1, PROBES)]  # SGLang takes [0] for an empty prompt

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
+from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, read_text, read_yaml
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import ConfigError, EngineError, Problem
+from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, as_ids, as_logprobs
@@ -63,6 +66,21 @@ class Turn(StrictModel):
 
 # Turns for every context; or turns by `agent/context`, `context` or `agent`; or a function of the request.
 Script = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]] | Callable[[Request], Turn | str]
+
+
+SpokenTurns = tuple[
+    Annotated[Turn, BeforeValidator(lambda turn: {"text": turn} if isinstance(turn, str) else turn)], ...
+]
+
+
+def _form(turns: object) -> str | None:
+    return "<mapping>" if isinstance(turns, Mapping) else "<list>" if isinstance(turns, list | tuple) else None
+
+
+Turns = Annotated[
+    Annotated[SpokenTurns, Tag("<list>")] | Annotated[Mapping[str, SpokenTurns], Tag("<mapping>")],
+    Discriminator(_form, "turns_type", "should be a list, or a mapping of agent/context, context or agent to lists"),
+]
 
 
 class ScriptError(EngineError):
@@ -158,3 +176,22 @@ def _pieces(ids: Sequence[int], count: int, start: int, logprob: float | None) -
     ]
     bounds = [len(ids) * index // count for index in range(count + 1)]
     return tuple((as_ids(ids[a:b]), as_logprobs(logprobs[a:b])) for a, b in pairwise(bounds))
+
+
+def read_script(path: Path) -> Script:
+    """Read a file of turns: a list, or a mapping of ``agent/context``, ``context`` or ``agent`` to lists.
+
+    Raises:
+        ConfigError: it is missing, no YAML, or no script; all problems at once.
+    """
+    source = SourceMap(str(path))
+    text = read_text(path)
+    if isinstance(text, Problem):
+        raise ConfigError(text)
+    data, problems = read_yaml(text, source, max_lines=MAX_VALUES)  # JSON is YAML, too
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return TypeAdapter[Script](Turns).validate_python(data)
+    except ValidationError as error:
+        raise ConfigError([source.problem(*explained) for explained in explanations(error, Turns)]) from None

@@ -2,7 +2,7 @@
 
 Invariant: nothing here acts when torch has CUDA. Without, stand-in modules (``stand_ins``: the GPU kernels, torchvision
 and sentencepiece, where they are not installed; text models call none), a few environment variables and a few arguments
-make SGLang 0.5.21 run in full, in float32.
+make SGLang 0.5.21 to 0.5.23 run in full, in float32.
 
     python -m fsm_rollout.engines.sglang.cpu --model-path PATH --port 30000
 
@@ -58,6 +58,9 @@ def prepare(threads: int | None, ranks: int = 1) -> Mapping[str, object]:
     torch.set_num_threads(threads or 1)  # what they inherit; torch has read the environment by now
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
+    # A torch that was built for CUDA takes that for its device, also where there is none: SGLang could not sleep.
+    module_of = torch.get_device_module
+    vars(torch)["get_device_module"] = lambda device="cpu": module_of(device)
     # The memory in which SGLang records routed experts is registered with CUDA; on a CPU there is nothing to register.
     from sglang.srt.mem_cache.pool_host import common
 

@@ -39,7 +39,7 @@ class SGLangEngine(HTTPEngine):
     """See the module.
 
     Args:
-        model: ``embedded``, ``embedded:early``, or the path of a model folder. Nothing is ever downloaded.
+        model: ``embedded``, ``embedded:early``, the path of a model folder, or a name of the hub.
         device: default: SGLang's choice with CUDA, else the CPU.
         dtype: default: the checkpoint's own with CUDA, float32 on a CPU.
         max_context: the longest input plus output, in tokens; default: the model's window less what SGLang keeps.

@@ -4,8 +4,8 @@ Invariant: that of :mod:`fsm_rollout.engines.http.engine`; and every answer says
 of another version is ever taken for one of ours. New weights are checked before the server hears of them. It reads them
 from a folder: tensors are stored in one, once for all servers of this host.
 
-Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. What SGLang 0.5.21 was found to
-do, beyond or beside the protocol:
+Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. What SGLang (0.5.21 to 0.5.23)
+was found to do, beyond or beside the protocol:
 
 - Logprobs are after temperature and before top_k and top_p. Where these cut, the renormalised logprob of SGLang's
   sampling mask is used, which is exact; a top_p without a top_k then cuts at 3,840 tokens as well (at the whole
@@ -56,7 +56,7 @@ class SGLangHTTPEngine(HTTPEngine):
         replica: str | None = None,
         api_key: str | None = None,
     ) -> None:
-        folder = model_folder(model)
+        folder = model_folder(model, weights=False)
         super().__init__(folder)
         endpoint = SGLangEndpoint(url, api_key, folder, send_every)
         self._connect(endpoint, replica)

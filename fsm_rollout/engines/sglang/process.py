@@ -186,6 +186,13 @@ def _check(arguments: Mapping[str, object], parameters: Collection[str]) -> None
     ]
     if arguments.get("device") == "cpu" and arguments.get("enable_deterministic_inference"):
         problems.append("deterministic: SGLang draws per-request random numbers with a GPU kernel; leave it out here")
+    import torch
+
+    if str(arguments.get("device")).startswith("cuda") and not torch.cuda.is_available():
+        problems.append(
+            f"device '{arguments['device']}' is not there: torch {torch.__version__} sees no CUDA; leave `device` out, "
+            f"which takes what there is"
+        )
     if problems:
         sys.exit(f"EngineError: {'; '.join(problems)}")
 

@@ -1,4 +1,4 @@
-"""Loading models and weights from local folders; nothing here ever asks a hub.
+"""Loading models and weights from folders, onto a device that is there.
 
 Invariant: one model is built at a time in this process. transformers builds a model under settings that hold for the
 whole process (default dtype, initialisers, progress bars): two at once break each other, and these for good.
@@ -25,11 +25,12 @@ NAMED = 3  # how many of the tensors that a folder lacks are named
 def load_checkpoint(
     model: str | Path, *, dtype: torch.dtype | str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return ``(model, tokenizer)`` from a local folder, the model in evaluation mode on ``device``.
+    """Return ``(model, tokenizer)`` of a folder or a name of the hub, the model in evaluation mode on ``device``.
 
     Raises:
-        EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
+        EngineError: there is none, transformers cannot load it, or ``device`` is not there or cannot take it.
     """
+    check_device(device)
     folder = model_folder(model)
     tokenizer = load_tokenizer(folder)
     return _load_model(folder, dtype, device), tokenizer
@@ -38,7 +39,7 @@ def load_checkpoint(
 def load_model(
     model: str | Path = "embedded", *, device: str | torch.device = "cpu", dtype: torch.dtype | str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return ``(model, tokenizer)``: a trainer's own copy of ``embedded``, ``embedded:early`` or a model folder.
+    """Return ``(model, tokenizer)``: a trainer's own copy of ``embedded``, a model folder or a model of the hub.
 
     The engine that samples has another copy: hand it new weights with
     ``rollout.update_weights(dict(model.named_parameters()))``.
@@ -46,7 +47,28 @@ def load_model(
     Raises:
         EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
     """
-    return load_checkpoint(model, dtype=dtype, device=torch.device(device))
+    return load_checkpoint(model, dtype=dtype, device=as_device(device))
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """Return the device of that name; EngineError if it is no name of one."""
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise EngineError(f"device '{device}' is none that torch knows; write 'cpu', 'cuda' or 'cuda:1'") from None
+
+
+def check_device(device: torch.device) -> None:
+    """Raise EngineError for a GPU that this process does not have: no model is at fault for that."""
+    if device.type != "cuda" or (count := torch.cuda.device_count()) > (device.index or 0):
+        return
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA; install torch with CUDA"
+    elif not count:
+        why = "torch sees no GPU (see nvidia-smi, the driver, CUDA_VISIBLE_DEVICES)"
+    else:
+        why = f"torch sees {count} GPU(s), of which the last is 'cuda:{count - 1}'"
+    raise EngineError(f"device '{device}' is not there: {why}, or leave `device` out, which takes what there is")
 
 
 def read_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

@@ -28,7 +28,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
-from fsm_rollout.engines.transformers.checkpoints import check_supported, load_checkpoint, read_weights, replace_weights
+from fsm_rollout.engines.transformers.checkpoints import (
+    as_device,
+    check_supported,
+    load_checkpoint,
+    read_weights,
+    replace_weights,
+)
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
@@ -179,8 +185,8 @@ class TransformersEngine:
     """See the module.
 
     Args:
-        model: ``embedded``, ``embedded:early``, the path of a model folder, or a loaded causal language model (then
-            give its tokenizer). Nothing is ever downloaded.
+        model: ``embedded``, ``embedded:early``, the path of a model folder, a name of the hub (``org/name``), or a
+            loaded causal language model (then give its tokenizer).
         tokenizer: the tokenizer of a loaded model.
         device: default: the first GPU, else the CPU. A loaded model stays where it is.
         dtype: default: float32 on a CPU, the checkpoint's own on a GPU. A loaded model keeps its own.
@@ -220,7 +226,7 @@ class TransformersEngine:
         if isinstance(model, str | Path):
             if tokenizer is not None:
                 raise EngineError("a tokenizer goes with a loaded model only; a model folder has its own")
-            place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             dtype = dtype or ("float32" if place.type == "cpu" else "auto")
             model, tokenizer = load_checkpoint(model, dtype=dtype, device=place)
         elif tokenizer is None:

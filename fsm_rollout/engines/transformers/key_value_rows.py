@@ -131,6 +131,8 @@ class _LayerRows(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         """Return -1: the cache grows."""
         return -1
 
+    get_max_length = get_max_cache_shape  # its name from transformers 5.19 on
+
 
 @dataclass(slots=True)
 class _Place:

@@ -1,6 +1,9 @@
 """What an error says of the output of a process that has ended."""
 
-from fsm_rollout.engines.sglang.process import OUTPUT_LINES, explained
+import pytest
+import torch
+
+from fsm_rollout.engines.sglang.process import OUTPUT_LINES, _check, explained
 
 REASON = "the process of SGLang has ended (exit code -9)"
 CRASH = (
@@ -42,3 +45,9 @@ def test_long_output_is_cut_but_not_the_line_that_tells():
     lines = explained(REASON, "\n".join([CRASH, *(f"line {i}" for i in range(100))])).splitlines()
     assert lines[0].startswith(CRASH)
     assert lines[1:] == [f"line {i}" for i in range(100 - OUTPUT_LINES, 100)]
+
+
+def test_a_gpu_that_is_not_there_is_said_before_sglang_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"EngineError: device 'cuda' is not there: torch .* sees no CUDA; leave"):
+        _check({"device": "cuda"}, ["device"])

@@ -19,7 +19,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.router import LeastLoadedRouter
-from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, read_weights
+from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, load_model, read_weights
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
@@ -107,6 +107,18 @@ def test_threads_may_read_weights_together():
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:99", r"device 'cuda:99' is not there: torch .*, or leave `device` out"),
+        ("gpu", "device 'gpu' is none that torch knows; write 'cpu', 'cuda'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_not_the_model_s_fault(device: str, message: str):
+    with pytest.raises(EngineError, match=message):
+        load_model("absent", device=device)
+
+
 def test_a_device_that_cannot_take_the_model_is_an_engine_error():
     with pytest.raises(EngineError, match=r"model '.*' cannot be loaded: .*"):
-        load_checkpoint("embedded", dtype="float32", device=torch.device("cuda:99"))
+        load_checkpoint("embedded", dtype="float32", device=torch.device("mps"))
