@@ -21,7 +21,7 @@ PACKAGE = ROOT / "fsm_rollout"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in path.parts)
 
 ORDER = (
-    ("errors", "files", "concurrency", "names"),
+    ("errors", "files", "concurrency", "names", "statistics"),
     ("trajectory",),
     ("agent",),
     ("tools",),

@@ -1,4 +1,4 @@
-"""The command line: ``check | draw | run | resume | show | export | rescore | replay | serve | schema | new``.
+"""The command line: what ``fsm-rollout --help`` lists.
 
 Invariant: bad input ends with exit code 2 and one line per problem on stderr, never with a traceback. What a command
 needs is imported inside it, so that each starts as fast as it can.
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from fsm_rollout.cli.agents import check, draw, new, schema
 from fsm_rollout.cli.results import export, replay, rescore, show
 from fsm_rollout.cli.runs import resume, run, serve
+from fsm_rollout.cli.verdicts import compare, evaluate, stats
 from fsm_rollout.errors import ConfigError, RolloutError
 
 
@@ -70,8 +71,10 @@ def _commands(
     """  # noqa: D301  # click wants the character itself
 
 
-for _command in (check, draw, run, serve, resume, show, export, rescore, replay, schema, new):
+for _command in (check, draw, run, serve, resume, show, stats, compare, export, rescore, replay, schema, new):
     app.command()(_command)
+app.command("eval")(evaluate)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

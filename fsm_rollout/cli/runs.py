@@ -38,7 +38,7 @@ def run(
 
     look_here()
     config = load_run(file, overrides or [])
-    _carry_out(config.out, lambda progress: execute(config, progress, replace=replace))
+    _print(config.out, carried_out(config.out, lambda progress: execute(config, progress, replace=replace)))
 
 
 def serve(
@@ -85,14 +85,14 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
     from fsm_rollout.jobs.runner import resume as continue_run
 
     look_here()
-    _carry_out(folder.absolute(), lambda progress: continue_run(folder, overrides or [], progress, file=file, say=say))
+    out = folder.absolute()
+    _print(out, carried_out(out, lambda progress: continue_run(folder, overrides or [], progress, file=file, say=say)))
 
 
-def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
-    """Do a run, or the rest of one, and print its results."""
+def carried_out(out: Path, work: Callable[[Progress], Summary]) -> Summary:
+    """Do a run, or the rest of one, and return its summary; where it is cut off, say how it goes on."""
     from rich.console import Console
 
-    from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed, summary_table
     from fsm_rollout.report.progress import RunProgress, said_while_slow
     from fsm_rollout.report.texts import visible
     from fsm_rollout.trajectory.journal import JournalFolder
@@ -105,7 +105,7 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
                 read()
                 return RunProgress(total, done, console)
 
-            summary = work(progress)
+            return work(progress)
     except KeyboardInterrupt as interruption:
         number = getattr(interruption, "signal", signal.SIGINT)
         by = "" if number == signal.SIGINT else f" by {number.name}"
@@ -118,11 +118,26 @@ def _carry_out(out: Path, work: Callable[[Progress], Summary]) -> None:
     except RunStopped as error:
         typer.echo(f"{error}; to continue: fsm-rollout resume {short(out)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _print(out: Path, summary: Summary) -> None:
+    """Print a run's results."""
+    from rich.console import Console
+
+    from fsm_rollout.jobs.summary import summary_table
+
     Console().print(summary_table(summary))
-    for line in failure_lines(summary):
-        typer.echo(line, err=True)
     report = ", report.html" if (out / "report.html").is_file() else ""
     typer.echo(f"{short(out)}: journal.sqlite, batch/, summary.json{report}")
+    end_if_failed(summary)
+
+
+def end_if_failed(summary: Summary) -> None:
+    """Say what failed in a run, and end with exit code 1 where that is most of it."""
+    from fsm_rollout.jobs.summary import every_trajectory_failed, failure_lines, most_rewards_failed
+
+    for line in failure_lines(summary):
+        typer.echo(line, err=True)
     failed = ["every trajectory failed"] if every_trajectory_failed(summary) else []
     if most_rewards_failed(summary):
         failed.append(f"the reward failed for {len(summary['reward_errors']):,} of {summary['trajectories']:,}")

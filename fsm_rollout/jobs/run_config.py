@@ -152,6 +152,16 @@ class RunConfig(StrictModel):
         description="how many groups the filter may turn down, per group of `target_groups`, before the run ends as "
         "failed; null: any number",
     )
+    until: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="the run ends once the mean score is known to ± this: looked at after 32, 64, 128, … prompts, "
+        "which are taken in an order drawn from the seed; the intervals of all looks hold together",
+    )
+    variants: Named[FreeForm] = Field(
+        default_factory=dict,
+        description="what `fsm-rollout eval` runs beside one another: by name, the keys that each changes; `{early: "
+        "{engine: {model: embedded:early}}, final: {}}`",
+    )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
     failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
@@ -188,6 +198,12 @@ class RunConfig(StrictModel):
         if POLICY in value:
             raise ValueError(f"'{POLICY}' is the engine that is trained; describe it under `engine`")
         return value
+
+    @model_validator(mode="after")
+    def _one_end(self) -> RunConfig:
+        if self.until is not None and (self.target_groups is not None or self.group_filter is not None):
+            raise ValueError("'until' looks at every group; leave out 'target_groups' and 'group_filter'")
+        return self
 
     @property
     def file(self) -> Path | None:
@@ -260,9 +276,10 @@ def _with_key_of(own: Mapping[str, object], spec: Mapping[str, object]) -> Mappi
 _KEYS = frozenset(field.alias or name for name, field in RunConfig.model_fields.items())
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: str | Path, overrides: Sequence[str] = (), *, variant: str | None = None) -> RunConfig:
     """Read a run's YAML; interpolation and ``key=value`` overrides as in an agent's.
 
+    ``variant`` names the one of its ``variants`` whose keys come before the file's own; it has a folder within ``out``.
     ``agent``, ``prompts`` and what engines name are relative to the file, or to the working directory when an override
     names them; so is ``out`` always. Overrides of ``agent.…`` are kept for the agents, in ``agent_overrides``.
 
@@ -285,9 +302,33 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(Problem(what, str(path)))
     base = Path(path).absolute().parent
     look_in(base)
+    if variant is not None:
+        data = _changed(data, data.pop("variants")[variant])
     config = _config(data, base, overrides, source, problems)
     config._file = Path(path).absolute()
+    if variant is not None:
+        config = config.model_copy(update={"out": config.out / variant})
     return config
+
+
+def run_of_agent(agent: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the run of an agent that nothing but the command line describes, on the embedded model unless it says so.
+
+    Raises:
+        ConfigError: an override is wrong, or one is missing.
+    """
+    look_in(agent.absolute().parent)
+    data = {"agent": str(agent.absolute()), "engine": {"kind": "transformers", "model": "embedded"}}
+    return _config(data | {"out": f"runs/{agent.stem}"}, Path().absolute(), overrides, SourceMap(str(agent)), [])
+
+
+def _changed(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with changes in it, at any depth."""
+    both = {key: (data.get(key), value) for key, value in changes.items()}
+    return data | {
+        key: _changed(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+        for key, (old, new) in both.items()
+    }
 
 
 def recorded_run(text: str, base: Path, overrides: Sequence[str] = ()) -> RunConfig:

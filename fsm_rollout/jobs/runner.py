@@ -27,6 +27,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
+from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
@@ -196,6 +197,7 @@ async def _run(
     rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Trajectory] | None
 ) -> Summary:
     tracking, policy = Tracking(None, 0), rollout.engines[POLICY]
+    looks = Looks(prompts, config.until, config.seed)
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
         rollout.scheduler.check(prompts)
@@ -209,21 +211,25 @@ async def _run(
         with Journal(config.out / JOURNAL, metadata=facts, append=earlier is not None) as journal:
             rollout.journal = journal
             started = time.monotonic()
-            stream = rollout.stream(
-                prompts,
-                config.n,
-                target_groups=config.target_groups,
-                over_sample=config.over_sample,
-                max_filtered=config.max_filtered,
-                resume=earlier or (),
-            )
             groups: list[Group] = []
-            async for group in stream:
-                groups.append(group)
-                await tracking.add(group, policy.weight_version)
+            for part in looks.parts():
+                names = {prompt.prompt_id for prompt in part}
+                stream = rollout.stream(
+                    part,
+                    config.n,
+                    target_groups=config.target_groups,
+                    over_sample=config.over_sample,
+                    max_filtered=config.max_filtered,
+                    resume=[trajectory for trajectory in earlier or () if trajectory.group_id in names],
+                )
+                async for group in stream:
+                    groups.append(group)
+                    await tracking.add(group, policy.weight_version)
+                if looks.enough(groups):
+                    break
             seconds = time.monotonic() - started
         # 3. Its results.
-        summary = _write(config.out, rollout, groups, seconds)
+        summary = _write(config.out, rollout, groups, seconds, looks.facts())
         await tracking.finish(summary, policy.weight_version)
         return summary
     finally:
@@ -271,9 +277,9 @@ def engine_problems(config: RunConfig) -> Iterator[Problem]:
             yield config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
 
 
-def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float) -> Summary:
+def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float, looked: Summary) -> Summary:
     trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
-    summary = summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats())
+    summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked}
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
     discarded = [trajectory for group in groups for trajectory in group.discarded if trajectory.parent_id is None]

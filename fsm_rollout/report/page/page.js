@@ -180,6 +180,13 @@
     }
   };
 
+  const linked = () => {
+    const place = /^#token-(\d+)-(\d+)$/.exec(location.hash);
+    if (place) reveal(+place[1], +place[2]);
+  };
+  addEventListener("hashchange", linked);
+  linked();
+
   /* -- the strip --------------------------------------------------------------------------------------------- */
   const probe = make("span");
   document.body.append(probe);

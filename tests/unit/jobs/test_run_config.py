@@ -75,6 +75,8 @@ def test_every_key(folder: Path) -> None:
     assert load(folder, EVERY_KEY, "serve.api_keys=keys.txt").serve.api_keys == folder / "keys.txt"
     for out, conversations in ((".", f"{folder}-serve"), ("..", f"{folder.parent}-serve"), ("/", "/-serve")):
         assert str(load(folder, EVERY_KEY.replace("runs/demo", out)).serve.out) == conversations
+    cold = load_run("configs/runs/run.yaml", variant="cold")
+    assert (cold.n, cold.sampling, cold.variants) == (2, Sampling(temperature=0.0, top_k=3), {})
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}
 
 

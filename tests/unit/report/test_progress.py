@@ -74,7 +74,7 @@ def test_what_comes_before_the_engines_is_said_when_it_takes_long(
             raise KeyboardInterrupt
 
     with pytest.raises(typer.Exit):
-        runs._carry_out(tmp_path, work)
+        runs.carried_out(tmp_path, work)
     assert "starting the engines …\n" in lines.getvalue()
 
 

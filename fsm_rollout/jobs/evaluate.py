@@ -1,0 +1,57 @@
+"""``fsm-rollout eval``: runs of a run's variants, each in a folder of its own, that may be gone on with at any time.
+
+Invariant: an evaluation is a run like any other (``validate: true``), so all that reads runs reads it; what has been
+finished under the same configuration is not done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
+from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.jobs.run_config import RunConfig, load_run, run_of_agent
+from fsm_rollout.jobs.run_folder import SUMMARY
+from fsm_rollout.jobs.runner import Progress, execute, resume
+from fsm_rollout.jobs.summary import Summary
+from fsm_rollout.trajectory.journal import JournalFolder, metadata
+
+
+def evaluations(file: Path, overrides: Sequence[str]) -> list[RunConfig]:
+    """Return the runs that a file stands for: a run's variants, the run itself where it has none, or an agent's.
+
+    Their folder is the run's with `-eval` behind its name, unless an override says where.
+
+    Raises:
+        ConfigError: the file or an override is wrong.
+    """
+    text = read_text(file)
+    if isinstance(text, Problem):
+        raise ConfigError(text)
+    data, _ = read_yaml(text, SourceMap(str(file)))
+    if isinstance(data, dict) and {"states", "transitions"} <= data.keys():
+        configs = [run_of_agent(file, overrides)]
+    else:
+        config = load_run(file, overrides)
+        configs = [load_run(file, overrides, variant=name) for name in config.variants] or [config]
+    if any(override.startswith("out=") for override in overrides):
+        return configs
+    own = configs[0].out if len(configs) == 1 and not configs[0].variants else configs[0].out.parent
+    folder = own.with_name(f"{own.name}-eval")
+    return [config.model_copy(update={"out": folder / config.out.relative_to(own)}) for config in configs]
+
+
+def evaluate(config: RunConfig, progress: Progress, *, replace: bool, say: Callable[[str], None]) -> Summary:
+    """Carry out an evaluation, or what is left of it; errors as for ``run`` and ``resume``."""
+    begun = JournalFolder(config.out).first.is_file() and metadata(config.out).get("run") == config.to_json()
+    if replace or not begun:
+        return execute(config, progress, replace=replace)
+    try:
+        summary: Summary = msgspec.json.decode((config.out / SUMMARY).read_bytes())
+    except FileNotFoundError:
+        return resume(config.out, [], progress, file=config.file, say=say)
+    say(f"{config.out.name}: finished before, under the same configuration")
+    return summary

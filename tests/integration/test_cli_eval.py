@@ -1,0 +1,90 @@
+"""`fsm-rollout eval`: variants side by side, an end when the score is known, and going on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsm_rollout.cli import app
+from fsm_rollout.jobs import runner
+from fsm_rollout.trajectory.journal import metadata, trajectory_ids
+from tests.kit import CONFIGS
+
+RUN = f"""
+agent: {CONFIGS}/agents/single_turn.yaml
+prompts: prompts.jsonl
+n: 2
+reward: exact_answer
+engine: {{kind: scripted, turns: ["It is 4."]}}
+variants:
+  right: {{}}
+  wrong: {{engine: {{turns: ["It is 5."]}}, n: 1}}
+out: runs/sums
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    prompts = [
+        {"messages": [{"role": "user", "content": f"What is 2 + 2, asked {i}?"}], "answer": "4"} for i in range(70)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), "utf-8")
+    (tmp_path / "run.yaml").write_text(RUN, "utf-8")
+    return tmp_path
+
+
+def evaluated(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_variants_run_beside_one_another_each_in_a_folder_of_its_own(place: Path) -> None:
+    right, wrong = json.loads(evaluated("run.yaml", "--json", "limit=5"))
+    assert (right["run"], right["prompts"], right["samples"], right["score"]["value"]) == ("right", 5, 10, 1.0)
+    assert (wrong["run"], wrong["prompts"], wrong["samples"], wrong["score"]["value"]) == ("wrong", 5, 5, 0.0)
+    assert json.loads(metadata(place / "runs/sums-eval/right")["run"])["validate"] is True
+
+
+def test_it_ends_when_the_score_is_known_and_the_prompts_of_a_look_are_drawn(place: Path) -> None:
+    """All are right, so 32 of 70 prompts are enough for ± 0.1, at 98.3% since there are three looks."""
+    stats = json.loads(evaluated("run.yaml", "--json", "--until", "0.1"))[0]
+    assert (stats["prompts"], stats["samples"]) == (32, 64)
+    assert stats["confidence"] == pytest.approx(1 - 0.05 / 3)
+    assert stats["score"]["high"] - stats["score"]["low"] <= 0.2
+    taken = {int(name.partition("/")[0]) for name in trajectory_ids(place / "runs/sums-eval/right")}
+    assert max(taken) > 40, "the first of the file would have been the easy ones"
+
+
+def test_what_is_finished_is_not_done_again_and_what_is_not_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated("run.yaml", "limit=5")
+    monkeypatch.setattr(runner, "Rollout", None)  # whatever ran now would fail
+    assert [each["samples"] for each in json.loads(evaluated("run.yaml", "--json", "limit=5"))] == [10, 5]
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    assert "finished run" in CliRunner().invoke(app, ["eval", "run.yaml", "limit=6"]).output
+    (place / "runs/sums-eval/right/summary.json").unlink()
+    assert json.loads(evaluated("run.yaml", "--json", "limit=5"))[0]["samples"] == 10
+    assert (place / "runs/sums-eval/right/summary.json").is_file()
+
+
+def test_an_agents_file_is_enough_with_prompts_and_a_reward(place: Path) -> None:
+    agent = str(CONFIGS / "agents/single_turn.yaml")
+    engine = 'engine={kind: scripted, turns: ["It is 4."]}'
+    stats = json.loads(
+        evaluated(agent, engine, "reward=exact_answer", "limit=3", "--data", "prompts.jsonl", "-n", "4", "--json")
+    )[0]
+    assert (stats["prompts"], stats["samples"], list(stats["pass@k"])) == (3, 12, ["1", "2", "4"])
+    assert (place / "runs/single_turn-eval").is_dir()
+    assert "prompts" in CliRunner().invoke(app, ["eval", agent]).output
+
+
+def test_looks_and_a_target_do_not_go_together(place: Path) -> None:
+    output = CliRunner().invoke(app, ["eval", "run.yaml", "target_groups=3", "--until", "0.1"]).output
+    assert "leave out 'target_groups'" in output
