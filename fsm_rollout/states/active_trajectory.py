@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Suspended, encode
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Resumed, Suspended, encode
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -51,6 +54,7 @@ Stop = Outcome | Suspension  # how a trajectory is stopped from outside: it ends
 CARRIED = Suspension("carried")
 # How one is stopped when its run is closed or fails, and there is a journal from which it can go on.
 INTERRUPTED = Suspension("interrupted")
+WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` has not answered yet
 
 
 class LiveUser(Protocol):
@@ -133,6 +137,19 @@ class ActiveTrajectory:
             assert spec is not None  # verified
             self._interactions[key] = build_interaction(spec, self.trajectory.extra.get("interaction_kwargs") or {})
         return self._interactions[key]
+
+    async def live_reply(self, conversation: Conversation, deadline: Deadline) -> Reply:
+        """Wait for its user, who may take hours; the trajectory is suspended meanwhile, so that no time counts."""
+        assert self.live_user is not None
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        self.emit(Suspended(at=since, reason=WAITS))
+        try:
+            with deadline.away():
+                return await self.live_user.reply(conversation)
+        finally:
+            now, version = clock(), self.agent.contexts[MAIN].client.weight_version
+            self.emit(Resumed(at=now, away=now - since, weight_version=version, epoch=time.time()))
 
     @property
     def stays_open(self) -> bool:

@@ -14,13 +14,18 @@ from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph, Context, InteractionSpec
+from fsm_rollout.agent.handlers import TEMPLATE_FACTS
+from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
 from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
 from fsm_rollout.tools import Toolbox
+from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 _templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
 # A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run.
@@ -88,6 +93,17 @@ class BoundAgent:
             (state, name): sampling.over(spec.sampling) if bound.spec.engine == POLICY else spec.sampling
             for state, spec in states.items()
             for name, bound in self.contexts.items()
+        }
+
+    def facts(self, trajectory: Trajectory) -> dict[str, object]:
+        """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
+        return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
+            "messages": trajectory.prompt_messages,
+            "task": text_of(trajectory.prompt_messages[-1]),
+            "texts": {name: list(trajectory.assistant_texts(name)) for name in self.contexts},
+            "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in self.contexts},
+            "visits": {state: trajectory.visits.get(state, 0) for state in self.graph.states},
+            "spent": {limit: trajectory.spent.get(limit, 0) for limit in (*COUNTED_LIMITS, LimitName.BAD_CALLS)},
         }
 
     def engine(self, name: str) -> BoundContext:

@@ -8,42 +8,62 @@ A visit that was interrupted begins again, and nothing is done twice (:mod:`fsm_
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterable, Sequence
-from functools import partial
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace as copy_with
+from functools import cached_property, partial
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN
+from fsm_rollout.agent.limits import LimitReached, remaining, spent
+from fsm_rollout.chat.messages import check_written
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.engine_ids import ABORT_GRACE
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError
-from fsm_rollout.states.active_trajectory import ActiveTrajectory, LiveUser
+from fsm_rollout.errors import ReplayDiverged, StreamError, ToolError, did_you_mean
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.effect_log import NO_EFFECTS
-from fsm_rollout.states.generation import Generation, OnTokens, ended, submit, text_of_turn
-from fsm_rollout.states.visit import Visit
+from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
+from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream, limit_reached, room_in_context
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.tools.toolbox import LEAST_TOKENS
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
-from fsm_rollout.trajectory.events import Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import Stream, root_of
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
-WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` has not answered yet
+_FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may emit
 
 
-class HandlerContext(Visit):
+class HandlerContext:
     """What a state handler works with. Methods that act raise ``LimitReached`` instead of exceeding a limit."""
 
+    deadline: Deadline
+    """The handler's; set while it runs."""
+
     def __init__(self, active: ActiveTrajectory) -> None:
-        super().__init__(active)
+        self.active = active
+        self.trajectory = active.trajectory
+        self.agent = active.agent
+        self.state = self.trajectory.state
+        self.spec = self.agent.graph.states[self.state]
+        self.clock: Callable[[], float] = asyncio.get_running_loop().time
+        """Returns the scheduler's time in seconds (virtual in simulation)."""
+        self.take_in: Callable[[AnyEvent], None] = active.emit
+        """Takes in what the visit's own operations have done; StreamError once it is over."""
+        # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
+        self._entry = next(iter(self.trajectory.visit_events), None)
+        # What the visit had done before it was interrupted; nothing, nearly always.
+        self._effects = EffectLog(self.trajectory.visit_events) if self.trajectory.visit_events else NO_EFFECTS
         # How many generations of the visit are charged already: 1, if entering the state charged for the first.
         self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         # The index of the next query, by engine; a visit that begins again counts from where it began first.
@@ -68,6 +88,148 @@ class HandlerContext(Visit):
         if running and not being_cancelled():
             raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
+    # -- time, facts and limits ---------------------------------------------------------------------------------
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this visit was interrupted and has begun again; what it had recorded is not done twice."""
+        return self.trajectory.interrupted
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
+        return random.Random(derive_seed(self.trajectory.seed, self.state, self.trajectory.visits[self.state]))
+
+    def emit(self, event: AnyEvent) -> None:
+        """Apply an event to the trajectory, journal it and call the listeners.
+
+        Raises:
+            StreamError: the visit is over (its handler did not wait for a task), or the event is not one that a handler
+                may emit (it would begin, move or end the trajectory).
+            TypeError, ValueError: a score is no number that a float32 holds.
+        """
+        if type(event) not in _FOR_HANDLERS:
+            raise StreamError(
+                f"a handler cannot emit {type(event).__name__}; return an Outcome, transitions do the rest"
+            )
+        if isinstance(event, events.Scored):
+            events.as_score(event.value, "a score")
+        self.take_in(event)
+
+    def _end(self) -> None:
+        """Take nothing in any more."""
+        self.take_in = partial(_refuse, self.state)
+
+    def remaining(self, limit: str) -> float:
+        """Return how much of a limit is left; infinity where it does not hold."""
+        trajectory = self.trajectory
+        if trajectory.limits.get(limit) is None:
+            return float("inf")
+        return remaining(self.agent.graph, trajectory, limit, spent(trajectory, limit, self.clock()))
+
+    def check(self, limit: str) -> None:
+        """Raise ``LimitReached`` when more than the limit allows has been spent."""
+        if self.remaining(limit) < 0:
+            raise LimitReached(limit)
+
+    def charge(self, limit: str) -> None:
+        """Spend one of a counted limit, or raise ``LimitReached``."""
+        if not self._effects or self._effects.take(events.LimitCharged, limit) is None:
+            self.take_in(events.LimitCharged(at=self.clock(), limit=limit))
+        self.check(limit)
+
+    def facts(self) -> dict[str, object]:
+        """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
+        return self.agent.facts(self.trajectory)
+
+    # -- contexts and messages ----------------------------------------------------------------------------------
+
+    async def enter(self) -> None:
+        """Enter a state that has a ``prompt`` or a ``reset``: reset its context, write its prompt."""
+        spec = self.spec
+        if self._entry is not None:
+            # Recorded before an interruption; the handler must not get it as an effect of its own.
+            self._effects.take(type(self._entry), spec.context)
+            return
+        messages: list[Message] | None = None
+        if spec.prompt is not None:
+            messages = [{"role": "user", "content": self.agent.prompts[self.state].render(self.facts())}]
+        if spec.reset or spec.context not in self.trajectory.open_streams:
+            bound = self.context(spec.context)
+            await self.open(bound, self._opening_messages(bound, messages))
+        elif messages is not None:
+            self.append(messages, context=spec.context)
+
+    def context(self, name: str) -> BoundContext:
+        """Return a context of the agent, or a branch of one; StreamError if it has none of that name."""
+        branches, contexts = self.active.branches, self.agent.contexts
+        bound = branches.get(name) or contexts.get(name)
+        if bound is not None:
+            return bound
+        root = root_of(name)
+        if root not in contexts:
+            raise StreamError(f"there is no context '{name}'{did_you_mean(name, contexts)}")
+        return copy_with(contexts[root], name=name)
+
+    async def opened(self, context: str) -> Stream:
+        """Return the open stream of ``context``; a first use opens it with the prompt, or raises PromptTooLong."""
+        stream = self.trajectory.open_streams.get(context)
+        if stream is None:
+            bound = self.context(context)
+            stream = await self.open(bound, self._opening_messages(bound, None))
+        return stream
+
+    def _opening_messages(self, bound: BoundContext, messages: Sequence[Message] | None) -> list[Message]:
+        """Return what a context's next stream opens with: ``messages``, or the trajectory's prompt."""
+        opening = list(self.trajectory.prompt_messages if messages is None else messages)
+        if bound.spec.system is not None and opening[0]["role"] != "system":
+            opening.insert(0, {"role": "system", "content": bound.spec.system})
+        return opening
+
+    async def open(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+        """Open a context's next stream with exactly these messages.
+
+        ``instead_of_glue``: a generation opens it, because its history cannot be continued in the present stream; it is
+        then part of that generation, and no effect of its own.
+
+        Raises:
+            PromptTooLong: they leave no room for a single token.
+        """
+        before = self.trajectory.open_streams.get(bound.name)
+        recorded = None
+        if self._effects and not instead_of_glue:
+            recorded = self._effects.take(events.ContextOpened, bound.name)
+        if before is not None and recorded is not None:
+            return before
+        encoded = await bound.chat.encode(Opening(messages, bound.tools, self.active.date))
+        meanwhile = self.trajectory.open_streams.get(bound.name)
+        if meanwhile is not None and meanwhile is not before:  # another task of the handler has opened it
+            return meanwhile
+        if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
+            return await self.open(bound, list(before.messages), instead_of_glue=True)
+        return begin_stream(self, bound, messages, encoded, instead_of_glue=instead_of_glue)
+
+    def write(self, messages: Sequence[Message], *, context: str) -> None:
+        """Append the environment's messages to a context; they enter its tokens with the next generation.
+
+        Raises:
+            ChatTemplateError: they are not messages with text.
+        """
+        check_written(messages)
+        self.append(messages, context=context)
+
+    def append(self, messages: Sequence[Message], *, context: str) -> None:
+        """Do what :meth:`write` does with messages that need no look."""
+        if not messages or (self._effects and self._effects.take(events.MessagesAppended, context) is not None):
+            return
+        if context not in self.trajectory.open_streams:  # nothing may wait here: what is written is there at once
+            bound = self.context(context)
+            opening = self._opening_messages(bound, None)
+            begin_stream(self, bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.active.date)))
+        self.take_in(
+            events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
+        )
+
     # -- generation ---------------------------------------------------------------------------------------------
 
     async def generate(self, context: str, sampling: Sampling | None = None) -> Generated:
@@ -89,7 +251,7 @@ class HandlerContext(Visit):
             if recorded.finish_reason == FinishReason.ABORT:
                 continue  # the sampling below goes on from its tokens
             if recorded.cut_by is not None:
-                raise self.limit_reached(recorded.cut_by, context)
+                raise limit_reached(self, bound, recorded.cut_by)
             return recorded
         return await self._sample(bound, sampling, self._generations.values())
 
@@ -207,7 +369,7 @@ class HandlerContext(Visit):
     def _room_for_result(self, bound: BoundContext) -> int:
         """Return how many tokens one of a turn's results may have, so that all leave half of what there is."""
         stream = self.trajectory.stream(bound.name)
-        left = self.room_in_context(bound, 0 if stream is None else len(stream.tokens))
+        left = room_in_context(self, bound, 0 if stream is None else len(stream.tokens))
         left = min(left, self.remaining(LimitName.RESPONSE_TOKENS))
         return max(LEAST_TOKENS, int(left / 2 / max(1, len(self.trajectory.attempts))))
 
@@ -234,7 +396,7 @@ class HandlerContext(Visit):
         if self.active.live_user is None:
             reply = await self.active.interaction(self.state).reply(conversation)
         else:
-            reply = await self._live_reply(self.active.live_user, conversation)
+            reply = await self.active.live_reply(conversation, self.deadline)
         self.take_in(
             events.UserReplied(
                 at=self.clock(),
@@ -248,17 +410,6 @@ class HandlerContext(Visit):
         )
         return reply
 
-    async def _live_reply(self, user: LiveUser, conversation: Conversation) -> Reply:
-        """Wait for a user who may take hours; the trajectory is suspended meanwhile, so that no time counts."""
-        since = self.clock()
-        self.active.emit(events.Suspended(at=since, reason=WAITS))
-        try:
-            with self.deadline.away():
-                return await user.reply(conversation)
-        finally:
-            now, version = self.clock(), self.context(MAIN).client.weight_version
-            self.active.emit(events.Resumed(at=now, away=now - since, weight_version=version, epoch=time.time()))
-
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Ask a model on a named engine, in its own tokenizer and template, and return its text.
 
@@ -270,40 +421,10 @@ class HandlerContext(Visit):
         recorded = self._recorded(ModelQueried, (engine, index))
         if recorded is not None:
             return recorded.text
-        # 2. The request: the messages in the engine's own template, with as much room as its window leaves.
-        bound = self.agent.engine(engine)
-        ids = (await bound.chat.encode(Opening(messages, None, self.active.date))).ids
-        window = bound.client.facts.max_context
-        room = window - len(ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
-                f"{window}; raise its max_context or shorten the prompt"
-            )
-        settings = sampling or Sampling()
-        pending = submit(
-            self, bound, ids, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
-            max_tokens=min(room, settings.max_tokens or room),
-            seed=derive_seed(self.trajectory.seed, "ask", engine, index),
-        )  # fmt: skip
-        await ended(bound, pending)
-        if pending.error is not None:
-            raise pending.error
-        # 3. The text, recorded so that it is not asked for again.
-        text = text_of_turn(bound, pending.ids)
-        now = self.clock()
-        self.take_in(
-            ModelQueried(
-                at=now,
-                engine=engine,
-                index=index,
-                state=self.state,
-                text=text,
-                tokens=len(pending.ids),
-                seconds=now - pending.submitted_at,
-            )
-        )
-        return text
+        # 2. The answer of the model, recorded so that it is not asked for again.
+        answer = await ask(self, self.agent.engine(engine), messages, sampling or Sampling(), engine, index)
+        self.take_in(answer)
+        return answer.text
 
     def score_turn(self, value: float, turn: int | None = None) -> None:
         """Give a score to the generation with the index ``turn`` (from 0, of all contexts), or to the latest one.
@@ -319,3 +440,7 @@ class HandlerContext(Visit):
         if self._effects and self._effects.take(events.Scored, turn) is not None:
             return
         self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))
+
+
+def _refuse(state: str, event: AnyEvent) -> None:
+    raise StreamError(f"the visit of '{state}' is over; a handler must wait for the tasks it starts")

@@ -9,27 +9,109 @@ for a token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.limits import LimitReached
+from fsm_rollout.agent.limits import LimitReached, remaining
 from fsm_rollout.chat.formats import Call
-from fsm_rollout.chat.reference import FollowUp
+from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.chat.reference import FollowUp, Opening
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
-from fsm_rollout.errors import EngineError
-from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.visit import Visit
+from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
+from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
-from fsm_rollout.trajectory.events import Generated, MalformedCall, Message, PromptExtended, ToolCall, unwritable
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    Generated,
+    MalformedCall,
+    Message,
+    ModelQueried,
+    PromptExtended,
+    ToolCall,
+    unwritable,
+)
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 OnTokens = Callable[[PendingRequest], object]
+
+
+class Visit(Protocol):
+    """What is needed here of the visit that asks (:class:`fsm_rollout.states.context.HandlerContext`)."""
+
+    active: ActiveTrajectory
+    trajectory: Trajectory
+    agent: BoundAgent
+    state: str
+    deadline: Deadline
+    clock: Callable[[], float]
+    take_in: Callable[[AnyEvent], None]
+
+    async def opened(self, context: str) -> Stream:
+        """Return the open stream of a context."""
+
+    async def open(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+        """Open a context's next stream."""
+
+    def remaining(self, limit: str) -> float:
+        """Return how much of a limit is left."""
+
+
+def begin_stream(
+    visit: Visit, bound: BoundContext, messages: list[Message], encoded: Encoded, *, instead_of_glue: bool = False
+) -> Stream:
+    """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
+    if room_in_context(visit, bound, len(encoded.ids)) < 1:
+        context_tokens = visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+        raise PromptTooLong(
+            f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
+            f"window is {bound.client.facts.max_context} (its max_context), limits.context_tokens is "
+            f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
+        )
+    opened = ContextOpened(
+        at=visit.clock(),
+        context=bound.name,
+        state=visit.state,
+        messages=messages,
+        ids=encoded.ids,
+        trained=bound.trained,
+        engine=bound.spec.engine,
+        guarded=encoded.guarded,
+        guarded_at=list(encoded.guarded_at),
+        parts=list(encoded.parts),
+        instead_of_glue=instead_of_glue,
+    )
+    visit.take_in(opened)
+    return visit.trajectory.streams[-1]
+
+
+def room_in_context(visit: Visit, bound: BoundContext, length: int) -> float:
+    """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
+    window = bound.client.facts.max_context - length
+    if visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS) is None:
+        return window
+    return min(window, remaining(visit.agent.graph, visit.trajectory, LimitName.CONTEXT_TOKENS, length))
+
+
+def limit_reached(visit: Visit, bound: BoundContext, limit: str) -> LimitReached:
+    """Return the error for a limit that stops a generation; it says so if the engine's window is the limit."""
+    context_tokens = visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+    window = bound.client.facts.max_context
+    if limit != LimitName.CONTEXT_TOKENS or (context_tokens is not None and context_tokens <= window):
+        return LimitReached(limit)
+    setting = "not set" if context_tokens is None else f"{context_tokens:,}"
+    detail = f"the window of engine '{bound.spec.engine}' is {window:,} tokens, and context_tokens is {setting}"
+    return LimitReached(limit, detail)
 
 
 def submit(
@@ -86,6 +168,43 @@ def text_of_turn(bound: BoundContext, ids: Ids) -> str:
     return bound.chat.decode(ids[:-1] if len(ids) and ids[-1] in bound.stop_ids else ids)
 
 
+async def ask(
+    visit: Visit, bound: BoundContext, messages: Sequence[Message], settings: Sampling, engine: str, index: int
+) -> ModelQueried:
+    """Ask a model on an engine, in its own tokenizer and template, and return what it said; nothing is recorded here.
+
+    Raises:
+        PromptTooLong: the messages leave no room in the engine's window.
+        EngineError: the engine failed for good.
+    """
+    ids = (await bound.chat.encode(Opening(messages, None, visit.active.date))).ids
+    window = bound.client.facts.max_context
+    room = window - len(ids)
+    if room < 1:
+        raise PromptTooLong(
+            f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
+            f"{window}; raise its max_context or shorten the prompt"
+        )
+    pending = submit(
+        visit, bound, ids, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
+        max_tokens=min(room, settings.max_tokens or room),
+        seed=derive_seed(visit.trajectory.seed, "ask", engine, index),
+    )  # fmt: skip
+    await ended(bound, pending)
+    if pending.error is not None:
+        raise pending.error
+    text, now = text_of_turn(bound, pending.ids), visit.clock()
+    return ModelQueried(
+        at=now,
+        engine=engine,
+        index=index,
+        state=visit.state,
+        text=text,
+        tokens=len(pending.ids),
+        seconds=now - pending.submitted_at,
+    )
+
+
 class Generation:
     """One generation of a visit. ``earlier``: those of the visit that were begun before it and are under way."""
 
@@ -139,7 +258,7 @@ class Generation:
         if generated is None or generated.finish_reason == FinishReason.ABORT:
             raise EngineError(f"request {submitted.request.request_id} was aborted by the engine")
         if generated.cut_by is not None:
-            raise visit.limit_reached(generated.cut_by, bound.name)
+            raise limit_reached(visit, bound, generated.cut_by)
         return generated
 
     async def _wait_for_earlier(self, *, cut: bool = False) -> None:
@@ -195,12 +314,12 @@ class Generation:
         """Return how many tokens each limit allows a stream (``added`` of ``length`` new); LimitReached: none."""
         room: dict[str | None, float] = {
             LimitName.RESPONSE_TOKENS: self.visit.remaining(LimitName.RESPONSE_TOKENS) - added,
-            LimitName.CONTEXT_TOKENS: self.visit.room_in_context(self.bound, length),
+            LimitName.CONTEXT_TOKENS: room_in_context(self.visit, self.bound, length),
         }
         if room[LimitName.RESPONSE_TOKENS] < 1:
             raise LimitReached(LimitName.RESPONSE_TOKENS)
         if room[LimitName.CONTEXT_TOKENS] < 1:
-            raise self.visit.limit_reached(LimitName.CONTEXT_TOKENS, self.bound.name)
+            raise limit_reached(self.visit, self.bound, LimitName.CONTEXT_TOKENS)
         return room
 
     def _submit(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[PendingRequest, str | None]:

@@ -35,7 +35,7 @@ from fsm_rollout.states.external.chat_request import (
     refuse,
 )
 from fsm_rollout.states.external.responding import Answer
-from fsm_rollout.states.generation import OnTokens
+from fsm_rollout.states.generation import OnTokens, begin_stream
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
@@ -268,7 +268,7 @@ class AgentHistories:
             parts += [part.moved(len(ids), shared) for part in glue.parts]
             encoded = Encoded(ids + glue.ids, encoded.guarded + glue.guarded, places, tuple(parts))
         bound = self._bind(BRANCH, bound.tools)
-        self.ctx.begin_stream(bound, history, encoded)
+        begin_stream(self.ctx, bound, history, encoded)
         return self._begun(bound, chains)
 
     async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:

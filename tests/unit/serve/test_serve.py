@@ -252,13 +252,14 @@ async def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyP
     """All of the agent's timeouts are shorter than the wait, and hold for all that is not waiting."""
 
     loop = asyncio.get_running_loop()
-    clock = loop.time
+    clock, away = loop.time, [0]
+    monkeypatch.setattr(loop, "time", lambda: clock() + away[0])
     async with served(lambda request: "well", agents=CHATTING.replace("600", "250")) as server:
         chat: Chat = [{"role": "user", "content": "one"}]
         first = await server.ask(chat)
         trajectory = server.trajectories[first.trajectory]
         await server.until(lambda: server.service._waiting)
-        monkeypatch.setattr(loop, "time", lambda: clock() + 300)
+        away[0] = 300
         chat.append({"role": "user", "content": "two"})
         assert (await server.ask(chat)).trajectory == first.trajectory
         assert trajectory.suspended_seconds >= 300
