@@ -69,8 +69,8 @@ async def bench(count: int, turns: int) -> None:
     seconds = time.process_time() - started
     await watcher
     held, running = measured[0]
-    generations = dispatcher.requests
-    print(f"{count} trajectories, {generations} generations in {dispatcher.dispatches} dispatches")
+    generations = dispatcher.pool.requests
+    print(f"{count} trajectories, {generations} generations in {dispatcher.pool.dispatches} dispatches")
     print(f"{1e6 * seconds / generations:.0f} us CPU per generation, {transitions / seconds:,.0f} transitions a CPU s")
     print(f"{held / running / 1024:.1f} kB per trajectory under way ({running} at once), besides its tokens")
 

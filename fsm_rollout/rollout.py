@@ -251,7 +251,7 @@ class Rollout(OwnLoop):
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, client in scheduler.clients.items():
-            if client.serves_another_loop:
+            if client.pool.serves_another_loop:
                 raise EngineError(
                     f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
                     "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
@@ -359,7 +359,7 @@ class Rollout(OwnLoop):
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights."""
         return {
-            name: {"requests": c.requests, "dispatches": c.dispatches, "weight_version": c.weight_version}
+            name: {"requests": c.pool.requests, "dispatches": c.pool.dispatches, "weight_version": c.weight_version}
             for name, c in self.clients.items()
         }
 

@@ -28,7 +28,6 @@ ORDER = (
     ("chat", "environment", "model"),
     ("engines.protocol",),
     (
-        "engines.answer_check",
         "engines.pending",
         "engines.bisection",
         "engines.client",

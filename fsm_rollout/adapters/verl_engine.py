@@ -38,7 +38,7 @@ class VerlEngine:
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Ask verl for each request on its own; its client balances the load."""
-        stream = ChunkStream((request.request_id for request in requests), self._cancel)
+        stream = ChunkStream(requests, self._cancel)
         for request in requests:
             stream.put(Chunk(request.request_id, weight_version=self.weight_version))
             task = asyncio.get_running_loop().create_task(self._answer(request, stream))

@@ -38,24 +38,31 @@ def refusal(request: Request, max_context: int, vocabulary: int | None = None) -
     return None
 
 
-def check_unique(requests: Iterable[Request], under_way: Container[str]) -> None:
-    """Raise EngineError if an id is under way already, or twice in the dispatch."""
-    seen: set[str] = set()
-    for request in requests:
-        if request.request_id in under_way or request.request_id in seen:
-            raise EngineError(f"request id '{request.request_id}' is under way already; give every request its own")
-        seen.add(request.request_id)
-
-
 class ChunkStream:
-    """The chunks of one dispatch. Belongs to one event loop; only :meth:`__aiter__`'s consumer awaits it."""
+    """The chunks of one dispatch. Belongs to one event loop; only :meth:`__aiter__`'s consumer awaits it.
 
-    def __init__(self, request_ids: Iterable[str], abandon: Callable[[list[str]], object]) -> None:
+    Args:
+        requests: the dispatch.
+        abandon: called with the ids of requests that have no reader any more.
+        under_way: the ids of the engine's other requests.
+
+    Raises:
+        EngineError: an id is under way already, or twice in the dispatch.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], abandon: Callable[[list[str]], object], under_way: Container[str] = ()
+    ) -> None:
         self.loop = asyncio.get_running_loop()
-        self._open = dict.fromkeys(request_ids)
+        self._open: dict[str, None] = {}
+        for request in requests:
+            name = request.request_id
+            if name in under_way or name in self._open:
+                raise EngineError(f"request id '{name}' is under way already; give every request its own")
+            self._open[name] = None
         self._chunks: deque[Chunk] = deque()
         self._error: EngineError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # set when a chunk has come, or the error
         self._abandon = abandon
 
     @property
@@ -70,17 +77,13 @@ class ChunkStream:
         if chunk.finish_reason is not None:
             del self._open[chunk.request_id]
         self._chunks.append(chunk)
-        self._wake()
+        self._news.set()
 
     def fail(self, error: EngineError) -> None:
         """End the iteration with ``error``, after the chunks that are there."""
         self._error = error
         self._open.clear()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.set()
 
     async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks; raise the error given to :meth:`fail`."""
@@ -92,8 +95,8 @@ class ChunkStream:
                     raise self._error
                 if not self._open:
                     return
-                self._waiter = self.loop.create_future()
-                await self._waiter
+                self._news.clear()
+                await self._news.wait()
         finally:
             abandoned, self._open = list(self._open), {}
             if abandoned:

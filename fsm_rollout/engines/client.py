@@ -66,31 +66,6 @@ class EngineClient:
         """How many policy updates the present weights have had."""
         return self.pool.weight_version
 
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is sampled."""
-        return self.pool.paused
-
-    @property
-    def requests(self) -> int:
-        """How many requests the engine has had, of all clients."""
-        return self.pool.requests
-
-    @property
-    def dispatches(self) -> int:
-        """How many calls of the engine these took."""
-        return self.pool.dispatches
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether the engine sleeps between runs."""
-        return self.pool.sleeps
-
-    @property
-    def serves_another_loop(self) -> bool:
-        """Whether the engine belongs to an event loop that still lives and is not the running one."""
-        return self.pool.serves_another_loop
-
     def call_before_dispatch(self, prepare: Callable[[], object] | None) -> None:
         """Have something called before requests go out, which must not block or raise; ``None``: nothing any more."""
         self.pool.before_dispatch.pop(self, None)
@@ -140,19 +115,19 @@ class EngineClient:
 
         ``reason``: it goes on when every reason has been taken back.
         """
-        await self.pool.replicas_here().hold(reason)
+        await self.pool.here().hold(reason)
 
     async def resume(self, reason: str = "asked") -> None:
         """Take a reason for :meth:`pause` back, and go on if it was the last."""
-        await self.pool.replicas_here().release(reason)
+        await self.pool.here().release(reason)
 
     async def sleep(self) -> None:
         """Let the engine give its memory back; what is asked of it waits."""
-        await self.pool.replicas_here().sleep()
+        await self.pool.here().sleep()
 
     async def wake(self) -> None:
         """Make the engine ready again, and let what waits for it go on."""
-        await self.pool.replicas_here().wake()
+        await self.pool.here().wake()
 
     async def update_weights(self, weights: Weights, version: int | None = None) -> int:
         """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
@@ -175,7 +150,7 @@ class EngineClient:
         if self.pool.sleeps:  # they need the memory that was given back, and the run that is to use them comes next
             await self.wake()
         # NumPy has whole numbers of its own. Without one, the engine counts from what it has by then.
-        return await self.pool.replicas_here().update_weights(weights, None if version is None else version.__index__())
+        return await self.pool.here().update_weights(weights, None if version is None else version.__index__())
 
 
 def pool_of(engine: TokenSource, queue_timeout: float | None = None, **tries: float | bool) -> EnginePool:

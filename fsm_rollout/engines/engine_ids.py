@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Container, Coroutine, Iterable
 
 from fsm_rollout.engines.replica import Replica
 
@@ -43,11 +43,15 @@ class EngineIds(dict[str, Replica]):
 
     def _flush(self) -> None:
         request_ids, self._aborts = self._aborts, []
-        task = asyncio.get_running_loop().create_task(self.abort(request_ids))
+        self.start(self.abort(request_ids))
+
+    def start(self, call: Coroutine[object, object, None]) -> None:
+        """Begin a call that nobody waits for."""
+        task = asyncio.get_running_loop().create_task(call)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Iterable[str]) -> None:
         """Tell the replicas to end these requests, each its own."""
         batches: dict[Replica, list[str]] = {}
         for request_id in request_ids:
@@ -62,8 +66,3 @@ class EngineIds(dict[str, Replica]):
         except Exception:  # an engine that cannot even abort has failed; its requests end all the same
             logger.warning("the engine failed to abort %s", request_ids, exc_info=True)
             self._failed(replica)
-
-    def clear(self) -> None:
-        """Forget all: their event loop is gone."""
-        super().clear()
-        self._aborts, self.tasks = [], set()

@@ -8,8 +8,7 @@ then first turns; in each of these lanes who came first. Only the pool tries req
 was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
-(:mod:`fsm_rollout.engines.bisection`), until the one is found that fails by itself. Nothing that an engine answers is
-taken unchecked (:mod:`fsm_rollout.engines.answer_check`). Which replicas there are is
+(:mod:`fsm_rollout.engines.bisection`), until the one is found that fails by itself. Which replicas there are is
 :mod:`fsm_rollout.engines.replicas`' business.
 """
 
@@ -17,24 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 
 from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import FOR_GOOD, Chunk, EngineFacts, Load, ReplicaLost, TokenSource, facts_of
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, failure_of, load_of
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, facts_of
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, load_of
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
-from fsm_rollout.engines.router import Router, StickyRouter, choose
+from fsm_rollout.engines.router import FIRST, Router, StickyRouter, choose
 from fsm_rollout.engines.silence import SilenceWatch
-from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -78,23 +76,15 @@ class EnginePool:
         self._router: Router = router or StickyRouter()
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
         self.replicas = self._lives.all  # all replicas, each with its state
-        self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
-        self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
-        self._lanes: list[dict[PendingRequest, None]] = [{}, {}, {}]  # those of them that wait for room, by lane
-        self._engine_ids = EngineIds(self._look_at)  # also of requests that a replica did not end in time
-        self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._dispatching = self._sleep_logged = False  # whether what waits is about to be sent; waits for a sleeper
-        try:
-            if placement.restarts:
+        self._begin_anew()
+        if placement.restarts:
+            try:
                 with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
                     wait_for(portal.start_task_soon(self._lives.start))
-            else:
-                self.replicas[0].engine, self.replicas[0].state = placement.engine, "up"
-        except BaseException:
-            placement.close()
-            raise
+            except BaseException:
+                placement.close()
+                raise
         windows = [replica.live.max_context for replica in self.replicas]
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
@@ -115,47 +105,47 @@ class EnginePool:
     def serves_another_loop(self) -> bool:
         """Whether the pool belongs to an event loop that still lives and is not the running one."""
         other = self._loop is not None and self._loop is not asyncio.get_running_loop() and not self._loop.is_closed()
-        return other and (bool(self._tasks) or self._lives.busy)
-
-    def replicas_here(self) -> Replicas:
-        """Return the replicas, to give them orders, on the running event loop."""
-        self._bind()
-        return self._lives
+        return other and (self._lives.busy or bool(self._dispatches or self._engine_ids.tasks))
 
     def load(self) -> Load:
         """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
         return load_of(self.replicas, len(self._open))
 
-    def _bind(self) -> None:
-        """Belong to the running event loop; what an earlier one left under way has no listener any more."""
+    def here(self) -> Replicas:
+        """Belong to the running event loop, and return the replicas, to give them orders.
+
+        What an earlier loop left under way has no listener any more.
+        """
         loop = asyncio.get_running_loop()
         if loop is self._loop:
-            return
+            return self._lives
         if self._lives.closed:
             raise EngineError("the pool is closed; build another")
         if self.serves_another_loop:
             raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
-        left_over, self._loop, self._dispatching = [*self._engine_ids], loop, False
-        self._lanes = [{}, {}, {}]
-        for forgotten in (self._open, self.sent, self._engine_ids, self._tasks):
-            forgotten.clear()
-        self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
+        left_over, self._loop = self._engine_ids, loop
+        self._begin_anew()
         self._lives.begin(loop)
-        for replica in self._lives.up if left_over else ():
-            self._spawn(replica.live.abort(left_over))
+        if left_over:
+            self._engine_ids.start(left_over.abort([*left_over]))
+        return self._lives
 
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _begin_anew(self) -> None:
+        """Have no request."""
+        self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
+        self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
+        self._lanes: list[dict[PendingRequest, None]] = [{}, {}, {}]  # those of them that wait for room, by lane
+        self._dispatches: dict[asyncio.Task[None], Replica] = {}  # the tasks that pass on what their replicas answer
+        self._engine_ids = EngineIds(self._look_at)  # also of requests that a replica did not end in time
+        self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
+        self._dispatching = self._sleep_logged = False  # whether what waits is about to be sent; waits for a sleeper
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, pending: PendingRequest) -> None:
         """Take a request into the ledger, and send it soon."""
         if self._loop is not asyncio.get_running_loop():
-            self._bind()
+            self.here()
         pending.paused = bool(self._lives.held)
         pending.keep_time()
         if "asleep" in self._lives.held and not self._sleep_logged:
@@ -172,13 +162,16 @@ class EnginePool:
         """Send a request soon, under an id that nobody has; while another is tried by itself, afterwards."""
         if pending.done.happened:  # ended between two tries
             return
-        pending.request_id = pending.request.request_id
-        if pending.attempt > 1 or pending.request_id in self.sent or pending.request_id in self._engine_ids:
-            pending.request_id = self._engine_ids.unused(pending.request_id, pending.attempt, self.sent)
+        request, request_id = pending.request, pending.request.request_id
+        if pending.attempt > 1 or request_id in self.sent or request_id in self._engine_ids:
+            pending.begin_again(self._engine_ids.unused(request_id, pending.attempt, self.sent))
+        else:
+            pending.request_id, pending.rest = request_id, request
         bisection = self._retries.bisection
         if bisection.busy and bisection.isolates and not on_trial:
             bisection.hold(pending)
             return
+        pending.lane = 0 if pending.attempt > 1 or request.sampled else 1 if request.turn else 2
         self.sent[pending.request_id] = pending
         self._lanes[pending.lane][pending] = None
         self.replicas_changed()
@@ -194,15 +187,19 @@ class EnginePool:
             return
         # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
         for replica in self._lives.up:
-            self._look_at(replica)
-            if replica.state == "up":
-                replica.allowed, replica.waiting = replica.room_for(len(self.replicas) == 1), 0
+            if replica.process is not None:
+                self._look_at(replica)
         if self._lives.looks:
             return
+        room, up = 0, self._lives.up
+        for replica in up:
+            # What an engine does that has nothing of ours says nothing of how much it can do.
+            replica.allowed = replica.may_have(len(self.replicas) == 1) if replica.in_flight else FIRST
+            replica.waiting = 0
+            room += max(0, replica.allowed - replica.in_flight)
         # 2. Let the router choose, as long as anybody has room.
         batches: dict[Replica, list[PendingRequest]] = {}
-        refused, up = list[tuple[PendingRequest, EngineError]](), self._lives.up
-        room = sum([max(0, replica.allowed - replica.in_flight) for replica in up])
+        refused: list[tuple[PendingRequest, EngineError]] = []
         for pending in chain(*self._lanes):
             if not room:
                 break
@@ -223,44 +220,48 @@ class EnginePool:
             self.end(pending, FinishReason.ABORT, why)
         for prepare in self.before_dispatch.values() if batches else ():
             prepare()
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
         for replica, batch in batches.items():
             for pending in batch:
                 self._lanes[pending.lane].pop(pending, None)
-                pending.at, pending.asked, pending.replica = replica, False, replica.name or pending.replica
-                pending.has_chunk = pending.has_tokens = False
+                pending.at, pending.replica = replica, replica.name or pending.replica
             if replica.in_flight == len(batch):  # it had nothing to do
-                replica.last_active = now
-            replica.dispatches.add(task := self._spawn(self._serve(replica, batch)))
-            task.add_done_callback(replica.dispatches.discard)
+                replica.last_active = loop.time()
+            task = loop.create_task(self._serve(replica, batch))
+            self._dispatches[task] = replica
+            task.add_done_callback(self._dispatches.pop)
 
     async def _serve(self, replica: Replica, batch: list[PendingRequest]) -> None:
         """Run one engine call to its end, and give its chunks to their requests."""
-        loop = asyncio.get_running_loop()
         # 1. Ask for what is still wanted of it.
-        asked = {pending.request_id: pending for pending in batch if pending.at is replica}
-        if not asked:
+        unfinished, requests = dict[str, PendingRequest](), list[Request]()
+        for pending in batch:
+            if pending.at is replica:
+                pending.started, self._engine_ids[pending.request_id] = True, replica
+                unfinished[pending.request_id] = pending
+                requests.append(pending.rest)
+        if not requests:
             return
-        for pending in asked.values():
-            pending.asked = True
-            self._engine_ids[pending.request_id] = replica
+        loop, engine, failure = asyncio.get_running_loop(), replica.engine, None
+        assert engine is not None
         self.dispatches += 1
-        replica.requests += len(asked)
-        engine, failure = replica.live, None
-        self._silence.begin(asked.values())
+        replica.requests += len(requests)
+        self._silence.begin(unfinished.values())
         if any(self._lanes):
             loop.call_soon(self.replicas_changed)  # asked once, it can say how many more it takes
         # 2. Give every chunk to its request.
         try:
-            async for chunk in engine.generate([pending.rest for pending in asked.values()]):
+            async for chunk in engine.generate(requests):
                 now = loop.time()
-                replica.measure(len(chunk.ids), now)
-                answered = self.sent.get(chunk.request_id)
-                if answered is not None and answered.at is replica and chunk.request_id in asked:
+                if len(self.replicas) > 1:
+                    replica.measure_pace(len(chunk.ids), now)
+                replica.tokens, replica.last_active = replica.tokens + len(chunk.ids), now
+                answered = unfinished.get(chunk.request_id)
+                if answered is not None and answered.at is replica and answered.request_id == chunk.request_id:
                     self._take(answered, chunk, now)
                 else:
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
-                if chunk.finish_reason is not None and asked.pop(chunk.request_id, None) is not None:
+                if chunk.finish_reason is not None and unfinished.pop(chunk.request_id, None) is not None:
                     self._engine_ids.pop(chunk.request_id, None)  # from here on another request may have the id
                     if chunk.error is None:
                         replica.failures = replica.losses = 0  # whatever went wrong before is forgiven
@@ -272,11 +273,11 @@ class EnginePool:
             name = type(error).__name__
             failure = error if isinstance(error, EngineError) else EngineError(f"{name}: {error}", kind=name)
         finally:
-            for request_id in asked:
+            for request_id in unfinished:
                 self._engine_ids.pop(request_id, None)
         # 3. Whatever has no end now has failed.
-        if not asked.keys().isdisjoint(self.sent):
-            self._dispatch_failed(replica, engine, asked, failure)
+        if not unfinished.keys().isdisjoint(self.sent):
+            self._dispatch_failed(replica, engine, unfinished, failure)
 
     def _take(self, pending: PendingRequest, chunk: Chunk, now: float) -> None:
         """Give a chunk to its request."""
@@ -288,11 +289,11 @@ class EnginePool:
             return
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
+        if chunk.finish_reason is None and chunk.error is None:
+            return
         if (failure := pending.failed_by(chunk)) is None:
-            if chunk.finish_reason is not None:
-                self.end(pending, FinishReason(chunk.finish_reason))
-        elif isinstance(failure, PromptTooLong) or failure.kind in FOR_GOOD:
-            self.end(pending, FinishReason.ABORT, failure)
+            assert chunk.finish_reason is not None
+            self.end(pending, FinishReason(chunk.finish_reason))
         else:
             self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
 
@@ -317,13 +318,13 @@ class EnginePool:
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
 
-    # -- failures -----------------------------------------------------------------------------------------------------
+    # -- failures, and what else the replicas say ---------------------------------------------------------------------
 
     def _dispatch_failed(
-        self, replica: Replica, engine: TokenSource, asked: Iterable[str], failure: EngineError | None
+        self, replica: Replica, engine: TokenSource, request_ids: Iterable[str], failure: EngineError | None
     ) -> None:
         """Try again what an engine has left of a dispatch; one that fails dispatch after dispatch is lost."""
-        unfinished = [self.sent[request_id] for request_id in asked if request_id in self.sent]
+        unfinished = [self.sent[request_id] for request_id in request_ids if request_id in self.sent]
         self._look_at(replica)
         if replica.state != "up" or replica.engine is not engine:
             return
@@ -345,27 +346,27 @@ class EnginePool:
     def _at(self, replica: Replica) -> list[PendingRequest]:
         return [pending for pending in self.sent.values() if pending.at is replica]
 
-    # -- what the replicas say ----------------------------------------------------------------------------------------
-
     def replica_lost(self, replica: Replica, why: str) -> None:
         """Take back what a replica has: what its engine was asked for is tried again, the rest waits for another."""
-        requests = self._at(replica)
+        for task, at in self._dispatches.items():
+            if at is replica and task is not asyncio.current_task():  # from here on others sample what it has
+                task.cancel()
         returned: list[dict[PendingRequest, None]] = [{}, {}, {}]  # what was taken out of its lane for nothing
-        for pending in requests:
-            if not pending.asked:
+        for pending in self._at(replica):
+            if pending.started:
+                replica.moved += 1
+                self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
+            else:
                 replica.in_flight -= 1
                 pending.at = None
                 returned[pending.lane][pending] = None
         self._lanes = [before | lane for before, lane in zip(returned, self._lanes, strict=True)]
-        for pending in filter(attrgetter("asked"), requests):
-            replica.moved += 1
-            self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
         self.replicas_changed()
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:
         """Give a silent replica up."""
-        silence = f"said nothing for {seconds:.0f} s"
-        self._lose(replica, replica.engine, f"it has {replica.in_flight} request(s) and {silence}")
+        has = f"it has {replica.in_flight} request(s)"
+        self._lose(replica, replica.engine, f"{has} and said nothing for {seconds:.0f} s")
 
     def request_is_silent(self, pending: PendingRequest, seconds: float) -> None:
         """Give up a try for which nothing comes."""
@@ -374,7 +375,7 @@ class EnginePool:
 
     def _look_at(self, replica: Replica) -> None:
         """Lose a replica if its engine is gone."""
-        if replica.state == "up" and (failure := failure_of(replica.live)) is not None:
+        if replica.state == "up" and (failure := replica.failure) is not None:
             self._lose(replica, replica.engine, str(failure))
 
     def replicas_changed(self) -> None:
@@ -389,7 +390,7 @@ class EnginePool:
         for pending in self._open:
             pending.paused = self.paused
             pending.keep_time()
-        self._silence.begin(p for p in self.sent.values() if p.at is not None and p.asked and not p.has_chunk)
+        self._silence.begin(p for p in self.sent.values() if p.at is not None and p.started and not p.has_chunk)
 
     def all_lost(self, error: EngineError) -> None:
         """End every request with the reason."""
@@ -405,7 +406,7 @@ class EnginePool:
             return
         pending.aborted = True
         try:
-            if pending.at is not None and pending.asked:  # else it is not sent yet, or between tries
+            if pending.at is not None and pending.started:  # else it is not sent yet, or between tries
                 self._engine_ids.abort_soon(pending.request_id)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ABORT_GRACE):
@@ -417,20 +418,21 @@ class EnginePool:
         """End every request of a client, or of all, and every task that has nothing to do any more."""
         if self._loop is not asyncio.get_running_loop():
             return
-        theirs = self.under_way(client) if self._open else []
-        others = len(theirs) < len(self._open)
-        if to_abort := [name for name in self._engine_ids if not others or self.sent.get(name) in theirs]:
-            await self._engine_ids.abort(to_abort)
-        for pending in theirs:
-            self.end(pending, FinishReason.ABORT)
+        if self._open or self._engine_ids:
+            theirs = self.under_way(client)
+            others = len(theirs) < len(self._open)
+            await self._engine_ids.abort(n for n in self._engine_ids if not others or self.sent.get(n) in theirs)
+            for pending in theirs:
+                self.end(pending, FinishReason.ABORT)
         if self._open:
             return
-        self._retries.bisection.clear()
+        if self._retries.bisection.busy:
+            self._retries.bisection.clear()
         self._silence.stop()
-        tasks = [*self._tasks, *self._engine_ids.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks := [*self._dispatches, *self._engine_ids.tasks]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
         """End everything with "abort" and stop every replica."""

@@ -187,7 +187,7 @@ class RayEngine:
         """Send all requests in one call."""
         if self.failure is not None:
             raise self.failure
-        stream = ChunkStream((request.request_id for request in requests), self._abort)
+        stream = ChunkStream(requests, self._abort)
         if self._listener is None or self._listener.done() or self._listener.get_loop() is not stream.loop:
             self._streams.clear()  # whatever an earlier loop has left
             self._listener = stream.loop.create_task(self._listen())

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from fsm_rollout.concurrency.threads import DaemonThreads
@@ -139,8 +139,7 @@ class Replica(ReplicaView):
 
     state: Literal["starting", "up", "dead"] = "starting"
     engine: TokenSource | None = None
-    # The tasks that pass on the chunks of its present engine, one per dispatch.
-    dispatches: set[asyncio.Task[None]] = field(default_factory=set)
+    process: Process | None = None  # the engine again, if it works in another process and so may be gone
     requests: int = 0  # sent to it
     tokens: int = 0  # got from it
     restarts: int = 0
@@ -159,6 +158,15 @@ class Replica(ReplicaView):
         assert self.engine is not None
         return self.engine
 
+    def live_on(self, engine: TokenSource | None) -> None:
+        """Have another engine, or none."""
+        self.engine, self.process = engine, engine if isinstance(engine, Process) else None
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why its engine is gone; ``None``: it is there, as far as is known."""
+        return None if self.process is None else self.process.failure
+
     def busy(self) -> Load:
         """Return how busy its engine says it is; one that fails to say so, or has no :class:`Load`, says nothing."""
         try:
@@ -173,17 +181,17 @@ class Replica(ReplicaView):
             logger.warning("the engine does not say how busy it is (%s); it is given few requests at a time", why)
         return Load()
 
-    def room_for(self, alone: bool) -> int:
-        """Return how many requests it may have in flight; any number if it is alone, and does not say what it does."""
+    def may_have(self, alone: bool) -> int:
+        """Return how many requests one that has some may have; any number if it is alone, and says nothing of them."""
         load = self.busy()
-        silent = self.in_flight > 0 and not load.running and not load.waiting
+        silent = not load.running and not load.waiting
         return sys.maxsize if alone and silent else allowance(load)
 
     async def open(self, placement: Placement, seconds: float) -> None:
         """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""
         try:
             async with asyncio.timeout(seconds):
-                self.engine = await placement.start(self.name)
+                self.live_on(await placement.start(self.name))
         except TimeoutError:
             raise EngineError(f"{self.name} did not start within {seconds:g} s; {placement.advice()}") from None
 
@@ -197,14 +205,12 @@ class Replica(ReplicaView):
         except Exception as error:  # whatever an engine raises is the engine's failure
             logger.warning("%s did not close, and is left behind: %s", self.name, describe(error))
         if self.engine is engine:
-            self.engine = None
+            self.live_on(None)
 
-    def measure(self, tokens: int, now: float) -> None:
-        """Note that it sent ``tokens``, and learn how fast it works."""
-        self.tokens += tokens
+    def measure_pace(self, tokens: int, now: float) -> None:
+        """Learn how fast it works: it has just sent ``tokens``."""
         self.sampled += tokens
         self.worked += max(1, self.in_flight) * (now - self.last_active)
-        self.last_active = now
         if self.worked > 1.0:
             self.pace = self.sampled / self.worked
         if self.worked > PACE_MEMORY:
@@ -216,4 +222,3 @@ class Replica(ReplicaView):
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.last_active = now
-        self.dispatches = set()

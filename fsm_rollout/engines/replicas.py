@@ -63,6 +63,7 @@ class Replicas:
     ) -> None:
         self.placement, self.times = placement, times
         self.all = [Replica(f"replica-{index}" if placement.restarts else "") for index in range(count)]
+        self.up: list[Replica] = []  # those that take part; a new list whenever that changes
         self.held: set[str] = set()  # why nothing is sampled; empty: it is
         self.looks = 0  # looks at the others that go on, because one has just been lost and more may have gone with it
         self.fallen: EngineError | None = None  # the error when no replica will ever come back
@@ -75,11 +76,14 @@ class Replicas:
         self._asleep = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        if not placement.restarts:
+            self.all[0].live_on(placement.engine)
+            self._move("up", *self.all)
 
-    @property
-    def up(self) -> list[Replica]:
-        """Those that take part."""
-        return [replica for replica in self.all if replica.state == "up"]
+    def _move(self, state: Literal["starting", "up", "dead"], *replicas: Replica) -> None:
+        for replica in replicas:
+            replica.state = state
+        self.up = [replica for replica in self.all if replica.state == "up"]
 
     @property
     def weight_version(self) -> int:
@@ -303,8 +307,7 @@ class Replicas:
             raise
         finally:
             slow.cancel()
-        for replica in self.all:
-            replica.state = "up"
+        self._move("up", *self.all)
         self._version = self.all[0].live.weight_version
 
     def _tell_who_starts(self) -> None:
@@ -314,8 +317,7 @@ class Replicas:
     async def close(self) -> None:
         """Watch and start nobody any more, and stop every replica, also those that were about to start."""
         loop = asyncio.get_running_loop()
-        for replica in self.all:
-            replica.state = "dead"  # nobody gives it an order any more
+        self._move("dead", *self.all)  # nobody gives them an order any more
         tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:  # they may be of another loop, which may still run
             if not task.get_loop().is_closed():
@@ -342,10 +344,11 @@ class Replicas:
         """
         if replica.engine is not engine or replica.state != "up":
             return
-        if not self.placement.restarts and failure_of(replica.live) is None:
+        if not self.placement.restarts and replica.failure is None:
             return  # it is the only one, and all that there is to hope for
         logger.warning("%s is lost: %s; %d request(s) go on in another", replica.name, why, replica.in_flight)
-        replica.state, replica.cause = "starting", why
+        self._move("starting", replica)
+        replica.cause = why
         replica.losses += not on_trial
         replica.restarts += 1
         if not self.closed:
@@ -353,9 +356,6 @@ class Replicas:
             if self.up:
                 self.looks += 1
                 self._spawn(self._look_at_others())
-        # Later answers of this engine are not read: from here on its requests are sampled by others.
-        for task in replica.dispatches - {asyncio.current_task()}:
-            task.cancel()
         self._holder.replica_lost(replica, why)
 
     async def _look_at_others(self) -> None:
@@ -396,7 +396,7 @@ class Replicas:
                 self._news.set()
                 self._holder.replicas_changed()
                 return
-        replica.state = "dead"
+        self._move("dead", replica)
         logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
         if all(other.state == "dead" for other in self.all):
             causes = "; ".join(f"{other.name}: {other.cause}" for other in self.all)
@@ -420,7 +420,7 @@ class Replicas:
                     if self._asleep and isinstance(replica.live, Sleeper):
                         await replica.live.sleep()
                 replica.begin(asyncio.get_running_loop().time())
-                replica.state = "up"
+                self._move("up", replica)
                 return
 
     async def _watch(self) -> None:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from fsm_rollout.engines.bisection import Bisection
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import ReplicaLost
-from fsm_rollout.errors import EngineError
+from fsm_rollout.engines.protocol import FOR_GOOD, ReplicaLost
+from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,9 @@ class Retries:
         """
         if pending.done.happened:
             return
+        if not maybe_shared and (isinstance(error, PromptTooLong) or error.kind in FOR_GOOD):
+            self._requests.end(pending, FinishReason.ABORT, error)
+            return
         self._requests.leave(pending)
         pending.lost = isinstance(error, ReplicaLost)
         if (ended := pending.ended_as) is not None:  # all tokens have arrived; only the finish reason was lost
@@ -78,7 +81,7 @@ class Retries:
             return
         pending.waits = True
         pending.keep_time()
-        pending.has_tokens = False
+        pending.started = pending.has_chunk = pending.has_tokens = False
         if maybe_shared and (self._requests.sent or self.bisection.busy):
             self.bisection.add(pending, error)
             if not self._requests.sent:  # there is nobody left who could fail with it

@@ -38,11 +38,12 @@ class SilenceWatch:
 
     def begin(self, requests: Iterable[PendingRequest]) -> None:
         """Watch requests that an engine was asked for just now, or that go on after a hold; or let them be in one."""
-        silent_at = asyncio.get_running_loop().time() + self._seconds
+        loop, held = asyncio.get_running_loop(), bool(self._replicas.held)
+        silent_at = loop.time() + self._seconds
         for pending in requests:
-            pending.silent_until = None if self._replicas.held else silent_at
-        if not self._replicas.held:
-            self._look_by(silent_at)
+            pending.silent_until = None if held else silent_at
+        if self._timer is None and not held:  # one that is set is for an earlier silence
+            self._timer = loop.call_at(silent_at, self._look)
 
     def stop(self) -> None:
         """Watch nobody."""
@@ -50,24 +51,20 @@ class SilenceWatch:
             self._timer.cancel()
             self._timer = None
 
-    def _look_by(self, when: float) -> None:
-        if self._timer is None or self._timer.when() > when:
-            self.stop()
-            self._timer = asyncio.get_running_loop().call_at(when, self._look)
-
     def _look(self) -> None:
         assert self._timer is not None
-        # A loop may be early by its clock's resolution.
-        now, seconds = max(asyncio.get_running_loop().time(), self._timer.when()), self._seconds
+        loop, seconds = asyncio.get_running_loop(), self._seconds
+        now = max(loop.time(), self._timer.when())  # a loop may be early by its clock's resolution
         self._timer = None
         if self._replicas.held:
             return
+        ends: list[float] = []  # when somebody would have been silent for too long
         # 1. Replicas.
         for replica in self._replicas.up if self._replicas.placement.restarts else ():
             if replica.in_flight and now - replica.last_active >= seconds:
                 self._watched.replica_is_silent(replica, seconds)
             elif replica.in_flight:
-                self._look_by(replica.last_active + seconds)
+                ends.append(replica.last_active + seconds)
         # 2. Requests without a first chunk.
         for pending in list(self._watched.sent.values()):
             if pending.silent_until is None or pending.at is None:
@@ -78,4 +75,7 @@ class SilenceWatch:
             if pending.silent_until <= now:
                 self._watched.request_is_silent(pending, seconds)
             else:
-                self._look_by(pending.silent_until)
+                ends.append(pending.silent_until)
+        if ends:
+            self.stop()  # a request that was given up may be under way again
+            self._timer = loop.call_at(min(ends), self._look)

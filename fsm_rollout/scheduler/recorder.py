@@ -112,7 +112,7 @@ def waits_of(groups: Sequence[Group], clients: Mapping[str, EngineClient], now: 
                     (since, f"{trajectory.trajectory_id} in {state} for {now - since:.0f} s: {what}")
                     for what in _waits_of(live, clients)
                 ]
-    held = [f"engine '{name}' to be resumed: it is paused" for name, client in clients.items() if client.paused]
+    held = [f"engine '{name}' to be resumed: it is paused" for name, client in clients.items() if client.pool.paused]
     return [*held, *(wait for _, wait in sorted(waits))]
 
 

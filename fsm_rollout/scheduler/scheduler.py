@@ -186,7 +186,7 @@ class Scheduler:
             run.feeder = asyncio.create_task(self.samples.feed(run))
             try:
                 for client in self.clients.values():
-                    if client.sleeps:
+                    if client.pool.sleeps:
                         await client.begin()
                 while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
                     for group in groups:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsm_rollout.concurrency.cancellation import wait_for
-from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.http.endpoint import Endpoint
 from fsm_rollout.engines.http.link import OwnProcess, ServerLink
 from fsm_rollout.engines.protocol import Chunk, Load, Request, Weights
@@ -79,9 +78,7 @@ class HTTPEngine:
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
-        stream = ChunkStream((request.request_id for request in requests), self._link.abandon)
-        self._link.submit(requests, stream)
-        return aiter(stream)
+        return aiter(self._link.submit(requests))
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests soon; what was sampled stays."""

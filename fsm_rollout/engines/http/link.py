@@ -27,9 +27,9 @@ from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
-from fsm_rollout.engines.answer_check import settled
-from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
+from fsm_rollout.engines.chunk_stream import ChunkStream, fail_all, hand_over, refusal
 from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry
+from fsm_rollout.engines.pending import settled
 from fsm_rollout.engines.protocol import Chunk, Load, ReplicaLost, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -109,13 +109,13 @@ class ServerLink(threading.Thread):
             if self is not threading.current_thread():
                 self.join()
 
-    def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
+    def submit(self, requests: Sequence[Request]) -> ChunkStream:
         """Start a dispatch; EngineError for an id that is under way, or an engine that has failed."""
         entries, longest = [], self._endpoint.max_context
         with self._taking:
             if self.failure is not None:
                 raise self.failure
-            check_unique(requests, self._entries)
+            stream = ChunkStream(requests, self.abandon, self._entries)
             for request in requests:
                 error = refusal(request, longest, self._vocabulary)
                 if error is not None:
@@ -127,6 +127,7 @@ class ServerLink(threading.Thread):
                 entries.append(entry)
         if entries:
             self._loop.call_soon_threadsafe(self._launch, entries)
+        return stream
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """End those of these requests that are under way, soon."""

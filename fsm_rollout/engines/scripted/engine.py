@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, refusal
+from fsm_rollout.engines.chunk_stream import ChunkStream, refusal
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Request
 from fsm_rollout.engines.scripted.script import AnswerPlan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
@@ -129,8 +129,7 @@ class ScriptedEngine:
         """Start answering at once (not at the first ``anext``); see the protocol."""
         if self._closed:
             raise EngineError("the scripted engine is closed; build another")
-        check_unique(requests, ChainMap(self._running, self._waiting))
-        stream = ChunkStream((request.request_id for request in requests), self._abort)
+        stream = ChunkStream(requests, self._abort, ChainMap(self._running, self._waiting))
         for request in requests:
             self._record(stream, request)
             answer = _Answer(request, stream, since=stream.loop.time())

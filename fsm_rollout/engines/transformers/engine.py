@@ -26,7 +26,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsm_rollout.engines.chunk_stream import ChunkStream, check_unique, fail_all, hand_over, refusal
+from fsm_rollout.engines.chunk_stream import ChunkStream, fail_all, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     as_device,
@@ -75,13 +75,14 @@ class _ModelThread(threading.Thread):
         self._orders.put(carry_out)
         return done
 
-    def submit(self, requests: Sequence[Request], stream: ChunkStream) -> None:
-        """Register and queue requests; EngineError if an id is under way already."""
+    def submit(self, requests: Sequence[Request], good: Sequence[Request]) -> ChunkStream:
+        """Queue the ``good`` ones of a dispatch; EngineError if an id is under way already."""
         with self._lock:
-            check_unique(requests, self._streams)
-            self._streams.update((request.request_id, stream) for request in requests)
-        now = time.monotonic()
-        self.order(lambda: self.decode.add(requests, now))
+            stream = ChunkStream(requests, self.abort, self._streams)
+            for request in good:
+                self._streams[request.request_id] = stream
+        self._orders.put(partial(self.decode.add, good, time.monotonic()))
+        return stream
 
     def abort(self, request_ids: Iterable[str]) -> Future[None]:
         """End requests with what they have."""
@@ -270,16 +271,23 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Start all requests at once (not at the first ``anext``); see the protocol."""
         self._check_open()
-        stream = ChunkStream((request.request_id for request in requests), self._thread.abort)
-        vocabulary = self.facts.vocabulary
-        refused = {request.request_id: refusal(request, self.max_context, vocabulary) for request in requests}
-        self._thread.submit([request for request in requests if refused[request.request_id] is None], stream)
-        for request_id, error in refused.items():
-            if error is not None:
-                version, end = self.weight_version, FinishReason.ABORT
-                stream.put(
-                    Chunk(request_id, weight_version=version, finish_reason=end, error=error, replica=self._replica)
+        good, refused = list[Request](), list[Chunk]()
+        for request in requests:
+            if (error := refusal(request, self.max_context, self.facts.vocabulary)) is None:
+                good.append(request)
+            else:
+                refused.append(
+                    Chunk(
+                        request.request_id,
+                        weight_version=self.weight_version,
+                        finish_reason=FinishReason.ABORT,
+                        error=error,
+                        replica=self._replica,
+                    )
                 )
+        stream = self._thread.submit(requests, good)
+        for chunk in refused:
+            stream.put(chunk)
         return aiter(stream)
 
     async def abort(self, request_ids: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ def test_one_flush_is_one_dispatch_and_no_barrier() -> None:
             ends[name] = loop.time()
 
         await asyncio.gather(*(one(name) for name in ("slow", "a", "b", "c")))
-        return dispatcher.dispatches, ends["a"], ends["slow"]
+        return dispatcher.pool.dispatches, ends["a"], ends["slow"]
 
     assert run(engine, body) == (1, 1.0, 10.0)
 
@@ -77,9 +77,9 @@ def test_what_prepares_a_dispatch_is_called_for_dispatches_alone() -> None:
     called_before: list[int] = []
 
     async def body(dispatcher: EngineClient) -> int:
-        dispatcher.call_before_dispatch(lambda: called_before.append(dispatcher.dispatches))
+        dispatcher.call_before_dispatch(lambda: called_before.append(dispatcher.pool.dispatches))
         await done(*(dispatcher.submit(request(str(index))) for index in range(40)))
-        return dispatcher.dispatches
+        return dispatcher.pool.dispatches
 
     dispatches = run(engine, body)
     assert called_before == list(range(dispatches))
@@ -415,7 +415,7 @@ def test_a_request_aborted_in_the_turn_of_its_flush_never_reaches_the_engine() -
         stays, goes = dispatcher.submit(request("stays")), dispatcher.submit(request("goes"))
         await loop.create_task(dispatcher.abort(goes))  # begins right behind the flush
         ended_at = loop.time()
-        return ended_at, goes.finish_reason, await done(stays), dispatcher.dispatches
+        return ended_at, goes.finish_reason, await done(stays), dispatcher.pool.dispatches
 
     ended_at, reason, stays, dispatches = run(engine, body)
     assert (ended_at, reason, stays[0][0], dispatches) == (0.0, "abort", "stop", 1)

@@ -255,7 +255,7 @@ def test_all_that_was_loaded_is_loaded_again_from_the_last_folder_on(place: Plac
         await asyncio.sleep(TIMES.ping_every + 5)
         # The first update of "b" and "c" has nothing left: two later ones together have replaced it.
         assert loaded == [("folder", 2), (["c", "d"], 4), (["b"], 5), (["d"], 6)]
-        assert not tensor.eq(pool.replicas_here()._weights[2][1]["b"]).any()
+        assert not tensor.eq(pool.here()._weights[2][1]["b"]).any()
 
     run(place, body, 2)
 
@@ -547,7 +547,7 @@ def test_a_replica_that_alone_fails_an_update_comes_back_with_it(place: Place, t
 
 def test_an_update_that_its_caller_gives_up_is_carried_out_everywhere(place: Place):
     async def body(pool: EnginePool) -> None:
-        pool._bind()
+        pool.here()
         updating = asyncio.create_task(EngineClient(pool).update_weights({}))
         await asyncio.sleep(0)
         updating.cancel()

@@ -704,7 +704,7 @@ def test_a_pause_of_the_callers_own_outlives_an_update() -> None:
         update = asyncio.ensure_future(bench.new_weights())
         await dispatcher.pause("asleep")
         await update
-        assert dispatcher.paused
+        assert dispatcher.pool.paused
         before = len(bench.engine.log)
         await asyncio.sleep(50.0)
         assert len(bench.engine.log) == before
