@@ -26,7 +26,7 @@ def test_the_time_of_a_visit_stands_still_while_nobody_works_on_it(tokenizer: An
 
     async def body(pool: EnginePool) -> None:
         deadline = Deadline(12.0)
-        async with deadline:
+        with deadline:
             pending = EngineClient(pool).submit(ask("a"), deadline)
             await asyncio.sleep(2.5)
             place.seconds = 40
