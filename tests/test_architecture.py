@@ -29,7 +29,6 @@ ORDER = (
     ("engines.protocol",),
     (
         "engines.pending",
-        "engines.bisection",
         "engines.client",
         "engines.chunk_stream",
         "engines.wire",

@@ -67,8 +67,7 @@ class Deadline:
         if self._holds == 0 and self._remaining is not None and self._task is not None and not self.expired:
             self._since = asyncio.get_running_loop().time()
             self._remaining = max(0.0, self._remaining)
-            if self._timer is None:  # one that is set fires no later than the deadline expires
-                self._schedule()
+            self._schedule()
 
     @contextmanager
     def away(self) -> Iterator[None]:

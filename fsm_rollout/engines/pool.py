@@ -8,7 +8,7 @@ then first turns; in each of these lanes who came first. Only the pool tries req
 was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
-(:mod:`fsm_rollout.engines.bisection`), until the one is found that fails by itself. Which replicas there are is
+(:mod:`fsm_rollout.engines.retries`), until the one is found that fails by itself. Which replicas there are is
 :mod:`fsm_rollout.engines.replicas`' business.
 """
 

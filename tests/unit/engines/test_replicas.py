@@ -1,0 +1,461 @@
+"""The lives of a pool's replicas, and the orders that all of them follow. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from fsm_rollout.engines import replicas as replicas_module
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.replica import LocalPlacement
+from fsm_rollout.engines.router import LeastLoadedRouter
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.errors import EngineError
+from fsm_rollout.testing import run_virtual
+from tests.embedded import tokenizer
+from tests.unit.engines.kit import TEXT, TIMES, Fragile, Place, answers, ask, done, make, now, pooled, right, run, soon
+
+NOTICED = TIMES.ping_every + TIMES.ping + 5  # seconds in which a loss is seen, and mended
+
+
+def states(client: EngineClient) -> list[str]:
+    return [replica.state for replica in client.pool.replicas]
+
+
+def restarts(client: EngineClient) -> list[int]:
+    return [replica.restarts for replica in client.pool.replicas]
+
+
+# -- lives -----------------------------------------------------------------------------------------------------------
+
+
+@pooled()
+async def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(
+    client: EngineClient, place: Place
+) -> None:
+    await answers(client, "a")
+    place.last().die()
+    await asyncio.sleep(NOTICED)
+    assert (restarts(client), states(client)) == ([1], ["up"])
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pooled(2, router=LeastLoadedRouter())
+async def test_a_hung_replica_is_noticed_in_the_stated_time(client: EngineClient, place: Place, listens: bool) -> None:
+    """One does not even answer pings, the other does but says nothing of its requests."""
+    await answers(client, "warm")
+    hung, begin = place.last(), now()
+    if listens:
+        hung._next_piece = lambda answer: None  # type: ignore[method-assign]
+    else:
+        hung.stuck = True
+    for answer in await answers(client, *map(str, range(6))):
+        right(answer)
+    limit = TIMES.silence + TIMES.ping_every if listens else TIMES.ping_every + TIMES.ping
+    assert now() - begin <= limit + 8 + 1  # and the answer itself takes eight seconds
+    assert restarts(client) == [1, 0]
+
+
+@pooled(2, turns=[Turn(text=TEXT, chunks=9, delay=35)])
+async def test_a_slow_but_talking_replica_is_left_alone(client: EngineClient, place: Place) -> None:
+    await answers(client, "a", "b")
+    assert restarts(client) == [0, 0]
+
+
+@pooled(2, restarts=2)
+async def test_when_all_are_lost_for_good_the_cause_is_named(client: EngineClient, place: Place) -> None:
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(1.5)
+    place.failing_starts = 100
+    for index in range(2):
+        place.last(index).die()
+    for answer in await asked + await answers(client, "new"):
+        assert "all 2 replica(s) are lost for good: replica-0: no memory left" in str(answer.error)
+    assert states(client) == ["dead", "dead"]
+    assert place.starts["replica-0"] == 1 + 2
+    for _ in range(2):
+        with pytest.raises(EngineError, match="lost for good: replica-0: no memory left"):
+            await client.update_weights({})
+    assert client.weight_version == 0
+
+
+@pooled(2, restarts=1)
+async def test_a_replica_that_finishes_work_is_forgiven(client: EngineClient, place: Place) -> None:
+    for life in range(5):
+        await answers(client, f"{life}-a", f"{life}-b")
+        place.last().die()
+        await asyncio.sleep(10)
+        assert states(client) == ["up", "up"]
+    assert restarts(client) == [5, 0]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pooled()
+async def test_a_lost_engine_that_cannot_be_closed_is_replaced_all_the_same(
+    client: EngineClient, place: Place, hangs: bool
+) -> None:
+    asked = soon(client, "a")
+    await asyncio.sleep(2.5)
+    life = place.last()
+    life.stopped = True  # as far as it can be
+
+    async def stop() -> None:
+        await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+        raise OSError("no such process")
+
+    life.aclose = stop  # type: ignore[method-assign]
+    life.die()
+    right((await asked)[0])
+
+
+@pytest.mark.parametrize(("other", "says"), [(None, "no memory left"), (Fragile, "do not serve the same model")])
+def test_a_start_that_fails_leaves_nothing_behind(other: type[Fragile] | None, says: str) -> None:
+    def build(name: str) -> Fragile:
+        life = Fragile()
+        if name == "replica-1":
+            life.eos_ids = frozenset({1})
+        return life
+
+    place = Place(build)
+    place.failing_starts = 1 if other is None else 0
+    with pytest.raises(EngineError, match=says):
+        make(place, 3)
+    assert all(life.stopped for life in place.all)
+
+
+def test_a_start_that_is_given_up_is_not_waited_for() -> None:
+    """A thread that builds an engine cannot be ended; what it builds is dropped."""
+    may_go_on, built = threading.Event(), []
+
+    def build(name: str) -> ScriptedEngine:
+        may_go_on.wait(600)
+        built.append(name)
+        return Fragile()
+
+    async def main() -> None:
+        starting = asyncio.ensure_future(LocalPlacement(build).start("replica-0"))
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        await asyncio.wait([starting])
+
+    asyncio.run(main())  # ends, although the thread is still there
+    assert not built
+    may_go_on.set()
+
+
+def test_an_interruption_while_replicas_start_is_not_put_off_until_they_have() -> None:
+    """A Ctrl-C under ``asyncio.run`` cancels the task, which has the thread and so hears nothing of it."""
+    may_go_on, tasks = threading.Event(), []
+
+    def build(name: str) -> ScriptedEngine:
+        tasks[0].cancel()
+        may_go_on.wait(600)
+        return Fragile()
+
+    async def main() -> None:
+        tasks.append(asyncio.current_task())
+        make(LocalPlacement(build))
+
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(main())
+    finally:
+        may_go_on.set()
+
+
+def test_a_start_that_takes_long_says_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Place):
+        async def start(self, name: str) -> Engine:
+            while waits and name == "replica-1" and not caplog.messages:  # noqa: ASYNC110  # a log has no event
+                await asyncio.sleep(0)
+            return await super().start(name)
+
+    async def main() -> None:
+        await make(Slow(), 2).aclose()
+
+    waits = False
+    run_virtual(main())
+    assert not caplog.messages
+    waits = True
+    monkeypatch.setattr(replicas_module, "TELL_START_AFTER", 0.0)
+    run_virtual(main())
+    (message,) = caplog.messages
+    assert re.fullmatch(r"still starting: waiting for (replica-0, )?replica-1, up to \d+ s \(start_timeout\)", message)
+
+
+@pytest.mark.parametrize("seconds", [1.5, 4.0])
+def test_a_close_that_takes_long_says_what_it_waits_for(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(client: EngineClient) -> None:
+        await client.pause()
+        stop = place.last(1).aclose
+
+        async def slow() -> None:
+            await asyncio.sleep(seconds)
+            await stop()
+
+        place.last(1).aclose = slow  # type: ignore[method-assign]
+
+    place = Place()
+    run(place, body, 2)
+    assert caplog.messages == ["still closing: waiting for replica-1"] * (seconds > 2)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pooled(2)
+async def test_a_dead_replica_comes_back_with_the_weights_and_works_again(client: EngineClient, place: Place) -> None:
+    await answers(client, "warm")
+    assert await client.update_weights({"w": torch.ones(2)}) == 1
+    assert await client.update_weights("somewhere", 7) == 7
+    assert await client.update_weights({}, 8) == 8
+    place.last().die()
+    await asyncio.sleep(5)
+    assert states(client) == ["up", "up"]
+    assert [life.weight_version for life in place.lives["replica-0"]] == [8, 8]
+    for answer in await answers(client, *map(str, range(4))):
+        assert answer.versions == [(len(answer.ids), 8)]
+    assert len(place.last().asked) == 2
+
+
+@pooled(2)
+async def test_all_that_was_loaded_is_loaded_again_from_the_last_folder_on(client: EngineClient, place: Place) -> None:
+    loaded: list[tuple[Any, int | None]] = []
+
+    class Notes(Fragile):
+        async def update_weights(self, weights: Any, version: int | None = None) -> int:
+            loaded.append((weights if isinstance(weights, str) else sorted(weights), version))
+            return version or 0
+
+    tensor = torch.zeros(1)
+    for names in (["a"], "folder", ["b", "c"], ["c", "d"], ["b"], ["d"]):
+        await client.update_weights(names if isinstance(names, str) else dict.fromkeys(names, tensor))
+    tensor += 5  # training goes on with the same memory
+    place.build = lambda name: Notes()
+    place.last().die()
+    await asyncio.sleep(TIMES.ping_every + 5)
+    # The first update of "b" and "c" has nothing left: two later ones together have replaced it.
+    assert loaded == [("folder", 2), (["c", "d"], 4), (["b"], 5), (["d"], 6)]
+    of_b: Any = client.pool.here()._weights[2][1]
+    assert not tensor.eq(of_b["b"]).any()
+
+
+@pooled(2)
+async def test_weights_that_come_while_a_replica_loads_older_ones_are_loaded_too(
+    client: EngineClient, place: Place
+) -> None:
+    class Slow(Fragile):
+        async def update_weights(self, weights: Any, version: int | None = None) -> int:
+            await asyncio.sleep(5)
+            return await super().update_weights(weights, version)
+
+    await client.update_weights("first")
+    place.build = lambda name: Slow()
+    place.last().die()
+    await asyncio.sleep(TIMES.ping_every + 3)
+    assert states(client) == ["starting", "up"]
+    assert await client.update_weights("second") == 2
+    await asyncio.sleep(30)
+    assert states(client) == ["up", "up"]
+    assert place.last().weight_version == 2
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
+@pooled(2)
+async def test_weights_that_nobody_takes_change_nothing(client: EngineClient, place: Place, bad: float | None) -> None:
+    """What are no numbers is refused before anybody is asked."""
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(1.5)
+    for life in place.all:
+        life.refuses.add("update" if bad is None else "pause")
+    says = r"no replica took the weights, so nothing has changed: .*a shape does not"
+    weights: dict[str, torch.Tensor] = {}
+    if bad is not None:
+        says = r"new weight 'b' is not finite: . NaN and . infinite of 3 values"
+        weights = {"a": torch.ones(2), "b": torch.tensor([1.0, bad, 2.0])}
+    with pytest.raises(EngineError, match=says):
+        await client.update_weights(weights)
+    assert client.weight_version == 0
+    for answer in await asked:
+        right(answer)
+        assert answer.versions == [(len(answer.ids), 0)]
+    assert restarts(client) == [0, 0]
+
+
+@pooled(2)
+async def test_a_replica_that_alone_fails_an_update_comes_back_with_it(client: EngineClient, place: Place) -> None:
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(1.5)
+    place.last().refuses.add("update")
+    assert await client.update_weights({}) == 1
+    for answer in await asked:
+        right(answer)
+        assert [version for _, version in answer.versions] == [0, 1]
+    await asyncio.sleep(5)
+    assert (restarts(client), states(client)) == ([1, 0], ["up", "up"])
+    assert place.last().weight_version == 1
+
+
+@pooled()
+async def test_weights_for_an_engine_that_died_unnoticed_reach_its_successor(
+    client: EngineClient, place: Place
+) -> None:
+    await answers(client, "a")
+    place.last().die()
+    assert await client.update_weights({"w": torch.ones(1)}) == 1
+    assert place.last().weight_version == 1
+    assert restarts(client) == [1]
+
+
+class Refuses(Fragile):
+    """Cannot load what it is given, or dies of it."""
+
+    dies = False
+    tried: list[int | None]
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        self.tried.append(version)
+        if self.dies:
+            self.die()
+        self.refuses.add("update")
+        return await super().update_weights(weights, version)
+
+
+@pytest.mark.parametrize(("dies", "says"), [(False, "a shape"), (True, "is gone")])
+@pooled()
+async def test_weights_that_come_while_all_are_lost_are_looked_at_before_they_count(
+    client: EngineClient, place: Place, dies: bool, says: str
+) -> None:
+    """Else nobody would come back, as nobody could load them; what all die of is not loaded a third time."""
+    tried: list[int | None] = []
+
+    def build(name: str) -> Fragile:
+        life = Refuses()
+        life.dies, life.tried = dies, tried
+        return life
+
+    await answers(client, "a")
+    place.build = build
+    place.last().die()
+    while not dies and states(client) == ["up"]:  # noqa: ASYNC110  # until a ping finds out
+        await asyncio.sleep(0.1)
+    with pytest.raises(EngineError, match=f"no replica took the weights, so nothing has changed: .*{says}"):
+        await client.update_weights({"w": torch.ones(1)})
+    assert tried in ([1], [1, 1])  # the first of two tries may have been its predecessor's
+    assert client.weight_version == 0
+    await asyncio.sleep(5)
+    assert states(client) == ["up"]
+
+
+@pooled(2)
+async def test_an_update_that_its_caller_gives_up_is_carried_out_everywhere(client: EngineClient, place: Place) -> None:
+    client.pool.here()
+    updating = asyncio.create_task(client.update_weights({}))
+    await asyncio.sleep(0)
+    updating.cancel()
+    await asyncio.sleep(5)
+    assert [client.weight_version, *(life.weight_version for life in place.all)] == [1, 1, 1]
+    await answers(client, "a")
+
+
+# -- holds -----------------------------------------------------------------------------------------------------------
+
+
+@pooled(2)
+async def test_a_replica_that_returns_while_all_are_held_is_held(client: EngineClient, place: Place) -> None:
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(2.5)
+    await client.pause()
+    sent = [replica.tokens for replica in client.pool.replicas]
+    place.last().die()
+    await asyncio.sleep(100)
+    assert states(client) == ["up", "up"]
+    fresh = soon(client, "new")
+    await asyncio.sleep(100)
+    assert [request.request_id for request in place.last().asked] == ["new"]
+    assert [replica.tokens for replica in client.pool.replicas] == sent
+    assert not asked.done()
+    await client.resume()
+    for answer in await asked + await fresh:
+        right(answer)
+
+
+@pooled()
+async def test_nobody_starts_again_while_all_sleep(client: EngineClient, place: Place) -> None:
+    """The memory is somebody else's then; weights that come meanwhile are there afterwards."""
+    await answers(client, "a")
+    await client.pause()
+    await client.sleep()
+    place.last().die()
+    await asyncio.sleep(100)
+    assert (states(client), len(place.all)) == (["starting"], 1)
+    assert await client.update_weights({"w": torch.ones(1)}) == 1
+    await client.wake()
+    await client.resume()
+    (answer,) = await answers(client, "b")
+    right(answer)
+    assert answer.versions == [(len(answer.ids), 1)]
+    assert len(place.all) == 2
+
+
+@pooled(2)
+async def test_an_order_that_one_cannot_follow_costs_that_one(client: EngineClient, place: Place) -> None:
+    await answers(client, "a")
+    place.last().refuses.add("pause")
+    await client.pause()
+    assert states(client) == ["starting", "up"]
+    await client.resume()
+    place.last(1).refuses.add("sleep")
+    await asyncio.sleep(5)
+    place.last().refuses.add("sleep")
+    await client.sleep()  # those that come back will
+    assert states(client) == ["starting", "starting"]
+
+
+class Slow(ScriptedEngine):
+    """Takes a second for every order, of which the first half is enough to obey."""
+
+    async def pause(self) -> None:
+        await super().pause()
+        await asyncio.sleep(1.0)
+
+    async def resume(self) -> None:
+        await asyncio.sleep(1.0)
+        await super().resume()
+
+    async def sleep(self) -> None:
+        await super().sleep()
+        await asyncio.sleep(1.0)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(1.0)
+        await super().wake()
+
+
+@pytest.mark.parametrize(
+    ("before", "order"), [("begin", "drain"), ("pause", "resume"), ("sleep", "wake"), ("wake", "pause")]
+)
+@pytest.mark.parametrize("after", [0.5, 1.5])
+def test_an_order_that_its_caller_gives_up_holds_nobody_for_good(before: str, order: str, after: float) -> None:
+    engine = Slow([Turn(text="yes")], tokenizer=tokenizer())
+
+    async def body(client: EngineClient) -> None:
+        await getattr(client, before)()
+        order_given = asyncio.ensure_future(getattr(client, order)())
+        await asyncio.wait([order_given], timeout=after)
+        order_given.cancel()
+        await client.resume()
+        await client.begin()
+        assert await done(client.submit(ask("a"))) == ["stop"]
+        await client.drain()
+        assert engine._asleep
+
+    run(engine, body, sleeps=True)
