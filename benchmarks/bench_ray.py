@@ -73,7 +73,7 @@ def by_context(options: argparse.Namespace) -> None:
                 assert group.trajectories[0].stop_reason == "answered", group.trajectories[0]
 
         running = asyncio.create_task(run())
-        while pool.load().waiting < options.chats:  # noqa: ASYNC110  # it is only known by asking
+        while len(pool.under_way()) < options.chats:  # noqa: ASYNC110  # it is only known by asking
             await asyncio.sleep(0.1)
         gc.collect()
         before = time.process_time()

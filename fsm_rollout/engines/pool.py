@@ -26,8 +26,8 @@ from anyio.from_thread import start_blocking_portal
 from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, facts_of
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, load_of
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import FIRST, Router, StickyRouter, choose
@@ -106,10 +106,6 @@ class EnginePool:
         """Whether the pool belongs to an event loop that still lives and is not the running one."""
         other = self._loop is not None and self._loop is not asyncio.get_running_loop() and not self._loop.is_closed()
         return other and (self._lives.busy or bool(self._dispatches or self._engine_ids.tasks))
-
-    def load(self) -> Load:
-        """Return how busy all replicas are, with ``NAME.running`` and ``NAME.in_flight`` of each in the details."""
-        return load_of(self.replicas, len(self._open))
 
     def here(self) -> Replicas:
         """Belong to the running event loop, and return the replicas, to give them orders.

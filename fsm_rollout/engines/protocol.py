@@ -110,7 +110,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     """Set (with ``finish_reason`` "abort") when the engine failed this one request: ``Class: message``."""
     cached_tokens: int = 0
-    queue_seconds: float = 0.0
     replica: str = ""
     waits: bool = False
     """The request waits from here to its next chunk, because its replica was lost. Such a chunk is empty."""
@@ -125,8 +124,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
-    max_tokens: int | None = None
-    details: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,21 +167,7 @@ class RayEngine:
         """Build the engine in the actor; ``tokenizer`` is another replica's, if there is one, and is not sent again."""
         facts, self.weight_version = await _answer(self.actor.start.remote(tokenizer is None))
         self.facts = facts if tokenizer is None else replace(facts, tokenizer=tokenizer)
-
-    @property
-    def tokenizer(self) -> Remote:
-        """That of the facts, as are the next two."""
-        return self.facts.tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """See :class:`EngineFacts`."""
-        return self.facts.max_context
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """See :class:`EngineFacts`."""
-        return self.facts.eos_ids
+        self.tokenizer, self.max_context, self.eos_ids = self.facts.tokenizer, facts.max_context, facts.eos_ids
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Send all requests in one call."""

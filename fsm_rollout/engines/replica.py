@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,21 +45,6 @@ async def ping(engine: TokenSource) -> None:
 def describe(error: BaseException) -> str:
     """Return an error in one line: an engine's own words, or what class it was."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-def load_of(replicas: Sequence[Replica], requests: int) -> Load:
-    """Return how busy replicas are that have so many requests, at them or waiting for one."""
-    loads = [(replica, replica.busy()) for replica in replicas if replica.state == "up"]
-    details = {f"{replica.name}.{what}": 0 for what in ("running", "in_flight") for replica in replicas}
-    details |= {f"{replica.name}.running": min(load.running, replica.in_flight) for replica, load in loads}
-    running = sum(details.values())
-    return Load(
-        running=running,
-        waiting=requests - running,
-        used_tokens=sum(load.used_tokens for replica, load in loads if replica.in_flight),
-        max_tokens=sum(load.max_tokens or 0 for _, load in loads) or None,
-        details=details | {f"{replica.name}.in_flight": replica.in_flight for replica, _ in loads},
-    )
 
 
 class Placement:

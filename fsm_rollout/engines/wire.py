@@ -49,9 +49,9 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     load: Load
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
+_encode = pack_flush = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
 _extensions = msgspec.msgpack.Decoder(list[Extension], dec_hook=array_of)
-_flush = msgspec.msgpack.Decoder(Flush, dec_hook=array_of)
+unpack_flush = msgspec.msgpack.Decoder(Flush, dec_hook=array_of).decode
 
 
 class Contexts:
@@ -111,13 +111,3 @@ def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
         contexts.put(request.session, request.ids)
         requests.append(request)
     return requests
-
-
-def pack_flush(flush: Flush) -> bytes:
-    """Return what an engine has to tell as a block."""
-    return _encode(flush)
-
-
-def unpack_flush(block: bytes) -> Flush:
-    """Return what :func:`pack_flush` was given."""
-    return _flush.decode(block)

@@ -237,7 +237,6 @@ async def test_a_second_turn_finds_the_first_in_the_cache(engine: SGLangEngine) 
     again = answer.request.continued(answer.chunks[1].ids, next(names))
     (two,) = await ask(engine, again)
     assert two.chunks[0].cached_tokens >= len(answer.request.ids)
-    assert two.chunks[0].queue_seconds > 0
 
 
 def test_a_batch_at_top_p_has_what_was_kept_and_so_ratios_of_one(engine: SGLangEngine) -> None:

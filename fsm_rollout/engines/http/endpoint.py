@@ -50,7 +50,6 @@ class Entry:
     stream: ChunkStream
     ids: Ids  # the prompt, and what has been sampled
     room: int  # how many tokens may still be sampled
-    since: float  # when it came (`time.monotonic`)
     rid: str = ""  # what the server calls it at present
     routed: int = 0  # of how many of the first `ids` the routed experts are known
     sampled: int = 0

@@ -98,11 +98,11 @@ class HTTPEngine:
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""
-        await self._order(self._link.pause())
+        await self._order(self._link.hold("paused"))
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
-        await self._order(self._link.resume())
+        await self._order(self._link.release("paused"))
 
     async def sleep(self) -> None:
         """Have the server give memory back until :meth:`wake`; EngineError while requests run and it is not paused."""

@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import secrets
 import threading
-import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -122,7 +121,7 @@ class ServerLink(threading.Thread):
                     stream.put(self._last_chunk(request, FinishReason.ABORT, error))
                     continue
                 room = min(request.sampling.max_tokens, longest - len(request.ids))
-                entry = Entry(request, stream, request.ids[:], room, time.monotonic(), routed=request.routed)
+                entry = Entry(request, stream, request.ids[:], room, routed=request.routed)
                 self._entries[request.request_id] = entry
                 entries.append(entry)
         if entries:
@@ -220,11 +219,7 @@ class ServerLink(threading.Thread):
         if not entry.admitted:
             entry.admitted = True
             admission = Chunk(
-                request_id,
-                weight_version=self.version,
-                cached_tokens=part.cached_tokens,
-                queue_seconds=time.monotonic() - entry.since,
-                replica=self._replica,
+                request_id, weight_version=self.version, cached_tokens=part.cached_tokens, replica=self._replica
             )
             self._put(entry, admission)
         entry.ids += ids
@@ -297,24 +292,16 @@ class ServerLink(threading.Thread):
             task.cancel()  # which closes its connection
         await asyncio.gather(*left_behind, return_exceptions=True)
 
-    async def _hold(self, why: str) -> None:
+    async def hold(self, why: str) -> None:
         """Take everything back from the server; when this returns, everything sampled has been sent on."""
         self._held.add(why)
         await self._recall(list(self._entries.values()), everything=True)
         self._flush()
 
-    def _release(self, why: str) -> None:
+    async def release(self, why: str) -> None:
         """Go on, unless there is another reason not to."""
         self._held.discard(why)
         self._launch(list(self._entries.values()))
-
-    async def pause(self) -> None:
-        """Take all requests back."""
-        await self._hold("paused")
-
-    async def resume(self) -> None:
-        """Send them again."""
-        self._release("paused")
 
     async def sleep(self) -> None:
         """Have the server give memory back; EngineError when requests are under way and the engine is not paused."""
@@ -346,7 +333,7 @@ class ServerLink(threading.Thread):
     async def _changing(self, why: str) -> AsyncIterator[None]:
         """Hold while the server is told to change; it is given up when nobody knows whether it has."""
         try:
-            await self._hold(why)
+            await self.hold(why)
             try:
                 yield
             except BaseException as error:
@@ -357,7 +344,7 @@ class ServerLink(threading.Thread):
                         self._process.kill()
                 raise
         finally:
-            self._release(why)
+            await self.release(why)
 
     # -- losses and the end ------------------------------------------------------------------------------------------
 
@@ -404,7 +391,7 @@ class ServerLink(threading.Thread):
         if self._entries:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_TOKENS):
-                    await self.pause()
+                    await self.hold("paused")
         for entry in list(self._entries.values()):
             self._end(entry, FinishReason.ABORT)
         self._give_up(error, for_good=True)

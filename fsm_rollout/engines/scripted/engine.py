@@ -41,7 +41,6 @@ class _Answer:
 
     request: Request
     stream: ChunkStream
-    since: float
     plan: AnswerPlan = AnswerPlan()  # noqa: RUF009  # it is frozen
     emitted: int = 0  # how many of its pieces have been sent
     tokens: int = 0
@@ -132,7 +131,7 @@ class ScriptedEngine:
         stream = ChunkStream(requests, self._abort, ChainMap(self._running, self._waiting))
         for request in requests:
             self._record(stream, request)
-            answer = _Answer(request, stream, since=stream.loop.time())
+            answer = _Answer(request, stream)
             error = refusal(request, self.max_context)
             if error is None:
                 self._waiting[request.request_id] = answer
@@ -200,7 +199,7 @@ class ScriptedEngine:
             request_id = next(iter(self._waiting))
             answer = self._running[request_id] = self._waiting.pop(request_id)
             answer.plan = self._plan(answer.request)
-            self._emit(answer, queue_seconds=answer.stream.loop.time() - answer.since)
+            self._emit(answer)
             self._schedule(answer, answer.plan.delay)
 
     def _plan(self, request: Request) -> AnswerPlan:
@@ -293,7 +292,6 @@ class ScriptedEngine:
         finish_reason: FinishReason | None = None,
         error: str | None = None,
         version: int | None = None,
-        queue_seconds: float = 0.0,
     ) -> None:
         """Give a chunk; the last one makes room for another request."""
         if finish_reason is not None:
@@ -305,7 +303,6 @@ class ScriptedEngine:
             weight_version=self.weight_version if version is None else version,
             finish_reason=finish_reason if error is None else FinishReason.ABORT,
             error=error,
-            queue_seconds=queue_seconds,
             replica=self._replica,
             notes=tuple(notes),
         )

@@ -15,7 +15,7 @@ was found to do, beyond or beside the protocol:
   costs what is new in it. Their layers and numbers are read from the model folder's config.
 - Per-request seeds (promise 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
   temperature 0 is not reproducible; greedy sampling is, up to rounding in batches of different shapes.
-- A request is known to be admitted by its first output, so ``queue_seconds`` includes its prefill.
+- A request is known to be admitted by its first output, so its time in the queue includes its prefill.
 - The model's own stop tokens end a generation even when a request's ``stop_ids`` lack them.
 - The longest input plus output is the model's window less 6 tokens, which SGLang keeps for itself.
 - SGLang tells which weights sampled which token only when a request ends, so updates and pauses take requests back and

@@ -46,7 +46,6 @@ class _Decoding:
     """One request, admitted or (without ``tokens``) waiting for that, and what it has sampled."""
 
     request: Request
-    since: float
     room: int = 0  # how many tokens may still be sampled
     tokens: list[int] = field(default_factory=list)  # the prompt and what was sampled: the whole context
     ids: Ids = field(default_factory=lambda: Ids("i"))  # sampled and not yet sent
@@ -124,11 +123,11 @@ class DecodeLoop:
     def _decoding(self) -> list[_Decoding]:
         return [running for running in self._rows if not running.idle]
 
-    def add(self, requests: Iterable[Request], now: float) -> None:
-        """Queue requests that came at ``now`` seconds."""
-        self._waiting.extend(_Decoding(request, now) for request in requests)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests."""
+        self._waiting.extend(map(_Decoding, requests))
 
-    def admit(self, now: float) -> list[Chunk]:
+    def admit(self) -> list[Chunk]:
         """Admit what there is room for; return their empty first chunks."""
         chunks = []
         while self._waiting and self.running < self._max_running:
@@ -136,7 +135,7 @@ class DecodeLoop:
             running.tokens = list(running.request.ids)
             running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
             self._unfilled.append(running)
-            chunks.append(self._chunk(running, queue_seconds=now - running.since))
+            chunks.append(self._chunk(running))
         return chunks
 
     def abort(self, request_ids: Iterable[str]) -> list[Chunk]:
@@ -328,12 +327,7 @@ class DecodeLoop:
         self._sampler = None
 
     def _chunk(
-        self,
-        running: _Decoding,
-        finish_reason: FinishReason | None = None,
-        *,
-        error: str | None = None,
-        queue_seconds: float = 0.0,
+        self, running: _Decoding, finish_reason: FinishReason | None = None, *, error: str | None = None
     ) -> Chunk:
         """Return everything not yet sent as a chunk, which then counts as sent."""
         counts = running.mask_counts
@@ -345,7 +339,6 @@ class DecodeLoop:
             weight_version=self.weight_version,
             finish_reason=finish_reason,
             error=error,
-            queue_seconds=queue_seconds,
             replica=self._replica,
             notes=(mask,) if counts else (),
         )

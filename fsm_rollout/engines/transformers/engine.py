@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -81,7 +80,7 @@ class _ModelThread(threading.Thread):
             stream = ChunkStream(requests, self.abort, self._streams)
             for request in good:
                 self._streams[request.request_id] = stream
-        self._orders.put(partial(self.decode.add, good, time.monotonic()))
+        self._orders.put(partial(self.decode.add, good))
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> Future[None]:
@@ -118,7 +117,7 @@ class _ModelThread(threading.Thread):
 
     def _step(self) -> None:
         try:
-            self._deliver(self.decode.admit(time.monotonic()))
+            self._deliver(self.decode.admit())
             self._deliver(self.decode.step())
         except Exception as error:
             # Give all requests up but keep the thread: the next ones may do better (say after an out-of-memory).

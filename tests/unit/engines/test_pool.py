@@ -65,7 +65,7 @@ async def test_chunks_name_their_replica_and_its_numbers_add_up(client: EngineCl
     replicas = client.pool.replicas
     assert [replica.requests for replica in replicas] == [3, 3, 3]
     assert sum(replica.tokens for replica in replicas) == sum(len(answer.ids) for answer in found)
-    assert client.pool.load().running == client.pool.load().waiting == 0
+    assert [replica.in_flight for replica in client.pool.replicas] == [0] * len(place.lives)
 
 
 @pooled(turns=[Turn(text="one two three four five", chunks=5, delay=1.0)], engine={"max_running": 1})
@@ -159,7 +159,7 @@ async def test_a_router_of_ones_own_decides_and_its_errors_stay_with_the_request
     right(first)
     right(last)
     assert [replica.requests for replica in client.pool.replicas] == [0, 2]
-    assert client.pool.load().waiting == 0
+    assert not client.pool.under_way()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -300,7 +300,7 @@ async def test_aborts_end_what_waits_at_once_and_what_runs_with_its_tokens(clien
     await asyncio.gather(*map(client.abort, asked))
     assert {answer.finish_reason for answer in asked} == {"abort"}
     assert sum(bool(answer.ids) for answer in asked) == len(told) == 2
-    assert client.pool.load().running == client.pool.load().waiting == 0
+    assert [replica.in_flight for replica in client.pool.replicas] == [0] * len(place.lives)
     assert now() == 3.5
 
 

@@ -54,8 +54,8 @@ def run(decode: DecodeLoop, arrivals: dict[int, list[Request]]) -> dict[str, lis
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     step = 0
     while arrivals.keys() - set(range(step)) or decode.running or decode.waiting:
-        decode.add(arrivals.get(step, []), 0.0)
-        for chunk in [*decode.admit(0.0), *decode.step()]:
+        decode.add(arrivals.get(step, []))
+        for chunk in [*decode.admit(), *decode.step()]:
             chunks[chunk.request_id].append(chunk)
         step += 1
     return chunks
@@ -167,10 +167,10 @@ def test_requests_leave_and_join_while_others_run(model: Any):
     long = Request("long", as_ids(prompt(0, 5)), SamplingParams(40))
     short = [Request(f"short {i}", as_ids(prompt(i, 5)), SamplingParams(3)) for i in range(10)]
     decode = loop_of(model, max_running=2)
-    decode.add([long, *short], 0.0)
+    decode.add([long, *short])
     ended = []
     while decode.running or decode.waiting:
-        chunks = [*decode.admit(0.0), *decode.step()]
+        chunks = [*decode.admit(), *decode.step()]
         ended += [chunk.request_id for chunk in chunks if chunk.finish_reason]
     assert ended == [*(request.request_id for request in short), "long"]
 
@@ -179,8 +179,8 @@ def test_an_aborted_request_keeps_what_it_sampled(model: Any):
     requests = [Request(str(i), as_ids(prompt(i, 9)), SamplingParams(20, seed=i)) for i in range(4)]
     whole = run(loop_of(model, send_every=100), {0: requests})
     decode = loop_of(model, send_every=100, max_running=3)
-    decode.add(requests, 0.0)
-    decode.admit(0.0)
+    decode.add(requests)
+    decode.admit()
     for _ in range(5):
         decode.step()
     aborted = {chunk.request_id: chunk for chunk in decode.abort(["0", "3", "unknown"])}
@@ -193,8 +193,8 @@ def test_an_aborted_request_keeps_what_it_sampled(model: Any):
 
 def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any, other_model: Any):
     decode = loop_of(deepcopy(model), send_every=1)
-    decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)], 0.0)
-    decode.admit(0.0)
+    decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)])
+    decode.admit()
     first = [chunk for _ in range(4) for chunk in decode.step()]
     replace_weights(decode.model, other_model.state_dict())
     decode.forget()
