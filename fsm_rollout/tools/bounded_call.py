@@ -202,7 +202,8 @@ class Slots:
             async with asyncio.timeout(None) as timeout:
                 if self.free.locked() and seconds is not None:
                     self._waiting[timeout] = seconds
-                    self.lose(0)
+                    if self._lost == self._limit:
+                        timeout.reschedule(asyncio.get_running_loop().time() + seconds)
                 try:
                     await self.free.acquire()
                 finally:
@@ -223,15 +224,18 @@ class Slots:
 
     def lose(self, change: int) -> None:
         """Note that so many more slots are lost, and with all of them lost let the time of those who wait run."""
+        were_all_lost = self._lost == self._limit
         self._lost += change
         all_lost = self._lost == self._limit
-        if change > 0 and all_lost:
+        if all_lost == were_all_lost:
+            return
+        if all_lost:
             _logger.warning(
                 "all %d slots of tool '%s' are held by calls that were given up and still run", self._limit, self._name
             )
         now = asyncio.get_running_loop().time()
         for timeout, seconds in self._waiting.items():
-            if not timeout.expired() and (timeout.when() is not None) != all_lost:
+            if not timeout.expired():
                 timeout.reschedule(now + seconds if all_lost else None)
 
 

@@ -19,6 +19,7 @@ from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Tool, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.tools.bound_tools import FunctionTool
+from fsm_rollout.tools.bounded_call import Slots
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
 from tests.cases import table
 
@@ -632,6 +633,24 @@ def test_a_place_that_comes_back_ends_the_wait():
     slow, quick = run_virtual(main())
     assert (slow.failure, quick.result) == ("timed_out", "done")
     assert LOG == [("start", 0.0), ("end", 50.0), ("start", 50.0), ("end", 51.0)]
+
+
+def test_who_waits_for_a_place_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch):
+    """Thousands of calls may wait at once; had each looked at all others, that would be most of what a run costs."""
+    looks: list[asyncio.Timeout] = []
+    monkeypatch.setattr(asyncio.Timeout, "expired", looks.append)
+
+    async def main() -> None:
+        slots = Slots("busy", 1)
+
+        async def call() -> None:
+            async with slots.hold(5.0):
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(call() for _ in range(100)))
+
+    run_virtual(main())
+    assert len(looks) <= 100
 
 
 def test_a_toolbox_serves_one_loop_after_another():
