@@ -419,7 +419,7 @@ async def test_a_caller_that_goes_away_ends_its_trajectory(stream: bool) -> None
     async with served(lambda request: Turn(text="so it goes", hang=True)) as server:
         chat: Chat = [{"role": "user", "content": "?"}]
         call = asyncio.create_task(server.stream(chat) if stream else server.ask(chat))
-        await server.until(lambda: server.service.rollout.scheduler.clients["policy"].requests)
+        await server.until(lambda: server.service.rollout.scheduler.clients["policy"].pool.requests)
         call.cancel()
         await asyncio.wait({call})
         (trajectory,) = server.trajectories.values()
