@@ -130,6 +130,7 @@ def _init(ray: Remote, address: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options["include_dashboard"] = False
     started = time.monotonic()
+    _log_in_a_line(ray)
     try:
         if address not in ("local", "auto"):
             _knock(address)
@@ -144,6 +145,16 @@ def _init(ray: Remote, address: str) -> None:
         ) from error
     if address == "local":
         logger.info("started a local Ray in %.1f s", time.monotonic() - started)
+
+
+def _log_in_a_line(ray: Remote) -> None:
+    """Have a node's end said in one line of the log: Ray itself prints the last hundred of that node's own log."""
+
+    def tell(error: dict[str, list[str]], ignore_prefix: bool = False) -> None:
+        logger.warning("Ray: %s", error["lines"][0].partition("\n")[0][:200])
+
+    if hasattr(ray._private.worker, "print_to_stdstream"):  # Ray has no public way
+        ray._private.worker.print_to_stdstream = tell
 
 
 def _knock(address: str) -> None:

@@ -27,6 +27,7 @@ from fsm_rollout.engines.ray import RayOptions, RayPlacement
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration import ray_work
@@ -53,31 +54,50 @@ def cluster(ray_cluster: Cluster) -> Iterator[Cluster]:
     ray_cluster.shutdown()  # nodes at rest take a tenth of a core from the other tests
 
 
-def test_a_node_dies_in_the_middle_of_a_run(cluster: Cluster):
-    nodes = [cluster.head_node, *sorted(cluster.worker_nodes, key=lambda node: node.node_id)]
-    options = RayOptions(address=cluster.address, nodes=[node.node_id for node in nodes])
+@pytest.mark.parametrize("how", ["nodes", "SPREAD", "PACK", "STRICT_SPREAD"])
+def test_a_node_dies_in_the_middle_of_a_run(
+    how: str, cluster: Cluster, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    nodes = {node.node_id: node for node in (cluster.head_node, *cluster.worker_nodes)}
+    where: dict[str, Any] = {"nodes": [*nodes]} if how == "nodes" else {"strategy": how}
+    options = RayOptions(address=cluster.address, cpus=1.5 if how == "PACK" else 0.5, **where)
     pool = EnginePool(
         RayPlacement(ByTrajectory(0.5), 3, options), 3, times=PoolTimes(start=600, ping=300, order=300, backoff=0.05)
     )
-    assert [node_of(replica) for replica in pool.replicas] == [node.node_id for node in nodes]
+    homes = [node_of(replica) for replica in pool.replicas]
+    assert len(set(homes)) == {"nodes": 3, "STRICT_SPREAD": 3}.get(how, len(set(homes))) >= 2
+    lost = next(index for index, home in enumerate(homes) if nodes[home] in cluster.worker_nodes)
+    assert how != "nodes" or homes == [*nodes]
 
     async def main() -> None:
         def kill() -> None:
-            cluster.remove_node(nodes[1], allow_graceful=False)
+            cluster.remove_node(nodes[homes[lost]], allow_graceful=False)
 
         for ticket in await through(pool, [ask(i) for i in range(48)], kill):
             right(ticket)
+        added = cluster.add_node(num_cpus=2, include_log_monitor=False)  # with STRICT_SPREAD the replica waits for it
         async with asyncio.timeout(600):
-            while (stats := pool.replicas[1]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
+            while (stats := pool.replicas[lost]).restarts < 1 or stats.state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while "Ray: Raylet is terminated" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert stats.moved > 0, "an answer takes four seconds, so some were under way"
-        assert node_of(stats) in {nodes[0].node_id, nodes[2].node_id}
+        assert node_of(stats) in (
+            {added.node_id} if how == "STRICT_SPREAD" else {added.node_id, *nodes} - {homes[lost]}
+        )
         for ticket in await through(pool, [ask(i) for i in range(100, 124)]):
             right(ticket)
         await pool.aclose()
 
     asyncio.run(main())
     assert not ray.is_initialized()
+    assert "state-dump" not in "".join((*capsys.readouterr(), caplog.text)), "of a node's log, a line is enough"
+
+
+def test_each_on_its_own_needs_as_many_nodes(cluster: Cluster):
+    options = RayOptions(address=cluster.address, cpus=0.5, patience=0.1, strategy="STRICT_SPREAD")
+    with pytest.raises(EngineError, match=r"4 replica\(s\) take 0\.5 CPU each, and only 3 fit into 3 node\(s\)"):
+        RayPlacement(ByTrajectory(0.0), 4, options)
 
 
 @pytest.fixture

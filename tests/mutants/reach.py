@@ -10,6 +10,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,18 @@ CACHE = ROOT / ".mutation"
 
 
 class Measure:
-    """A plugin of pytest: writes one file of coverage, with tests as its contexts, for each file of tests."""
+    """A plugin of pytest: writes a file of coverage, with tests as its contexts, for each file of tests."""
 
-    def __init__(self, keys: dict[str, str]) -> None:
-        self._keys, self._file, self._seconds = keys, "", dict[str, float]()
+    def __init__(self) -> None:
+        self._file, self._seconds = "", dict[str, float]()
         self._coverage: Coverage | None = None
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        file = nodeid.partition("::")[0]
-        if file != self._file:
+        if (file := nodeid.partition("::")[0]) != self._file:
             self.pytest_sessionfinish()
-            self._file = file
-            place = CACHE / f"{self._keys[file]}.sqlite"
-            place.unlink(missing_ok=True)
-            self._coverage = Coverage(place, source=["fsm_rollout"], config_file=False, messages=False)
+            self._file, self._seconds = file, {}
+            place(file, "sqlite").unlink(missing_ok=True)
+            self._coverage = Coverage(place(file, "sqlite"), source=["fsm_rollout"], config_file=False, messages=False)
             self._coverage.start()
         assert self._coverage is not None
         self._coverage.switch_context(nodeid)
@@ -50,8 +49,32 @@ class Measure:
         if self._coverage is not None:
             self._coverage.stop()
             self._coverage.save()
-            mine = {test: seconds for test, seconds in self._seconds.items() if test.startswith(f"{self._file}::")}
-            (CACHE / f"{self._keys[self._file]}.json").write_text(json.dumps(mine), "utf-8")
+            ran = [self._file, *(of_package(name) for name in self._coverage.get_data().measured_files())]
+            known = {"seconds": self._seconds, "files": {name: digest(Path.cwd() / name) for name in ran}}
+            place(self._file, "json").write_text(json.dumps(known), "utf-8")
+
+
+def place(file: str, end: str) -> Path:
+    """Return where something is kept of a file of tests."""
+    return CACHE / f"{file.removesuffix('.py').replace('/', '.')}.{end}"
+
+
+def of_package(path: str) -> str:
+    """Return the path of a module of the package within the repository, from one in any copy."""
+    return f"fsm_rollout/{path.rpartition('/fsm_rollout/')[2]}"
+
+
+def digest(path: Path) -> str:
+    """Return what changes when a file does."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def known_of(file: str) -> dict[str, Any] | None:
+    """Return what was measured of a file of tests, if it and all that it runs are as they were."""
+    if not (kept := place(file, "json")).exists():
+        return None
+    known: dict[str, Any] = json.loads(kept.read_text("utf-8"))
+    return known if all(digest(ROOT / name) == old for name, old in known["files"].items()) else None
 
 
 class Reach:
@@ -59,31 +82,27 @@ class Reach:
 
     def __init__(self) -> None:
         CACHE.mkdir(exist_ok=True)
-        code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "fsm_rollout").rglob("*.py"))))
-        files = [path for name in SEARCHED for path in sorted(ROOT.glob(name))]
-        keys = {
-            str(file.relative_to(ROOT)): hashlib.sha256(code.digest() + file.read_bytes()).hexdigest() for file in files
-        }
-        if new := sorted(file for file, key in keys.items() if not (CACHE / f"{key}.json").exists()):
+        files = [str(path.relative_to(ROOT)) for name in SEARCHED for path in sorted(ROOT.glob(name))]
+        if new := [file for file in files if known_of(file) is None]:
             print(f"{len(new)} files of tests are measured", flush=True)
-            verdict = in_a_child(lambda _: None, new, plugins=[Measure(keys)])
+            verdict = in_a_child(lambda _: None, new, plugins=[Measure()])
             if verdict.status not in (PASSED, FAILED):
                 raise SystemExit(f"the tests cannot be measured: {verdict.test}")
         self.seconds: dict[str, float] = {}
         self._lines: dict[str, list[tuple[str, bytes]]] = defaultdict(list)
         self._weight: dict[str, int] = defaultdict(int)
-        for key in keys.values():
-            if (CACHE / f"{key}.json").exists():  # else all its tests are skipped here
-                self.seconds |= json.loads((CACHE / f"{key}.json").read_text("utf-8"))
-                self._read(CACHE / f"{key}.sqlite")
+        for file in files:
+            if (known := known_of(file)) is not None:  # else all its tests are skipped here
+                self.seconds |= known["seconds"]
+                self._read(place(file, "sqlite"))
 
-    def _read(self, place: Path) -> None:
-        with sqlite3.connect(place) as database:
+    def _read(self, kept: Path) -> None:
+        with closing(sqlite3.connect(kept)) as database:
             for file, test, bits in database.execute(
                 "select path, context, numbits from line_bits join file on file.id = file_id "
                 "join context on context.id = context_id where context != ''"
             ):
-                self._lines[file.rpartition("/fsm_rollout/")[2]].append((test, bits))
+                self._lines[of_package(file).partition("/")[2]].append((test, bits))
                 self._weight[test] += len(numbits_to_nums(bits))
 
     def tests_of(self, file: str, lines: Iterable[int] | None) -> Sequence[str]:
