@@ -31,6 +31,7 @@ from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.laws.agents import agents
 from tests.laws.world import turns
+from tests.paired_workers import sharing
 from tests.runs import agent
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}
@@ -82,36 +83,32 @@ def fails_only_as_drawn(run: Simulation) -> None:
 WORKERS = st.integers(1, 3)
 
 
-def shared(plan: Plan, workers: int) -> Plan:
-    """The plan with its run shared among so many workers; with 1, the run's own process does all."""
-    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"workers": workers})})
-
-
 @given(drawn(agents()), WORKERS)
 def test_runs_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     graph, plan = case
     assert verify(graph) == []
-    everything(simulate(graph, shared(plan, workers)))
+    everything(simulate(graph, plan, around=sharing(workers)))
 
 
 @given(said(failures=True), WORKERS)
 def test_runs_with_real_tools_keep_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     graph, plan = case
-    run = everything(simulate(graph, shared(plan, workers), real_tools=True))
+    run = everything(simulate(graph, plan, real_tools=True, around=sharing(workers)))
     answers_every_call(run)
 
 
 @given(drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1), WORKERS)
 def test_any_verified_graph_keeps_the_laws(case: tuple[AgentGraph, Plan], workers: int) -> None:
     """Graphs of any shape: every handler, routed limits, failing engines."""
-    everything(simulate(case[0], shared(case[1], workers)))
+    everything(simulate(*case, around=sharing(workers)))
 
 
 @given(said(failures=False, faults=False, compared=True), WORKERS)
 def test_results_do_not_depend_on_the_schedule(case: tuple[AgentGraph, Plan], workers: int) -> None:
     """Law 6: other delays, batches, admission and workers: the same trajectories, asked for with the same seeds."""
     graph, plan = without_clocks(case[0]), case[1]
-    one, other = (simulate(graph, each, real_tools=True) for each in (plan, shared(plan.rescheduled(), workers)))
+    one = simulate(graph, plan, real_tools=True)
+    other = simulate(graph, plan.rescheduled(), real_tools=True, around=sharing(workers))
     laws.same_results(one, other, "another schedule")
     assert seeds(one) == seeds(other)
     assert len(set(seeds(one).values())) == len(seeds(one)), "two generations share their randomness"
@@ -306,10 +303,8 @@ def test_a_worker_that_is_killed_at_ten_points_loses_nothing(
 ) -> None:
     """Each trajectory goes on elsewhere from its last event, and comes to the end that it comes to undisturbed."""
     graph, plan = without_clocks(case[0]), case[1]
-    kills = tuple(Fault(at=at, kind="kill_worker", target=number) for number, at in enumerate(sorted(moments)))
-    schedule = plan.schedule.model_copy(update={"workers": workers})
     calm = simulate(graph, plan.model_copy(update={"schedule": Schedule()}), real_tools=True)
-    shaken = simulate(graph, plan.model_copy(update={"schedule": schedule, "faults": kills}), real_tools=True)
+    shaken = simulate(graph, plan, real_tools=True, around=sharing(workers, moments))
     laws.keeps_running(shaken)
     laws.comes_back(shaken)
     laws.same_results(calm, shaken, "killed workers")

@@ -30,7 +30,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.graphs import graphs
 from tests.kit import CONFIGS
 from tests.laws.agents import agents
-from tests.laws.test_laws import WORKERS, _tokenizer, drawn, shared  # noqa: F401  # its fixture, too
+from tests.laws.test_laws import WORKERS, _tokenizer, drawn  # noqa: F401  # its fixture, too
+from tests.paired_workers import sharing
 
 Step = tuple[str, str, str]  # source, trigger, dest
 Kept = dict[str, list[Step]]  # by trajectory
@@ -130,10 +131,10 @@ def transitioned(run: Simulation) -> Kept:
     return {name: taken for name, taken in steps.items() if taken}
 
 
-def the_library_decides(graph: AgentGraph, plan: Plan) -> Kept:
+def the_library_decides(graph: AgentGraph, plan: Plan, workers: int = 1) -> Kept:
     """Run a plan; what was recorded is what the library executed, and where a machine of its own goes, too."""
     with watched() as (oracle, executed):
-        run = simulate(graph, plan)
+        run = simulate(graph, plan, around=sharing(workers))
     assert run.crash is None
     recorded = transitioned(run)
     assert executed == recorded
@@ -145,7 +146,7 @@ def the_library_decides(graph: AgentGraph, plan: Plan) -> Kept:
 def test_the_library_decides_every_transition_and_the_stock_one_agrees(
     case: tuple[AgentGraph, Plan], workers: int
 ) -> None:
-    the_library_decides(case[0], shared(case[1], workers))
+    the_library_decides(*case, workers)
 
 
 CALL = WRITERS["hermes"]("calculate", {"left": 1, "operator": "+", "right": 1})

@@ -62,8 +62,8 @@ class Fault(StrictModel):
     """Something done to the run from outside, at a moment of the virtual clock."""
 
     at: Moment
-    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica", "kill_worker"]
-    target: int = Field(0, ge=0, description="the number of the trajectory, of the replica or of the worker")
+    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica"]
+    target: int = Field(0, ge=0, description="the number of the trajectory or of the replica")
     seconds: Moment = Field(1.0, description="how long a `pause` lasts; timeouts of visits do not count it")
 
 
@@ -73,7 +73,6 @@ class Schedule(StrictModel):
     concurrency: int = Field(64, ge=1)
     max_running: int | None = Field(None, ge=1, description="requests that an engine answers at once")
     replicas: int = Field(1, ge=1, description="engines that serve the run, a pool of them")
-    workers: int = Field(1, ge=1, description="rollout workers that the run is shared among, when more than one")
     slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
 
 

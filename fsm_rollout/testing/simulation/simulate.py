@@ -12,8 +12,8 @@ import asyncio
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -31,14 +31,12 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.states.external.handler import External
 from fsm_rollout.testing.simulation.blocked_loop import Blockage, LoopInterrupted, blocking_detected
 from fsm_rollout.testing.simulation.plan import Fault, Plan
 from fsm_rollout.testing.simulation.stand_ins import (
     MortalReplicas,
     OneEngine,
-    PairedWorkers,
     SimulatedAgent,
     SimulatedTool,
     with_agents,
@@ -56,6 +54,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 WINDOW = 4096  # tokens of the simulated engine's context window, where nothing else is asked for
 # Virtual seconds (a day and a bit) after which a run counts as endless, where the agent does not allow for more.
 HORIZON = 1e5
+# Something around a run, of its scheduler and of what puts simulated tools and handlers into a set of its agents.
+Around = Callable[[Scheduler, Callable[[RunAgents], None]], AbstractAsyncContextManager[None]]
 
 
 @cache
@@ -110,8 +110,6 @@ class Simulation:
     """Those of the pool."""
     log: Sequence[Logged] = ()
     """What reached and left each of its replicas."""
-    pool: WorkerPool | None = None
-    """Who runs the trajectories, if the plan has several workers, or kills one."""
     groups: list[Group] = field(default_factory=list)
     events: dict[str, list[AnyEvent]] = field(default_factory=lambda: defaultdict(list))
     """Every event, by trajectory, as the listeners heard it."""
@@ -182,6 +180,7 @@ def simulate(
     journal: str | Path | None = None,
     resume: Sequence[History] = (),
     blocking_seconds: float | None = None,
+    around: Around | None = None,
 ) -> Simulation:
     """Run an agent as a plan says, in virtual time.
 
@@ -196,6 +195,7 @@ def simulate(
         journal: a file to keep the events in.
         resume: trajectories to go on with, of an earlier simulation of the same agent and plan.
         blocking_seconds: real seconds that one callback may keep the event loop.
+        around: entered before the run begins and left when it is over.
     """
     # 1. The world: the agent with simulated users, and an engine, or several that can be killed.
     tokenizer = tokenizer or embedded_tokenizer()
@@ -216,7 +216,10 @@ def simulate(
         for number in range(plan.prompts)
     ]
     # 3. The run.
-    run = _run(result, played, requests, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume)
+    run = _run(
+        result, played, requests, real_tools=real_tools, sampling=sampling, journal=journal, resume=resume,
+        around=around,
+    )  # fmt: skip
     loop = VirtualTimeLoop(horizon=max(HORIZON, 2 * (graph.limits.wall_seconds or 0)))
     result.complaints = loop.complaints()
     try:
@@ -250,7 +253,7 @@ def _says(plan: Plan, request: Request) -> Turn:
 
 async def _run(
     result: Simulation, played: AgentGraph, prompts: Sequence[Prompt], *, real_tools: bool,
-    sampling: Sampling | None, journal: str | Path | None, resume: Sequence[History],
+    sampling: Sampling | None, journal: str | Path | None, resume: Sequence[History], around: Around | None,
 ) -> None:  # fmt: skip
     plan, engine = result.plan, result.engine
     loop = asyncio.get_running_loop()
@@ -278,22 +281,20 @@ async def _run(
                         watch_visits(handler, result.visits)
 
         simulated(scheduler.agents)
-        workers = PairedWorkers(simulated, {name: client.chats for name, client in scheduler.clients.items()})
-        shared = plan.schedule.workers > 1 or any(fault.kind == "kill_worker" for fault in plan.faults)
-        result.pool = WorkerPool(scheduler, plan.schedule.workers, workers.connect) if shared else None
         # 2. The run, and what interferes with it.
-        faults = [loop.create_task(_interfere(result, scheduler, fault)) for fault in plan.faults]
         try:
-            async for group in scheduler.run(prompts, plan.n, resume=resume):
-                result.groups.append(group)
+            async with nullcontext() if around is None else around(scheduler, simulated):
+                faults = [loop.create_task(_interfere(result, scheduler, fault)) for fault in plan.faults]
+                try:
+                    async for group in scheduler.run(prompts, plan.n, resume=resume):
+                        result.groups.append(group)
+                finally:
+                    result.seconds = loop.time()
+                    for task in faults:
+                        task.cancel()
+                    await asyncio.gather(*faults, return_exceptions=True)
         # 3. The end, however it came.
         finally:
-            result.seconds = loop.time()
-            for task in faults:
-                task.cancel()
-            await asyncio.gather(*faults, return_exceptions=True)
-            if result.pool is not None:
-                await workers.close(result.pool)
             result.log = result.replicas.log(replica.name for replica in engine.replicas if replica.state == "up")
             await engine.aclose()
 
@@ -323,9 +324,6 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
                 await engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
         case "kill_replica":
             result.replicas.kill(fault.target)
-        case "kill_worker":
-            assert result.pool is not None
-            result.pool.kill(fault.target)
 
 
 def without_clocks(graph: AgentGraph) -> AgentGraph:

@@ -1,4 +1,4 @@
-"""The world around a simulated run: tools and users that act as a plan says, engines and workers that can die.
+"""The world around a simulated run: tools and users that act as a plan says, engines that can die.
 
 Invariant: a simulated tool keeps the real one's schema and the real check of a model's arguments, and calls none of its
 code. Which fate a call meets depends on the call's own randomness alone (trajectory, call, try), never on any order.
@@ -24,11 +24,6 @@ from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, To
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.scheduler.remote_client import remote_clients
-from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.worker import HandedTrajectories, Worker, WorkerSetup
-from fsm_rollout.scheduler.worker_link import PairedLink
-from fsm_rollout.scheduler.worker_pool import Connection, WorkerPool
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
@@ -241,55 +236,3 @@ class MortalReplicas(LocalPlacement):
         living = [life for life in (self.lives[name][-1] for name in up) if life.failure is None]
         unsent = [line for life in living for line in life.scripted.log if isinstance(line.what, Chunk)]
         return self.traffic + [line for line in unsent if len(line.what.ids) and id(line.what) not in received]
-
-
-# -- workers -----------------------------------------------------------------------------------------------------------
-
-
-class PairedWorkers:
-    """Starts rollout workers in the run's own process and time; ``prepare`` is called with the agents of each.
-
-    Such a worker shares nothing with the run but its link, over which everything travels as bytes; killed, it says
-    nothing more, whatever it was at. So what holds for these holds for workers that are processes.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[RunAgents], object] = lambda agents: None,
-        chats: Mapping[str, dict[object, ChatTemplate]] | None = None,
-    ) -> None:
-        self._prepare = prepare
-        self._chats = chats or {}
-        self._lives: set[asyncio.Task[None]] = set()
-
-    async def connect(self, setup: WorkerSetup) -> Connection:
-        """Start one; see :data:`fsm_rollout.scheduler.worker_pool.Connect`."""
-        ours, theirs = PairedLink.pair()
-        clients = remote_clients(setup.engines, theirs)
-        for name, client in clients.items():
-            client.chats = self._chats.get(name, client.chats)
-        trajectories = HandedTrajectories(setup, theirs, clients)
-        self._prepare(trajectories.agents)
-        worker = Worker(theirs, trajectories)
-
-        async def live() -> None:
-            await worker.gone.wait()
-            await trajectories.aclose()
-            theirs.close()
-
-        task = asyncio.get_running_loop().create_task(live())
-        self._lives.add(task)
-        task.add_done_callback(self._lives.discard)
-
-        def kill() -> None:
-            if theirs.open:
-                theirs.open = False
-                worker.gone.set()
-                asyncio.get_running_loop().call_soon(ours.cut)
-
-        return Connection(ours, kill)
-
-    async def close(self, pool: WorkerPool) -> None:
-        """Dismiss the workers of a pool, and wait for what they close."""
-        await pool.aclose()
-        await asyncio.gather(*self._lives)

@@ -22,8 +22,8 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.worker_link import MOST_UNSENT, PairedLink, SocketLink, framed
 from fsm_rollout.scheduler.worker_pool import MOST_DEATHS, WorkerPool
-from fsm_rollout.testing.simulation.stand_ins import PairedWorkers
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
+from tests.paired_workers import PairedWorkers
 from tests.runs import Bench, agent, only, prompts
 
 SCRIPT = Turn(text="one two three", delay=1.0, chunks=3)
