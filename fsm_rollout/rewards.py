@@ -7,6 +7,15 @@ from fsm_rollout.environment.rewards import (
     reads,
     scores_differ,
     sum_of_turns,
+    tool_rewards,
 )
 
-__all__ = ["exact_answer", "first_answer", "fraction_answered", "reads", "scores_differ", "sum_of_turns"]
+__all__ = [
+    "exact_answer",
+    "first_answer",
+    "fraction_answered",
+    "reads",
+    "scores_differ",
+    "sum_of_turns",
+    "tool_rewards",
+]

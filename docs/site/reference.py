@@ -381,6 +381,7 @@ API: dict[str, tuple[str, ...]] = {
         "journal.blob",
     ),
     "Rewards": ("rewards.exact_answer", "rewards.first_answer", "rewards.fraction_answered", "rewards.sum_of_turns",
+        "rewards.tool_rewards",
         "rewards.scores_differ",
     ),
     "Tools of your own": ("fr.ToolContext", "fr.ToolResult", "fr.BadArguments", "tools.Tool", "tools.Hidden"),

@@ -15,6 +15,7 @@ from fsm_rollout.batch.advantages import SampleScore
 from fsm_rollout.batch.columns import PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
+from fsm_rollout.statistics.estimates import error_of_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,22 +35,13 @@ def score_with_error(scores: Iterable[SampleScore]) -> str:
 
 
 def standard_error(scores: Iterable[SampleScore]) -> float | None:
-    """Return the standard error of the mean score; ``None`` where there are fewer than two scores.
-
-    Samples of one prompt are alike, so the error is that of a mean over clusters (Liang and Zeger 1986, with the factor
-    G / (G - 1) for G groups); for one sample a prompt it is the usual one. Of a single group it is that of its samples.
-    """
-    scored = [(group, score) for group, _, score in scores if score is not None]
-    if len({group for group, _ in scored}) == 1:
-        scored = [(str(number), score) for number, (_, score) in enumerate(scored)]
-    mean = math.fsum(score for _, score in scored) / max(1, len(scored))
-    residuals: defaultdict[str, float] = defaultdict(float)
-    for group, score in scored:
-        residuals[group] += score - mean
-    count = len(residuals)
-    if count < 2:
-        return None
-    return math.sqrt(math.fsum(value * value for value in residuals.values()) * count / (count - 1)) / len(scored)
+    """Return the standard error of the mean score, clustered by group; ``None`` with fewer than two scored groups."""
+    by_group: defaultdict[str, list[float]] = defaultdict(list)
+    for group, _, score in scores:
+        if score is not None:
+            by_group[group].append(score)
+    error = error_of_mean(by_group.values())
+    return None if math.isnan(error) else error
 
 
 def row_data(row: TrainingRow) -> dict[str, Any]:

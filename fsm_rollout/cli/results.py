@@ -55,7 +55,7 @@ def export(
         typer.Option("--scores", metavar="F", help="scores of `rescore`, for the run's own", show_default=False),
     ] = None,
 ) -> None:
-    """Write a run's rows: ids, mask, logprobs, weight versions, scores, stop reasons, by the names of the batch.
+    """Write a run's rows: ids, mask, logprobs, weight versions, scores, messages and text, by the names of the batch.
 
     Example: fsm-rollout export runs/demo --format parquet
 

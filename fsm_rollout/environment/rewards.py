@@ -39,7 +39,10 @@ RewardLike: TypeAlias = str | Function | Mapping[str, object] | Sequence[OneRewa
 REWARDS = Registry(
     "reward",
     "fsm_rollout.rewards",
-    {name: f"{HOME}:{name}" for name in ("exact_answer", "first_answer", "fraction_answered", "sum_of_turns")},
+    {
+        name: f"{HOME}:{name}"
+        for name in ("exact_answer", "first_answer", "fraction_answered", "sum_of_turns", "tool_rewards")
+    },
     "module:function",
 )
 GROUP_FILTERS = Registry(
@@ -377,6 +380,14 @@ def sum_of_turns(trajectory: Trajectory) -> float | None:
     """
     scores = [score for _, score in trajectory.turn_scores]
     return sum(scores) if scores else None
+
+
+def tool_rewards(trajectory: Trajectory) -> float | None:
+    """Return the sum of the rewards that its tools gave with their results; ``None`` where none was given.
+
+    Nothing else puts them into the score: alone (``reward: tool_rewards``), or weighed in a list of rewards.
+    """
+    return sum(trajectory.tool_rewards) if trajectory.tool_rewards else None
 
 
 def _correct(trajectory: Trajectory) -> list[bool]:

@@ -1,7 +1,8 @@
 """``fsm-rollout export``: the rows of a run as lines of JSON or as a parquet table, for whatever reads those.
 
 Invariant: a row is what :mod:`fsm_rollout.batch.rows` makes of a stream, under the names of the batch's tensors, whole
-and without padding. The journal is only read; it may still be written to.
+and without padding; beside it stand the stream's messages, and the text of all its tokens. The journal is only
+read; it may still be written to.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import JournalFolder, Report, trajectory_ids
 
 if TYPE_CHECKING:
@@ -75,7 +77,9 @@ def export(
     total = len(trajectory_ids(folder, report))
 
     # 2. Its rows, made one after the other as they are written.
-    def rows_of_run() -> Iterator[TrainingRow]:
+    run, textless = open_run(folder), set[str]()
+
+    def rows_of_run() -> Iterator[dict[str, Any]]:
         for trajectory, _ in watch(latest_attempts(folder, report), total):
             if not trajectory.ended:
                 result.unfinished += 1
@@ -85,7 +89,12 @@ def export(
                 apply_score(trajectory, scores)
             for row in rows([trajectory]):
                 result.rows += 1
-                yield row
+                stream = trajectory.streams[row.stream]
+                if (texts := run.texts(stream.engine)) is None and stream.engine not in textless:
+                    textless.add(stream.engine)
+                    report(f"the column text is empty: {run.notes[-1]}")
+                text = None if texts is None else texts.whole(stream.tokens.ids)
+                yield row_data(row) | {"messages": stream.messages, "text": text}
 
     # 3. Lines to a stream, or a file that is put in place whole.
     if stream is not None:
@@ -101,9 +110,9 @@ def export(
     return result
 
 
-def _write_lines(found: Iterable[TrainingRow], file: IO[str]) -> None:
+def _write_lines(found: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
     for row in found:
-        file.write(json.dumps(_plain(row_data(row)), ensure_ascii=False, allow_nan=False) + "\n")
+        file.write(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _plain(value: Any) -> Any:
@@ -117,7 +126,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _write_table(found: Iterator[TrainingRow], path: Path) -> None:
+def _write_table(found: Iterator[Mapping[str, Any]], path: Path) -> None:
     try:
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
@@ -125,7 +134,7 @@ def _write_table(found: Iterator[TrainingRow], path: Path) -> None:
         raise ConfigError("writing parquet needs pyarrow: pip install 'fsm-rollout[parquet]'") from None
     schema = _schema(pa)
     with ParquetWriter(path, schema) as writer:
-        while batch := [row_data(row) for row in islice(found, AT_ONCE)]:
+        while batch := list(islice(found, AT_ONCE)):
             columns = [pa.array([_cell(row[field.name]) for row in batch], type=field.type) for field in schema]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
@@ -141,7 +150,7 @@ def _schema(pa: Any) -> pa.Schema:
             columns.append((name, pa.list_(pa.from_numpy_dtype(np.dtype(arrays[name])))))
         else:
             columns.append((name, scalars.get(str(field.type), pa.string())))
-    return pa.schema(columns)
+    return pa.schema([*columns, ("messages", pa.string()), ("text", pa.string())])
 
 
 def _cell(value: Any) -> Any:

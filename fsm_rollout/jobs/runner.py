@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
@@ -229,7 +230,13 @@ async def _run(
                     break
             seconds = time.monotonic() - started
         # 3. Its results.
-        summary = _write(config.out, rollout, groups, seconds, looks.facts())
+        outcome = looks.facts()
+        if config.target_groups is not None:
+            outcome |= {
+                "target_groups": config.target_groups,
+                "delivered_groups": sum(group.counts for group in groups),
+            }
+        summary = _write(config.out, rollout, groups, seconds, outcome)
         await tracking.finish(summary, policy.weight_version)
         return summary
     finally:
@@ -285,9 +292,9 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float, 
     discarded = [trajectory for group in groups for trajectory in group.discarded if trajectory.parent_id is None]
     if repeated := sum(trajectory.failure is not None for trajectory in discarded):
         summary["repeated_samples"] = repeated
-    dropped = sum(group.dropped for group in groups)
+    dropped = Counter(group.drop_reason for group in groups if group.drop_reason is not None)
     if dropped or rollout.scheduler.scoring.group_filter is not None:
-        summary["groups_dropped"] = dropped
+        summary |= {"groups_dropped": dropped.total(), "drop_reasons": dict(dropped.most_common())}
     try:
         rollout.batch(groups).save(folder / "batch")
     except BatchError as error:

@@ -13,14 +13,22 @@ from typing import Any, TypeAlias
 from rich.table import Table
 from rich.text import Text
 
+from fsm_rollout.batch.advantages import scores_of
 from fsm_rollout.batch.rows import turns_of
+from fsm_rollout.batch.table import standard_error
 from fsm_rollout.report.spans import PARTS, parts_of
 from fsm_rollout.report.texts import shortened, visible
-from fsm_rollout.trajectory.enums import FailureClass
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Summary: TypeAlias = dict[str, Any]  # JSON data
 
+DROPPED = {
+    DropReason.FILTERED: "turned down by the group filter",
+    DropReason.STALE: "too stale",
+    DropReason.WRONG_TOKENS: "with wrong tokens",
+}
+"""Why groups are in no batch, in words."""
 SHOWN_FROM = 0.005  # seconds from which a time is shown: less would be rounded to 0.00
 MOST_FAILURES = 5  # failures of one sort that a run prints
 
@@ -39,8 +47,10 @@ def summarize(
     ``details`` does of ends that are no failures.
 
     ``failure_classes`` counts those that failed by whose fault it was; all but the policy's have no score.
-    ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, and ``reward_parts`` (if there are
-    any) has the means of what the run's reward measured beside it.
+    ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, ``score_error`` its standard error
+    (:func:`~fsm_rollout.batch.table.standard_error`); ``reward_parts`` (if there are any) has the means of what the
+    run's reward measured beside it, and ``tool_rewards`` (if there are any) how many tools gave, and their mean sum per
+    trajectory that was given one.
 
     ``timing`` is in seconds per trajectory: waiting for the engine (``queue``), generating, in tools (sub-agents among
     them), in interactions, and ``other``, when none of these was under way. Two tools side by side for a second are one
@@ -73,7 +83,9 @@ def summarize(
         "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
         "scored": sum(trajectory.score is not None for trajectory in samples),
         "score_mean": _mean([trajectory.score for trajectory in samples if trajectory.score is not None]),
+        "score_error": standard_error(scores_of(samples)),
         **_reward_parts(samples),
+        **_tool_rewards(samples),
         "timing": {
             **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
             "slowest": _slowest(samples),
@@ -106,6 +118,11 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> Summary:
             if isinstance(value, int | float):
                 numbers.setdefault(name, []).append(value)
     return {"reward_parts": {name: _mean(values) for name, values in numbers.items()}} if numbers else {}
+
+
+def _tool_rewards(trajectories: Sequence[Trajectory]) -> Summary:
+    given = [trajectory.tool_rewards for trajectory in trajectories if trajectory.tool_rewards]
+    return {"tool_rewards": {"count": sum(map(len, given)), "mean": _mean(list(map(sum, given)))}} if given else {}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -143,6 +160,9 @@ def summary_table(summary: Summary) -> Table:
     of_both = ", sub-agents' too" if besides else ""
     groups = f"{summary['trajectories']:,} in {summary['groups']:,} groups"
     row("trajectories", f"{groups}{besides}, {summary['wall_seconds']:.1f} s")
+    if summary.get("groups_dropped"):
+        dropped = _counted({DROPPED[DropReason(name)]: count for name, count in summary["drop_reasons"].items()})
+        row("left out", f"{summary['groups_dropped']:,} of {summary['groups']:,} groups: {dropped}")
     row("stop reasons", _counted(summary["stop_reasons"]))
     if besides:
         row("of sub-agents", _counted(called["stop_reasons"]))
@@ -162,6 +182,9 @@ def summary_table(summary: Summary) -> Table:
     row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
     row("tool calls", _calls(summary) + of_both)
     row("score", _score(summary))
+    if rewards := summary.get("tool_rewards"):
+        mean = _number(rewards["mean"], digits=3)
+        row("tool rewards", f"{mean} per trajectory that was given any; {rewards['count']:,} in all")
     for name, spread in timing.items():
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
             seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
@@ -181,7 +204,9 @@ def _calls(summary: Summary) -> str:
 
 
 def failure_lines(summary: Summary) -> Iterator[str]:
-    """Yield a line for rewards that failed, for the first kinds of failures, and for ends that need a word."""
+    """Yield a line for groups that are missing, rewards that failed, the first kinds of failures, and other ends."""
+    if (target := summary.get("target_groups", 0)) > (delivered := summary.get("delivered_groups", 0)):
+        yield f"{delivered:,} of {target:,} groups came, then the prompts ran out; give more, or a lower target_groups"
     if errors := summary.get("reward_errors", []):
         count = f"scored {summary['scored']:,} of {summary['trajectories']:,}"
         yield visible(f"{count}; the first without a score: {errors[0]}")
@@ -208,6 +233,8 @@ def most_rewards_failed(summary: Summary) -> bool:
 def _score(summary: Summary) -> str:
     """Return the mean score; of how many, where that is not all; and the means of its parts."""
     shown, scored, every = _number(summary["score_mean"], digits=3), summary["scored"], summary["trajectories"]
+    if summary.get("score_error") is not None:
+        shown += f" ± {summary['score_error']:.3f}"
     if scored < every and (scored or summary.get("reward_errors")):
         shown += f" (scored {scored:,} of {every:,})"
     parts = [f"{name} {_number(mean, digits=3)}" for name, mean in summary.get("reward_parts", {}).items()]

@@ -44,6 +44,8 @@ class Line:
         self.detail = trajectory.detail
         self.failure = trajectory.failure  # whose fault its end was, if it failed
         self.score = trajectory.score
+        self.sample = trajectory.sample
+        self.tool_rewards = tuple(trajectory.tool_rewards)
         self.messages = sum(map(turns_of, trajectory.streams))
         self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens

@@ -15,6 +15,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from fsm_rollout.batch.advantages import SampleScore
+from fsm_rollout.batch.table import score_with_error
 from fsm_rollout.diagrams.palette import colour_of
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.report.cards import Card, cards
@@ -28,6 +30,7 @@ from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shor
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
 from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 ROWS = 20
 WIDE = 120  # columns of a terminal in which a table of all there is to say can be read
@@ -84,6 +87,13 @@ def run_view(run: RunFolder) -> RenderableType:
     parts.append(Text.assemble("ended: ", _endings(samples)))
     if called:
         parts.append(Text.assemble("of sub-agents: ", _endings(called)))
+    scores = [SampleScore(line.group_id, line.sample, line.score) for line in samples]
+    if scored := sum(line.score is not None for line in samples):
+        of_all = "" if scored == len(samples) else f" (scored {scored:,} of {len(samples):,})"
+        parts.append(Text(f"score: {score_with_error(scores)}{of_all}"))
+    if given := [line.tool_rewards for line in figures.lines if line.tool_rewards]:
+        mean = number(sum(map(sum, given)) / len(given))
+        parts.append(Text(f"tool rewards: {mean} per trajectory that was given any; {sum(map(len, given)):,} in all"))
     return Group(*parts, _Slowest(sorted(figures.lines, key=lambda line: -line.wall)[:ROWS]))
 
 
@@ -137,7 +147,7 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         (f"{visible(trajectory.trajectory_id)} ", "bold"),
         f"of {visible(trajectory.agent)}: ",
         (visible(trajectory.stop_reason or "unfinished"), "bold"),
-        f", score {number(trajectory.score)}, {trajectory.generations} generations, "
+        f", score {number(trajectory.score)}{_parts(trajectory)}, {trajectory.generations} generations, "
         f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained",
     )
     path = Text(" → ").join(
@@ -158,6 +168,16 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         elif card.step is None:
             parts += _card(card, recording, order, texts, spread)
     return Group(*parts)
+
+
+def _parts(trajectory: Trajectory) -> str:
+    """Return what its reward measured, and what its tools gave, behind its score."""
+    parts = [
+        f"{name} {part if isinstance(part, str) else number(part)}" for name, part in trajectory.reward_parts.items()
+    ]
+    if trajectory.tool_rewards:
+        parts.append(f"tool rewards {', '.join(map(number, trajectory.tool_rewards))}")
+    return f" ({visible('; '.join(parts))})" if parts else ""
 
 
 def _repeated(states: Text, times: int) -> Text:
@@ -197,6 +217,8 @@ def _card(
             line.append(f"{visible(call.called.failure)}: {_cut(visible(call.called.result))}", "red")
         else:
             line.append(_cut(visible(call.called.result)))
+        if call.called is not None and call.called.reward is not None:
+            line.append(f"  reward {number(call.called.reward)}", "green")
         shown.append(line)
     return shown
 

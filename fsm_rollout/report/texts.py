@@ -115,6 +115,10 @@ class TokenTexts:
         """Return the text of each different id, as it stands (not made visible)."""
         return {id_: self._text_of(id_) for id_ in sorted(set(ids))}
 
+    def whole(self, ids: Iterable[int]) -> str:
+        """Return the text of a sequence, control tokens included."""
+        return self._decode(list(ids))
+
     def spread(self, stream: TokenStream) -> dict[int, str]:
         """Return the texts, by position, of tokens that hold only part of a character."""
         ids, spread = stream.ids, {}

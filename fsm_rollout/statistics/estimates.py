@@ -106,9 +106,18 @@ def of_means(values: Values, samples: int, confidence: float = CONFIDENCE) -> Es
     count, value = len(values), float(values.mean()) if len(values) else math.nan
     if count < 2:
         return Estimate(value, math.nan, math.nan, math.nan, count, samples)
-    error = float(values.std(ddof=1)) / math.sqrt(count)
+    error = _error(values)
     margin = _student(confidence, count - 1) * error
     return Estimate(value, error, value - margin, value + margin, count, samples)
+
+
+def error_of_mean(groups: Iterable[Sequence[float]]) -> float:
+    """Return the standard error of the mean score of some prompts' samples; NaN with fewer than two prompts."""
+    return _error(np.array([np.mean(scores) for scores in groups if len(scores)]))
+
+
+def _error(values: Values) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _share(values: Values, samples: int, confidence: float) -> Estimate:

@@ -129,6 +129,44 @@ def test_a_window_that_ends_a_trajectory_is_named(place: Path, setting: str, say
     assert summary_of(place).get("details", {}) == ({} if says is None else {"limit:context_tokens": line})
 
 
+GENEROUS = """
+from fsm_rollout import ToolResult
+
+def look(place: str) -> ToolResult:
+    \"\"\"Look somewhere.
+
+    Args:
+        place: Where to look.
+    \"\"\"
+    return ToolResult("nothing", reward=0.25)
+
+def only_first(group):
+    return group[0].group_id == "0"
+"""
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+
+
+def test_its_end_says_what_tools_gave_what_was_filtered_and_what_is_missing(place: Path) -> None:
+    (place / "generous.py").write_text(GENEROUS, "utf-8")
+    edit(place / "agent.yaml", "fsm_rollout.tools.calculator:calculate", "generous:look")
+    edit(place / "agent.yaml", "calculate:", "look:")
+    set_engine(place, f"engine: {json.dumps({'kind': 'scripted', 'turns': [LOOK * 2, 'It is 3.']})}")
+    write_prompts(place, *[PROMPT] * 3)
+    options = ["n=2", "reward=tool_rewards", "group_filter=generous:only_first", "target_groups=3", "max_filtered=9"]
+    shown = " ".join(ran(place, *options).split())
+    assert "score 0.500 ± 0.000" in shown
+    assert "tool rewards 0.500 per trajectory that was given any; 12 in all" in shown
+    assert "left out 2 of 3 groups: turned down by the group filter 2" in shown
+    assert "1 of 3 groups came, then the prompts ran out" in shown
+    summary = summary_of(place)
+    assert (summary["groups_dropped"], summary["target_groups"], summary["delivered_groups"]) == (2, 3, 1)
+    looked_at = " ".join(CliRunner().invoke(app, ["show", str(place / "out")]).output.split())
+    assert "score: 0.500 ± 0.000 tool rewards: 0.5 per trajectory that was given any; 12 in all" in looked_at
+    one = CliRunner().invoke(app, ["show", str(place / "out"), "--trajectory", "0/0"]).output
+    assert "score 0.5 (tool rewards 0.25, 0.25)" in " ".join(one.split())
+    assert one.count("nothing reward 0.25") + one.count("nothing  reward 0.25") == 2
+
+
 ESCAPES = "[/x]\x1b[31m"
 
 
@@ -205,7 +243,7 @@ def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
     (place / "rewards_of_mine.py").write_text(REWARD, "utf-8")
     write_prompts(place, *[PROMPT] * 8)
     shown = ran(place, "reward=rewards_of_mine:correct", code=1)
-    assert "score           1.000 (scored 2 of 8); length 5.000" in shown
+    assert "score           1.000 ± 0.000 (scored 2 of 8); length 5.000" in shown
     first = "scored 2 of 8; the first without a score: 1/0: KeyError: 'answer' (at rewards_of_mine.py:4, in correct)"
     assert first in shown
     assert "the reward failed for 6 of 8" in shown

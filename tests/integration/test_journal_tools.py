@@ -27,6 +27,7 @@ from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import events, read
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.embedded import tokenizer
 from tests.kit import CONFIGS
 from tests.programs import fsm_rollout
 
@@ -84,6 +85,10 @@ def test_rows_are_those_of_the_batch(out: Path, tmp_path: Path) -> None:
             assert np.array_equal(np.array(line[key], array.dtype), array), name
         assert (line["score"], line["stop_reason"], line["group_id"]) == (1.0, "answered", row.group_id)
         assert [line["state_names"][i] for i in line["state_ids"]] == [row.state_names[i] for i in row.state_ids]
+        ids = line["prompts"] + line["responses"]
+        assert tokenizer()(line["text"], add_special_tokens=False)["input_ids"] == ids, "its text is that of its tokens"
+        assert [message["role"] for message in line["messages"][:2]] == ["system", "user"]
+        assert all(message["content"] in line["text"] for message in line["messages"] if message["content"])
     # The same as a table.
     command("export", out, "--format", "parquet", "-o", tmp_path / "rows.parquet")
     table = read_table(tmp_path / "rows.parquet").to_pylist()

@@ -36,8 +36,8 @@ from tests.kit import under_way
 
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
-    "turns_mean generations_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean timing "
-    "engine"
+    "turns_mean generations_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean "
+    "score_error timing engine"
 )
 
 
@@ -194,7 +194,7 @@ def with_scores(*scores: float | None, parts: dict[str, Any] | None = None) -> d
 
 def test_failing_rewards_do_not_look_like_success() -> None:
     summary = with_scores(0.25, None, 0.75, None)
-    assert "score 0.500 (scored 2 of 5)" in printed(summary)
+    assert "score 0.500 ± 0.250 (scored 2 of 5)" in printed(summary)
     summary["reward_errors"] = ["1/0: KeyError: 'answer' (at mine.py:3, in correct)", "3/0: KeyError: 'answer'"]
     assert list(failure_lines(summary)) == [
         "scored 2 of 5; the first without a score: 1/0: KeyError: 'answer' (at mine.py:3, in correct)"
@@ -209,4 +209,4 @@ def test_failing_rewards_do_not_look_like_success() -> None:
 def test_parts_of_a_reward_have_their_means() -> None:
     summary = with_scores(1.0, 0.0, parts={"correct": 1.0, "format": 0.5, "note": "fine", "none": None})
     assert summary["reward_parts"] == {"correct": 1.0, "format": 0.5}
-    assert "score 0.500 (scored 2 of 3); correct 1.000, format 0.500" in printed(summary)
+    assert "score 0.500 ± 0.500 (scored 2 of 3); correct 1.000, format 0.500" in printed(summary)
