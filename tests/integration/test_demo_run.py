@@ -23,7 +23,8 @@ CONFIGS = ROOT / "configs"
 RUNS = sorted(path for path in (CONFIGS / "runs").glob("*.yaml") if "engine:" in path.read_text("utf-8"))
 SUMMARY_KEYS = {
     "trajectories", "groups", "wall_seconds", "transitions", "states", "stop_reasons", "sub_agents", "turns_mean",
-    "tokens", "trained_tokens", "tool_calls", "bad_calls", "tool_failures", "scored", "score_mean", "score_error", "timing", "engine",
+    "tokens", "trained_tokens", "tool_calls", "bad_calls", "tool_failures", "scored", "score_mean", "score_error",
+    "timing", "engine",
 }  # fmt: skip
 
 
