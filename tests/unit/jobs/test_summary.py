@@ -57,6 +57,10 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
         e.stop_reason for events in several for e in events if isinstance(e, Ended) and "failed:" in e.stop_reason
     }
     assert summary.pop("failures", {}).keys() == failed
+    given = [[e.reward for e in events if isinstance(e, Called) and e.reward is not None] for events in several]
+    sums = [sum(rewards) for rewards in given if rewards]
+    expected = {"count": sum(map(len, given)), "mean": sum(sums) / len(sums)} if sums else None
+    assert summary.pop("tool_rewards", None) == expected
     assert list(summary) == KEYS.split()
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
