@@ -66,6 +66,8 @@ class Chatty:
     It counts by the conversation, not by itself: a trajectory that goes on elsewhere makes a new interaction.
     """
 
+    resumable = True
+
     def __init__(self, replies: int = 2, texts: tuple[str, ...] = ("Go on.",), seconds: float = 0.0) -> None:
         self.replies = replies
         self.texts = texts

@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.trajectory.enums import LimitName
-from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
+from fsm_rollout.trajectory.enums import LimitName, routing_key
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate
 from fsm_rollout.errors import RolloutError, describe
-from fsm_rollout.trajectory.enums import Trigger
+from fsm_rollout.trajectory.enums import Trigger, routing_key
 from fsm_rollout.trajectory.events import AnyEvent, Transitioned
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.trajectory import Trajectory, routing_key
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 Emit = Callable[[AnyEvent], None]
 

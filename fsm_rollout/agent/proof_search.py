@@ -19,8 +19,7 @@ from fsm_rollout.agent.predicates import PREDICATES, visits_argument
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.agent.rules.transitions import names
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.enums import LimitName, Trigger
-from fsm_rollout.trajectory.trajectory import routing_key
+from fsm_rollout.trajectory.enums import LimitName, Trigger, routing_key
 
 Situation = tuple[str, tuple[int, ...], int]
 

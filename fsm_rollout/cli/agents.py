@@ -21,8 +21,8 @@ def check(
     Example: fsm-rollout check configs/agents/*.yaml
       solver (solver.yaml): ends within 18 transitions, 8 generations, 4,096 response tokens, 600 s
 
-    Below stands what to know of its tools. Every problem is printed with its file, line and rule, and the exit code is
-    2.
+    Below stands what to know of its tools and users. Every problem is printed with its file, line and rule, and the
+    exit code is 2.
     """  # noqa: D301  # click wants the character itself
     from fsm_rollout.agent.loader import read_agent
     from fsm_rollout.agent.proof import prove

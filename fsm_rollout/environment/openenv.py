@@ -58,7 +58,7 @@ class OpenEnv:
         observation: the field of the observation that the model reads; by default the only one there is, else all of
             them as JSON.
         repeatable: whether the same seed and actions always give the same observations. Then a trajectory can go on in
-            another process, by its actions; otherwise it fails there.
+            another process, by its actions; otherwise it begins anew there.
         headers: sent to the server; ``$NAME`` is read from our environment.
     """
 
@@ -78,6 +78,7 @@ class OpenEnv:
         self._url = url.rstrip("/")
         self._seed, self._reset, self._headers = seed, dict(reset or {}), dict(headers or {})
         self._action, self._observation, self._repeatable = action, observation, repeatable
+        self.resumable = repeatable  # else a trajectory begins anew in another process
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_open = False  # whether the session stands where the conversation stands

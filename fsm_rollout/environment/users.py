@@ -86,7 +86,10 @@ class Interaction(Protocol):
     """A class with `reply`, sync (then it runs in a thread) or async; optionally `close`, the same way.
 
     One is made per trajectory, from the agent's ``interaction.kwargs`` overlaid with the prompt's
-    ``interaction_kwargs``.
+    ``interaction_kwargs``. A trajectory that is resumed in another process has a new one. It goes on where the class
+    says ``resumable = True``, because what it replies follows from the conversation; or where it has ``snapshot(self)
+    -> bytes``, which is asked after each reply and kept in the journal, and ``restore(self, data: bytes)``. Otherwise
+    the trajectory begins anew.
     """
 
     def reply(self, conversation: Conversation) -> object:
@@ -111,6 +114,27 @@ class BoundInteraction:
         if not isinstance(reply, Reply):
             raise TypeError(f"{self.name}.reply must return a Reply, got {type(reply).__name__}")
         return reply if reply.content is None else Reply(clean(reply.content), reply.score, reply.done)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a new one goes on with the conversation that another has begun."""
+        return bool(getattr(self.interaction, "resumable", False))
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether what it knows can be kept, and restored."""
+        return all(callable(getattr(self.interaction, name, None)) for name in ("snapshot", "restore"))
+
+    async def snapshot(self) -> bytes:
+        """Return what it knows after its latest reply; raises what it raises, TypeError for what is not bytes."""
+        data = await invoke(self.interaction.snapshot, {})  # type: ignore[attr-defined]  # `snapshots` says so
+        if not isinstance(data, bytes):
+            raise TypeError(f"{self.name}.snapshot must return bytes, got {type(data).__name__}")
+        return data
+
+    async def restore(self, data: bytes) -> None:
+        """Give it what an earlier one knew; raises what it raises."""
+        await invoke(partial(self.interaction.restore, data), {})  # type: ignore[attr-defined]
 
     async def close(self) -> None:
         """Close it, if it has anything to close; raises what it raises."""
@@ -153,6 +177,8 @@ class ScriptedUser:
     answers, 1.0 or 0.0: the first by the prompt's ``answer``, the one after ``turns[i]`` by ``answers[i]``.
     """
 
+    resumable = True
+
     def __init__(self, turns: Sequence[str] = (), answers: Sequence[object] | None = None) -> None:
         if isinstance(turns, str) or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"`turns` must be a list of strings, got {turns!r}")
@@ -184,6 +210,8 @@ class ModelUser:
             empty reply ends it too.
         sampling: how its turns are sampled, as in a state's ``sampling``.
     """
+
+    resumable = True
 
     def __init__(
         self,

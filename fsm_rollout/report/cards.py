@@ -126,6 +126,9 @@ class _Dealer:
                 away = f" after {duration(event.away)}" if event.away > 0 else ""
                 pause = f"resumed{away}, with weights {event.weight_version}"
                 self.cards.append(Card("pause", self.state, pause=pause))
+            case events.Restored():
+                told = ", ".join(f"{name} by {way}" for name, way in event.ways.items())
+                self.cards.append(Card("pause", self.state, pause=f"restored: {told}"))
             case events.Prompted():
                 self.state = event.initial
             case events.Transitioned():

@@ -17,7 +17,7 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, CallBegun
-from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.journal import Journal, blob
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,22 @@ class Recorder:
         self.journal = journal
         self.listeners = tuple(listeners)
         self._stalls: StallWatch | None = None  # watches the present run
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the state of tools and users is kept: in the journal, if there is one."""
+        return self.journal is not None
+
+    def keep(self, data: bytes) -> str:
+        """Keep bytes in the journal and return their name."""
+        assert self.journal is not None
+        return self.journal.keep(data)
+
+    def kept(self, name: str) -> bytes:
+        """Return bytes that the journal keeps; JournalError if it does not, or they are damaged."""
+        assert self.journal is not None
+        self.journal.flush()
+        return blob(self.journal.path, name)
 
     @contextmanager
     def watched(self, seconds: float | None, waits: Callable[[], Sequence[str]]) -> Iterator[None]:

@@ -20,6 +20,7 @@ from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
+from fsm_rollout.states.restoring import begins_anew
 from fsm_rollout.trajectory.enums import StopReason
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -107,7 +108,7 @@ class SampleRunner:
         if group.trajectories:
             self._staleness.restart_stale(group)
             for ended in [t for t in group.trajectories if t.ended]:
-                if self.pause_before_repeat(group, ended) is not None:
+                if begins_anew(ended) or self.pause_before_repeat(group, ended) is not None:
                     group.restart(ended.sample)  # an interruption came before it could be repeated
         samples = group.to_start()
         group.unfinished = len(samples)
@@ -173,7 +174,8 @@ class SampleRunner:
             await self._run_active(run, group, live)
             # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
             trajectory = live.trajectory
-            if not live.restart or trajectory.stop_reason != StopReason.CANCELLED:
+            restart = live.restart or begins_anew(trajectory)
+            if not restart or trajectory.stop_reason != StopReason.CANCELLED:
                 if trajectory.ended:
                     run.stopped_by = run.stopped_by or run.watch.note(trajectory)
                 if trajectory.failure is None:

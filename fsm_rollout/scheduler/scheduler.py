@@ -112,6 +112,7 @@ class Scheduler:
             self.staleness.version,
             seed=seed,
             validate=validate,
+            kept=self.recorder,
         )
         # 2. Which group is where.
         self.groups = GroupTable()

@@ -32,10 +32,11 @@ from fsm_rollout.scheduler.failure_policy import class_of, class_of_timeout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
 from fsm_rollout.states import built_in
-from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory, LiveUser, Record
+from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory, Kept, LiveUser, Record
 from fsm_rollout.states.base import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.effect_log import Replayed
+from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, StopReason, Trigger
@@ -63,6 +64,7 @@ class TrajectoryStarter:
     # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
     replayed: Mapping[str, Sequence[AnyEvent]] | None = None
     live_user: LiveUser | None = None  # answers live, in place of interactions; not in the trajectories of workers
+    kept: Kept | None = None  # where the state of tools and users is kept; not in workers
 
     def begin_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample of a group; its seed follows from its id, and from the second run on from the run's number."""
@@ -125,6 +127,7 @@ class TrajectoryStarter:
         live = ActiveTrajectory(
             trajectory, agent, run_agent, self.record, self.report_mismatch, caller,
             None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
+            self.kept,
         )  # fmt: skip
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries
@@ -205,6 +208,8 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
     try:
         if trajectory.exit is not None:
             live.end_if_final()  # an interruption may have come between the last transition and the end
+        if trajectory.resumptions and trajectory.stop_reason is None and live.stop is None:
+            await restore(live)
         now = loop.time()
         while trajectory.stop_reason is None and live.stop is None:
             outcome = await _visit(live, handlers[trajectory.state], now, task)

@@ -16,25 +16,26 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from fsm_rollout.agent.graph import MAIN
+from fsm_rollout.agent.graph import MAIN, InteractionSpec
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
-from fsm_rollout.errors import GlueMismatchError
+from fsm_rollout.errors import GlueMismatchError, JournalError, describe
 from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Resumed, Suspended, encode
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Resumed, Snapshotted, Suspended, encode
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.trajectory import INTERACTION, Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.pending import PendingRequest
 
 logger = logging.getLogger(__name__)
 
+_unkept: set[str] = set()  # interactions of which it was logged that their state is not kept
 CLOSE_SECONDS = 30.0  # how long an interaction may take to close
 # The `detail` of a suspended sub-agent's trajectory whose caller has ended and will not call it again.
 UNREAD = "nobody waits for its answer any more"
@@ -71,6 +72,20 @@ class LiveUser(Protocol):
         """Answer the latest assistant turn."""
 
 
+class Kept(Protocol):
+    """Where the state of tools and users is kept, from which a trajectory can go on in another process."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+
+    def keep(self, data: bytes) -> str:
+        """Keep bytes and return their name."""
+
+    def kept(self, name: str) -> bytes:
+        """Return the bytes of that name, or raise JournalError."""
+
+
 @dataclass(eq=False)
 class ActiveTrajectory:
     """A trajectory that runs, or can go on at once, in this process."""
@@ -84,6 +99,7 @@ class ActiveTrajectory:
     caller: ActiveTrajectory | None = None  # the trajectory that called it, if it is a sub-agent's
     replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
     live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
+    kept: Kept | None = None  # where the state of its tools and users is kept; `None`: nowhere
 
     def __post_init__(self) -> None:
         trajectory = self.trajectory
@@ -101,7 +117,7 @@ class ActiveTrajectory:
         # The further contexts that a foreign agent has opened, bound to the tools that it sent.
         self.branches: dict[str, BoundContext] = {}
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
-        self._interactions: dict[str, BoundInteraction] = {}
+        self.interactions: dict[str, BoundInteraction] = {}
 
     @cached_property
     def tools(self) -> ToolSession:
@@ -119,7 +135,25 @@ class ActiveTrajectory:
             tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
             extra=trajectory.extra,
             run_agent=self.run_agent,
+            keeps=self.kept is not None and self.kept.keeps,
         )
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Record the state that a tool or a user has now."""
+        if self.kept is not None:
+            now = asyncio.get_running_loop().time()
+            self.emit(Snapshotted(at=now, tool=name, blob=self.kept.keep(data)))
+
+    def snapshot(self, name: str) -> bytes | None:
+        """Return the state that a tool or a user had after the latest call or reply, if it was kept."""
+        blob = self.trajectory.snapshots.get(name)
+        if blob is None or self.kept is None or not self.kept.keeps:
+            return None
+        try:
+            return self.kept.kept(blob)
+        except JournalError as error:
+            logger.warning("trajectory %s: %s", self.trajectory.trajectory_id, error)
+            return None
 
     def emit(self, event: AnyEvent) -> None:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""
@@ -129,14 +163,31 @@ class ActiveTrajectory:
 
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""
-        graph = self.agent.graph
-        spec = graph.states[state].interaction
-        key = state if spec is not None else ""
-        if key not in self._interactions:
-            spec = spec or graph.interaction
+        name, spec = self.user_of(state)
+        if name not in self.interactions:
             assert spec is not None  # verified
-            self._interactions[key] = build_interaction(spec, self.trajectory.extra.get("interaction_kwargs") or {})
-        return self._interactions[key]
+            self.interactions[name] = build_interaction(spec, self.trajectory.extra.get("interaction_kwargs") or {})
+        return self.interactions[name]
+
+    def user_of(self, state: str) -> tuple[str, InteractionSpec | None]:
+        """Return the name of a state's interaction, as of its snapshots, and what it is: the state's own, or shared."""
+        graph = self.agent.graph
+        own = graph.states[state].interaction
+        return (f"{INTERACTION}{state}", own) if own is not None else (INTERACTION, graph.interaction)
+
+    async def state_of_user(self, state: str) -> bytes | None:
+        """Return what the interaction of a state knows now, if that is kept; what fails is logged, and not kept."""
+        interaction = self.interaction(state)
+        if self.kept is None or not self.kept.keeps or not interaction.snapshots:
+            return None
+        try:
+            return await interaction.snapshot()
+        except Exception as error:  # the user's own code
+            level = logging.INFO if interaction.name in _unkept else logging.WARNING  # only the first is a warning
+            _unkept.add(interaction.name)
+            told = "the state of interaction '%s' is not kept (%s); trajectories begin anew that are resumed"
+            logger.log(level, told, interaction.name, describe(error))
+            return None
 
     async def live_reply(self, conversation: Conversation, deadline: Deadline) -> Reply:
         """Wait for its user, who may take hours; the trajectory is suspended meanwhile, so that no time counts."""
@@ -168,12 +219,12 @@ class ActiveTrajectory:
                 for failure in await self.tools.release():
                     logger.warning("trajectory %s: %s", trajectory_id, failure)
         finally:
-            if self._interactions:
+            if self.interactions:
                 await to_its_end(self._close_interactions())
 
     async def _close_interactions(self) -> None:
-        while self._interactions:
-            _, interaction = self._interactions.popitem()
+        while self.interactions:
+            _, interaction = self.interactions.popitem()
             try:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await interaction.close()

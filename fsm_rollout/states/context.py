@@ -29,10 +29,9 @@ from fsm_rollout.errors import ReplayDiverged, StreamError, ToolError, did_you_m
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
-from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream, limit_reached, room_in_context
+from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream, limit_reached, room_for_result
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
-from fsm_rollout.tools.toolbox import LEAST_TOKENS
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
@@ -349,8 +348,8 @@ class HandlerContext:
 
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
-        tool = self.agent.toolbox.spec_of(name)
-        if tool is not None and not tool.may_repeat:
+        tool = self.agent.toolbox.tool(name)
+        if tool is not None and not tool.spec.may_repeat:
             begun = any(
                 isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.visit_events
             )
@@ -361,17 +360,11 @@ class HandlerContext:
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
-        room = partial(self._room_for_result, bound)
-        return self.record_here(
-            await self.active.tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room)
-        )
-
-    def _room_for_result(self, bound: BoundContext) -> int:
-        """Return how many tokens one of a turn's results may have, so that all leave half of what there is."""
-        stream = self.trajectory.stream(bound.name)
-        left = room_in_context(self, bound, 0 if stream is None else len(stream.tokens))
-        left = min(left, self.remaining(LimitName.RESPONSE_TOKENS))
-        return max(LEAST_TOKENS, int(left / 2 / max(1, len(self.trajectory.attempts))))
+        tools, room = self.active.tools, partial(room_for_result, self, bound)
+        called = self.record_here(await tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room))
+        if tools.snapshots and (state := tools.snapshots.pop(name, None)) is not None:
+            self.active.keep(name, state)
+        return called
 
     def record_here(self, event: E) -> E:
         """Record an event with the present time and state, and return it."""
@@ -395,8 +388,9 @@ class HandlerContext:
         started, away_before = self.clock(), self.trajectory.suspended_seconds
         if self.active.live_user is None:
             reply = await self.active.interaction(self.state).reply(conversation)
+            state = await self.active.state_of_user(self.state)
         else:
-            reply = await self.active.live_reply(conversation, self.deadline)
+            reply, state = await self.active.live_reply(conversation, self.deadline), None
         self.take_in(
             events.UserReplied(
                 at=self.clock(),
@@ -408,6 +402,8 @@ class HandlerContext:
                 done=reply.done,
             )
         )
+        if state is not None:
+            self.active.keep(self.active.user_of(self.state)[0], state)
         return reply
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:

@@ -26,6 +26,7 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
+from fsm_rollout.tools.toolbox import LEAST_TOKENS
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -101,6 +102,15 @@ def room_in_context(visit: Visit, bound: BoundContext, length: int) -> float:
     if visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS) is None:
         return window
     return min(window, remaining(visit.agent.graph, visit.trajectory, LimitName.CONTEXT_TOKENS, length))
+
+
+def room_for_result(visit: Visit, bound: BoundContext) -> int:
+    """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
+    trajectory, stream = visit.trajectory, visit.trajectory.stream(bound.name)
+    left = room_in_context(visit, bound, 0 if stream is None else len(stream.tokens))
+    spent = trajectory.response_tokens
+    left = min(left, remaining(visit.agent.graph, trajectory, LimitName.RESPONSE_TOKENS, spent))
+    return max(LEAST_TOKENS, int(left / 2 / max(1, len(trajectory.attempts))))
 
 
 def limit_reached(visit: Visit, bound: BoundContext, limit: str) -> LimitReached:

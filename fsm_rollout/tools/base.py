@@ -65,6 +65,11 @@ class Tool(ABC):
 
     Calls to the one instance run one after the other, in the order in which the model made them, unless the tool says
     ``order: any``; then those of one turn run at the same time, sync ones in threads.
+
+    A trajectory that is resumed in another process has a new instance. It goes on with what the old one knew where the
+    class has ``snapshot(self) -> bytes``, which is asked after each call and kept in the journal, and ``restore(self,
+    data: bytes)``, which the new instance is given after its `create`; or where the YAML says ``repeatable: true``:
+    then the earlier calls are made again. Otherwise the trajectory begins anew.
     """
 
     def create(self, *args: Any, **kwargs: Any) -> object:  # noqa: B027  # many tools need none

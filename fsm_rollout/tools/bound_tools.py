@@ -72,6 +72,7 @@ class BoundTool(ABC):
     slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
     # What keeps a trajectory's state between its calls: those of one holder run in the order in which they were made.
     holder: Holder | None = None
+    snapshots = False  # whether that state is kept in the journal after each call, and restored from it
     # How long a cancelled call may take to clean up; `None` waits as long as it takes.
     stop_seconds: float | None = STOP_SECONDS
 
@@ -81,14 +82,22 @@ class BoundTool(ABC):
         self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
         self._reported: set[str] = set()  # the kinds of errors that have been logged
 
-    def report(self, kind: str, error: BaseException) -> None:
+    async def snapshot(self, session: Session) -> bytes | None:
+        """Return what a trajectory's calls have left, where the tool can (`snapshots`)."""
+        raise NotImplementedError
+
+    async def restore(self, session: Session, data: bytes, context: MakeContext) -> None:
+        """Let a trajectory's further calls run on what its earlier ones had left."""
+        raise NotImplementedError
+
+    def report(self, kind: str, error: BaseException, told: str = "which models are told and not charged for") -> None:
         """Log an error that the tool's code raised, with its place there; the first of each kind."""
         if kind not in self._reported:
             self._reported.add(kind)
             place = error.place if isinstance(error, RaisedElsewhere) else place_of(error)
             place = "" if kind == Unshowable.__name__ else place  # where it was found out, and not where it is wrong
             problem = described(error, kind) + (f" (at {place})" if place else "")
-            _logger.warning("%s failed, which models are told and not charged for: %s", self.where, problem)
+            _logger.warning("%s failed, %s: %s", self.where, told, problem)
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit; most kinds of tools take none."""
@@ -200,6 +209,11 @@ class ClassTool(BoundTool):
             )
         self._fit(cls, spec.kwargs, "the tool's kwargs")
         self.holder = self
+        has = [name for name in ("snapshot", "restore") if callable(getattr(cls, name, None))]
+        if len(has) == 1:
+            raise ToolError(f"{self.where}: the class has `{has[0]}` alone; what is kept must be restored: write both")
+        # Elsewhere, and while other calls run, nobody can say after which calls the state is.
+        self.snapshots = bool(has) and spec.placement == "local" and spec.order == "called"
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """They must be what `create` takes."""
@@ -222,7 +236,28 @@ class ClassTool(BoundTool):
             raise ToolError(f"{self.where}: {source} do not fit {name}{signature}: {error}") from error
 
     async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
-        """Call the trajectory's instance, which the first call creates.
+        """Call the trajectory's instance, which the first call creates."""
+        instance = await self._instance(session, context)
+        contexts = {name: context("call") for name in self.parameters.contexts}
+        return await invoke(instance.execute, arguments | contexts)
+
+    async def snapshot(self, session: Session) -> bytes | None:
+        """Return what the trajectory's instance keeps; ``None`` if there is none."""
+        creating = session.instances.get(self)
+        if creating is None or not _succeeded(creating):
+            return None
+        data = await invoke(creating.result().snapshot, {})
+        if not isinstance(data, bytes):
+            raise ToolError(f"{self.where}: snapshot must return bytes, got {type(data).__name__}")
+        return data
+
+    async def restore(self, session: Session, data: bytes, context: MakeContext) -> None:
+        """Make the trajectory's instance, and give it what an earlier one kept."""
+        instance = await self._instance(session, context)
+        await invoke(partial(instance.restore, data), {})
+
+    async def _instance(self, session: Session, context: MakeContext) -> Instance:
+        """Return the trajectory's instance.
 
         It is created once, for all calls that come meanwhile, and a call that gives up waiting does not stop it: a
         sandbox that takes a minute to start is ready for the next call.
@@ -234,11 +269,9 @@ class ClassTool(BoundTool):
             )
             session.instances[self] = creating
         try:
-            instance = await asyncio.shield(creating)
+            return await asyncio.shield(creating)
         except Exception as error:  # whatever the class raises
             raise NotReady from error
-        contexts = {name: context("call") for name in self.parameters.contexts}
-        return await invoke(instance.execute, arguments | contexts)
 
     async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> Instance:
         make: Function = self.cls

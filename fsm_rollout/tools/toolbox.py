@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
-from fsm_rollout.agent import graph
 from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
@@ -47,6 +46,7 @@ GO_ON_LATER = "try again later or go on without it"
 GO_ON_WITHOUT = "try again, or go on without it"
 FIRST_PAUSE = 0.5  # seconds before the second try, at most; doubled for each further one
 LONGEST_PAUSE = 30.0
+_NO_TURN = nullcontext()  # of calls that wait for no other
 LEAST_TOKENS = 64  # of a result whose tool has no `response_tokens`, however little is left: enough for a short answer
 LONG_TEXT = 20_000  # characters from which on a result is tokenised in a thread
 
@@ -99,9 +99,9 @@ class Toolbox:
             self._by_context[context] = {name: self._tools[name] for name in names}
         return self._by_context[context]
 
-    def spec_of(self, name: str) -> graph.ToolSpec | None:
-        """Return what the agent says of the tool that a model calls ``name``, if there is one."""
-        return self._tools[name].spec if name in self._tools else None
+    def tool(self, name: str) -> BoundTool | None:
+        """Return the tool that a model calls ``name``, if there is one."""
+        return self._tools.get(name)
 
     @property
     def _servers(self) -> list[Any]:
@@ -167,12 +167,15 @@ class ToolSession:
     extra: Mapping[str, object]  # the prompt's other fields, for tools that ask
     # Runs an agent used as a tool. `None` once released, so that this session and who runs agents come apart.
     run_agent: RunAgent | None
+    keeps: bool = False  # whether the state of tools is kept after each call, in `snapshots`
 
     def __post_init__(self, tools_kwargs: object) -> None:
         self.hidden = self.toolbox.check(tools_kwargs)  # the values of hidden parameters, by tool
         self.under_way: dict[str, str] = {}  # the tools of the calls under way, by the calls' ids
         # What this trajectory holds open: the tasks that make, or have made, its instances, and its connections.
         self.instances: dict[Holder, Any] = {}
+        # What tools keep after their latest call, by name, until it is taken out: it belongs to that call's record.
+        self.snapshots: dict[str, bytes] = {}
         self._turns: dict[Holder, asyncio.Lock] = {}  # held by the call that runs on what a holder keeps
 
     async def call(
@@ -210,33 +213,54 @@ class ToolSession:
         if tool is None:
             text = tool_messages.unknown_tool(attempt.name, list(tools))
             return Called.of(attempt, text, "unknown_tool", bad=True)
-        # 2. Run, as often as its retry allows; on what keeps state, after the calls that came before.
         self.under_way[attempt.id] = attempt.name
+        turn: AbstractAsyncContextManager[None] = _NO_TURN
+        if tool.holder is not None and tool.spec.order == "called":
+            turn = self._turns.setdefault(tool.holder, asyncio.Lock())
         try:
-            if tool.holder is None or tool.spec.order == "any":
-                called = await self._run(tool, attempt)
-            else:
-                async with self._turns.setdefault(tool.holder, asyncio.Lock()):
-                    called = await self._run(tool, attempt)
-            called = replace(called, seconds=loop.time() - begun)
+            # Whoever holds the turn has recorded its call before the next can end: nothing waits behind this block.
+            async with turn:
+                # 2. Run, as often as its retry allows; on what keeps state, after the calls that came before.
+                called = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+                if self.keeps and tool.snapshots:
+                    await self._keep(tool)
+                # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
+                limit, most = tool.spec.response_tokens, len(called.result) * (1 if called.result.isascii() else 4)
+                if limit is None:
+                    if room is None or most <= LEAST_TOKENS:
+                        return called
+                    limit = room()
+                    if most <= limit:
+                        return called
+                if tokenizer is None:
+                    raise ToolError(f"the result of tool '{tool.name}' is bounded in tokens; give a tokenizer")
+                arguments = (called.result, tokenizer, limit, tool.spec.truncate)
+                if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
+                    text, dropped = await asyncio.to_thread(truncate, *arguments)
+                else:
+                    text, dropped = truncate(*arguments)
+                return replace(called, result=text, truncated_tokens=dropped)
         finally:
             self.under_way.pop(attempt.id, None)
-        # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
-        limit, most = tool.spec.response_tokens, len(called.result) * (1 if called.result.isascii() else 4)
-        if limit is None:
-            if room is None or most <= LEAST_TOKENS:
-                return called
-            limit = room()
-            if most <= limit:
-                return called
-        if tokenizer is None:
-            raise ToolError(f"the result of tool '{tool.name}' is bounded in tokens, so a tokenizer must be given")
-        arguments = (called.result, tokenizer, limit, tool.spec.truncate)
-        if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
-            text, dropped = await asyncio.to_thread(truncate, *arguments)
-        else:
-            text, dropped = truncate(*arguments)
-        return replace(called, result=text, truncated_tokens=dropped)
+
+    async def _keep(self, tool: BoundTool) -> None:
+        """Ask a tool for its state; a failure is logged, and then there is none to go on from."""
+        self.snapshots.pop(tool.name, None)
+        try:
+            work = tool.snapshot(self)
+            data = await bounded(work, tool.spec.timeout, name=f"snapshot of tool '{tool.name}'")
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # the tool's own code
+            tool.report("snapshot", error, "the trajectories of which begin anew if they are resumed")
+            return
+        if data is not None:
+            self.snapshots[tool.name] = data
+
+    async def restore(self, tool: BoundTool, call_id: str, data: bytes) -> None:
+        """Give a tool back what it has kept; ``call_id``: the trajectory's first call of it. Raises what it raises."""
+        work = tool.restore(self, data, partial(self._context, call_id, 1))
+        await bounded(work, tool.spec.timeout, name=f"restore of tool '{tool.name}'")
 
     async def release(self) -> list[str]:
         """Release every tool that was created, all at once, each exactly once; return what went wrong.

@@ -95,6 +95,11 @@ class DropReason(Word):
     """Tokens of it are wrong (``failed:GlueMismatchError``)."""
 
 
+def routing_key(limit: str, state: str) -> str:
+    """Return under which name a limit is remembered as routed: ``max_visits`` is one limit per state."""
+    return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
+
+
 class StopReason(Word):
     """Why a trajectory ended: the fixed reasons.
 

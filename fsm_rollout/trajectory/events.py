@@ -327,10 +327,19 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
 
 
 class Snapshotted(Event, frozen=True, kw_only=True, tag="snapshotted"):
-    """A tool's state was kept, from which it can go on: ``blob`` is the name of the bytes in the journal."""
+    """A tool's state after its latest call, or a user's after the latest reply, was kept, from which it can go on.
+
+    ``blob`` is the name of the bytes in the journal.
+    """
 
     tool: str
     blob: str
+
+
+class Restored(Event, frozen=True, kw_only=True, tag="restored"):
+    """What a resumed trajectory's tools and users had in memory was got back; ``ways`` says how, by name."""
+
+    ways: dict[str, str]
 
 
 class Ended(Event, frozen=True, kw_only=True, tag="ended"):
@@ -344,7 +353,7 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 AnyEvent = (
     Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
     | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed | Snapshotted
-    | Ended
+    | Restored | Ended
 )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger
+from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger, routing_key
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, text_of, whole_conversation
 from fsm_rollout.trajectory.wall_time import TimeSpent
+
+INTERACTION = "interaction:"  # how the name of a user's snapshot begins; behind it stands the state that has its own
 
 
 class Trajectory(msgspec.Struct):
@@ -129,7 +131,7 @@ class Trajectory(msgspec.Struct):
     calls_failed: int = 0
     """How many of them failed, whoever is to blame; ``bad_calls`` says how many the model is to blame for."""
     snapshots: dict[str, str] = {}
-    """The latest kept state of each tool that has one: the name of its bytes in the journal."""
+    """Of each tool (or user) whose state after its latest call was kept: the name of the bytes in the journal."""
     guarded: int = 0
     """How many control markers in the environment's text were kept from becoming control tokens."""
     time_spent: TimeSpent = msgspec.field(default_factory=TimeSpent)
@@ -341,8 +343,10 @@ class Trajectory(msgspec.Struct):
             self.turn_of.append(turn)
         return turn
 
-    def _call_begun(self, event: events.CallBegun) -> None:
+    def _call_begun(self, event: events.CallBegun | events.Restored) -> None:
         """Change nothing: :meth:`apply` notes the event in ``visit_events``."""
+
+    _restored = _call_begun
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
@@ -353,12 +357,16 @@ class Trajectory(msgspec.Struct):
             self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
+        if self.snapshots and event.tries:
+            self.snapshots.pop(event.name, None)  # from before this call
 
     def _asked(self, event: events.ModelQueried) -> None:
         self.queries[event.engine] = max(self.queries.get(event.engine, 0), event.index + 1)
 
     def _interacted(self, event: events.UserReplied) -> None:
         self._took("interact", event.at - event.seconds, event.at)
+        for name in (f"{INTERACTION}{event.state}", INTERACTION) if self.snapshots else ():
+            self.snapshots.pop(name, None)
 
     def _charged(self, event: events.LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
@@ -424,11 +432,6 @@ class Trajectory(msgspec.Struct):
     def __repr__(self) -> str:
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
         return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.generations} generations>"
-
-
-def routing_key(limit: str, state: str) -> str:
-    """Return under which name a limit is remembered as routed: ``max_visits`` is one limit per state."""
-    return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
 # How a trajectory takes in each event: the method named like the event's tag in the journal (`_` and the tag).

@@ -19,6 +19,7 @@ from fsm_rollout.agent.graph import InteractionSpec
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import ToolError
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.blocked_loop import CallRefused
 from fsm_rollout.tools.bounded_call import is_async
@@ -70,7 +71,7 @@ def check_interaction(
     extra: Mapping[str, object] | None = None,
     most_replies: int = 64,
     deterministic: bool = True,
-    resumable: bool = True,
+    resumable: bool | None = None,
     patience: float = 60.0,
     examples: int = 30,
 ) -> Checked:
@@ -89,7 +90,7 @@ def check_interaction(
         extra: the prompt's other fields.
         most_replies: how long a conversation may be.
         deterministic: whether promise 5 is made.
-        resumable: whether promise 6 is made; one with a world of its own (a sandbox) cannot.
+        resumable: whether promise 6 is made; default: unless the class says ``resumable = False``.
         patience: virtual seconds that a reply may take.
         examples: how many conversations each promise is tried on.
 
@@ -103,6 +104,7 @@ def check_interaction(
             interaction if isinstance(interaction, InteractionSpec) else InteractionSpec(use=path, kwargs=kwargs or {})
         )
         subject = _Interaction(spec, name, patience, examples, interaction_kwargs or {}, extra or {}, most_replies)
+        resumable = bool(getattr(load_object(path), "resumable", True)) if resumable is None else resumable
         subject.unmade |= (set() if deterministic else {5, 6}) | (set() if resumable else {6})
         return SUITE.hold(subject)
 

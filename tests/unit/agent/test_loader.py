@@ -366,6 +366,30 @@ def test_check_names_the_tools_that_have_no_bound_of_their_own(run: Command, tmp
     assert "response_tokens" not in run("check", "bound.yaml").stdout
 
 
+def test_check_says_what_becomes_of_state_when_a_trajectory_is_resumed(run: Command, tmp_path: Path) -> None:
+    here = "tests.unit.states.test_restoring"
+    tools = (
+        f'{{find: {{use: "{here}:find"}}, notes: {{use: "{here}:Notebook"}}, kept: {{use: "{here}:Keeping"}}, '
+        f'again: {{use: "{here}:Notebook", repeatable: true}}, files: {{mcp: {{command: [x]}}}}, '
+        "shared: {mcp: {command: [x], session: shared}}}"
+    )
+    text = AGENT.replace('tools:\n  calculate: {use: "fsm_rollout.tools.calculator:calculate"}', f"tools: {tools}")
+    (tmp_path / "a.yaml").write_text(text + f'interaction: {{use: "{here}:Counting"}}\n', encoding="utf-8")
+    (tmp_path / "b.yaml").write_text(AGENT + "interaction: {use: model, max_turns: 3}\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(AGENT + "interaction: {use: openenv, url: 'http://x'}\n", encoding="utf-8")
+    done = run("check", "a.yaml", "b.yaml", "c.yaml")
+    assert [
+        line.replace("; a trajectory that is resumed", "") for line in done.stdout.splitlines() if "state" in line
+    ] == [
+        "  notes: keeps state begins anew",
+        "  kept: keeps state goes on from its snapshot",
+        "  again: keeps state makes its calls again and goes on",
+        "  files: keeps state begins anew",
+        f"  interaction {here}:Counting: keeps state begins anew",
+        "  interaction fsm_rollout.environment.openenv:OpenEnv: keeps state begins anew",
+    ]
+
+
 def test_the_schema_is_printed(run: Command) -> None:
     done = run("schema")
     assert json.loads(done.stdout) == agent_schema()

@@ -63,6 +63,8 @@ SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
 class Replying:
     """Replies twice, by what the trajectory says, then is done; asks a model in between."""
 
+    resumable = True
+
     async def reply(self, conversation: Conversation) -> Reply:
         await asyncio.sleep(0.3)
         if conversation.replies >= 2:
