@@ -15,8 +15,7 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import EngineFacts, Request, TokenSource, Weights
-from fsm_rollout.engines.replica import Placement, PoolTimes
-from fsm_rollout.engines.retries import Tries
+from fsm_rollout.engines.replica import Placement
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
@@ -46,18 +45,13 @@ class Client(Protocol):
 
 
 class EngineClient:
-    """The only way to one engine. All methods are called on the scheduler's event loop.
+    """The only way to one engine: one that is there already, or the pool of one's replicas.
 
-    Args:
-        engine: an engine, or the pool of one's replicas.
-        queue_timeout: seconds that an engine which says nothing is waited for; a pool has its own.
-        tries: fields of :class:`Tries`; a pool has its own.
+    All methods are called on the scheduler's event loop.
     """
 
-    def __init__(
-        self, engine: TokenSource | EnginePool, *, queue_timeout: float | None = None, **tries: float | bool
-    ) -> None:
-        self.pool = engine if isinstance(engine, EnginePool) else pool_of(engine, queue_timeout, **tries)
+    def __init__(self, engine: TokenSource | EnginePool) -> None:
+        self.pool = engine if isinstance(engine, EnginePool) else EnginePool(Placement(engine))
         self.facts: EngineFacts = self.pool.facts
         self.chats: dict[object, ChatTemplate] = {}  # the chat templates of this engine's model, by settings
 
@@ -151,9 +145,3 @@ class EngineClient:
             await self.wake()
         # NumPy has whole numbers of its own. Without one, the engine counts from what it has by then.
         return await self.pool.here().update_weights(weights, None if version is None else version.__index__())
-
-
-def pool_of(engine: TokenSource, queue_timeout: float | None = None, **tries: float | bool) -> EnginePool:
-    """Return the pool of an engine that is there already."""
-    times = PoolTimes() if queue_timeout is None else PoolTimes(silence=queue_timeout)
-    return EnginePool(Placement(engine), tries=Tries(**tries), times=times)  # type: ignore[arg-type]  # its fields

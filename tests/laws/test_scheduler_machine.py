@@ -22,7 +22,8 @@ from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Request
-from fsm_rollout.engines.replica import PoolTimes
+from fsm_rollout.engines.replica import Placement, PoolTimes
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError
@@ -201,7 +202,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.losses = Losses()
         self.over: set[str] = set()
         self.engine = self.make_engine()
-        self.dispatcher = EngineClient(self.engine, attempts=ATTEMPTS, queue_timeout=50_000.0)
+        tries, times = Tries(attempts=ATTEMPTS), PoolTimes(silence=50_000.0)
+        alone = isinstance(self.engine, Mortal)
+        pool = EnginePool(Placement(self.engine), tries=tries, times=times) if alone else self.engine
+        self.dispatcher = EngineClient(pool)
         self.scheduler = self.instantly(self.make_scheduler(concurrency))
 
     async def make_scheduler(self, concurrency: int) -> Scheduler:

@@ -19,6 +19,8 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import HandlerSpec, handler_spec, load_handler
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.replica import Placement, PoolTimes
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError, RolloutError, single
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -238,7 +240,8 @@ class _Handler(Subject):
 
         says, graph = run.story.says, run.story.changed(self.graph)
         engine = ScriptedEngine(lambda request: says[request.turn % len(says)], tokenizer=self.tokenizer)
-        clients = OneEngine(engine, chats=self.chats, queue_timeout=self.patience / 4)
+        pool = EnginePool(Placement(engine), times=PoolTimes(silence=self.patience / 4))
+        clients = OneEngine(pool, chats=self.chats)
         scheduler = Scheduler({graph.agent: graph}, clients, listeners=[keep])
         watch(scheduler.agents.of_graph(graph).handlers[CHECKED], run, self)
         return scheduler

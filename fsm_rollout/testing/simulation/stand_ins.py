@@ -134,14 +134,11 @@ class OneEngine(dict[str, EngineClient]):
     Args:
         engine: answers for all.
         chats: chat templates that the clients share, instead of learning their own.
-        options: those of :class:`~fsm_rollout.engines.client.EngineClient`.
     """
 
-    def __init__(
-        self, engine: TokenSource | EnginePool, *, chats: dict[object, ChatTemplate] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, engine: TokenSource | EnginePool, *, chats: dict[object, ChatTemplate] | None = None) -> None:
         super().__init__()
-        self._pool = EngineClient(engine, **options).pool
+        self._pool = EngineClient(engine).pool
         self._chats = chats
         self[POLICY]  # a run wants to see it
 

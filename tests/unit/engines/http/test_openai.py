@@ -14,7 +14,10 @@ import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.openai.engine import OpenAIEngine
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.replica import Placement
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
@@ -213,7 +216,10 @@ def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(server: VLLMSta
 
 async def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VLLMStandIn) -> None:
     async with aclosing(OpenAIEngine(server.url)) as engine:
-        client, probes = EngineClient(engine, backoff=0.001), len(server.bodies(server.generate))
+        client, probes = (
+            EngineClient(EnginePool(Placement(engine), tries=Tries(backoff=0.0))),
+            len(server.bodies(server.generate)),
+        )
         choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-1.0]}}
         server.next_events = [{"choices": [choice], "usage": {"prompt_tokens": 3}}, {"error": "no memory"}]
         pending = client.submit(request(max_tokens=4, ignore_eos=True))

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.replica import Placement
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.transformers.checkpoints import check_supported
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
@@ -326,7 +329,7 @@ def test_memory_that_runs_out_over_one_long_prompt_costs_no_other(model: Any, to
     decode.release = decode.forget  # type: ignore[method-assign]  # the memory of this cache stays crowded
 
     async def main() -> list[PendingRequest]:
-        client = EngineClient(engine, backoff=0.0)
+        client = EngineClient(EnginePool(Placement(engine), tries=Tries(backoff=0.0)))
         asked = [client.submit(request(f"r{number}", prompt=100 if number == 7 else 5)) for number in range(16)]
         for pending in asked:
             await pending.done.wait()
