@@ -74,6 +74,7 @@ class PendingRequest:
     has_chunk: bool = False  # whether the present try has had a chunk
     has_tokens: bool = False  # whether the present try has had tokens
     lost: bool = False  # whether the previous try was lost with its replica
+    silenced: bool = False  # whether nothing came for a try: the next ones are another replica's, if there is one
     on_end: Callable[[PendingRequest], None] | None = None  # called when it has ended
     # When the try is given up if its first chunk has not come by then; `None` from that chunk on.
     silent_until: float | None = None

@@ -199,7 +199,7 @@ class EnginePool:
         for pending in chain(*self._lanes):
             if not room:
                 break
-            avoids = pending.replica if self.tries.another_replica and pending.failures else ""
+            avoids = pending.replica if pending.failures and (self.tries.another_replica or pending.silenced) else ""
             try:
                 chosen = choose(self._router, pending.request, up, avoids) if len(up) > 1 else up[0]
             except EngineError as error:
@@ -367,6 +367,7 @@ class EnginePool:
     def request_is_silent(self, pending: PendingRequest, seconds: float) -> None:
         """Give up a try for which nothing comes."""
         self._engine_ids.abort_soon(pending.request_id)
+        pending.silenced = True
         self._retries.failed(pending, EngineError(f"the engine sent nothing for {seconds:g} s; is it alive?"))
 
     def _look_at(self, replica: Replica) -> None:

@@ -60,6 +60,28 @@ async def test_all_are_lost_at_the_same_moment_twice(client: EngineClient, place
     assert {(replica.restarts, replica.state) for replica in client.pool.replicas} == {(2, "up")}
 
 
+@pooled(2, silence=5)
+async def test_what_a_talking_replica_never_answers_is_tried_at_another(client: EngineClient, place: Place) -> None:
+    """It works on others all the time, and fast, so it is not lost; its router would send what it swallows there again."""
+    swallowing, swallowed = place.last(0), list[str]()
+
+    async def some(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            if chunk.request_id[0] in "0123":
+                swallowed.append(chunk.request_id)
+            else:
+                yield chunk
+
+    generate = swallowing.generate
+    swallowing.generate = lambda requests: some(generate(requests))  # type: ignore[method-assign]
+    swallowing._script = lambda request: Turn(text=TEXT * 9, chunks=60, delay=1.0)
+    found = await answers(client, *map(str, range(8)))
+    for answer in found[:4]:
+        right(answer)
+    assert set(swallowed) == {"0", "2"}
+    assert [replica.restarts for replica in client.pool.replicas] == [0, 0]
+
+
 @pooled(attempts=2)
 async def test_an_engine_that_dies_costs_its_requests_one_try(client: EngineClient, place: Place) -> None:
     """Asked again it could only fail again, so it is not asked."""
