@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TypeVar
 
 from fsm_rollout.concurrency.loop_end import run_to_end
+from fsm_rollout.concurrency.steady_loop import SteadyLoop
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Interruptible:
                 self._task = None
 
         try:
-            return run_to_end(watched(), asyncio.new_event_loop())
+            return run_to_end(watched(), SteadyLoop())
         except asyncio.CancelledError:
             if self._received is None:
                 raise

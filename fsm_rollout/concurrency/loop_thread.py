@@ -25,6 +25,7 @@ from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.concurrency.loop_end import run_to_end
+from fsm_rollout.concurrency.steady_loop import SteadyLoop
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class LoopThread:
     """An event loop in a daemon thread; it ends when it is closed or no longer referenced."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = SteadyLoop()
         self._enough = asyncio.Event()
         self._calls: set[asyncio.Task[object]] = set()
         serve = (self._loop, self._enough, self._calls)  # not this object, which could then never be collected

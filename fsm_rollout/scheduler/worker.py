@@ -21,6 +21,7 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.garbage_collection import calm_collection
+from fsm_rollout.concurrency.steady_loop import SteadyLoop
 from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import GlueMismatchError
 from fsm_rollout.model.folders import plain_tokenizers
@@ -215,7 +216,7 @@ class Worker:
 # -- the process ----------------------------------------------------------------------------------------------------
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _Loop(SteadyLoop):
     """An event loop that shows the run's time: on another machine the clocks differ."""
 
     _ahead = 0.0
@@ -249,7 +250,7 @@ def serve(connection: socket.socket) -> None:
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
     plain_tokenizers()  # of which the setup has one
     setup: WorkerSetup = pickle.loads(_block(connection))
-    loop = _Loop(setup.now) if setup.remote else asyncio.new_event_loop()
+    loop = _Loop(setup.now) if setup.remote else SteadyLoop()
     try:
         loop.run_until_complete(_serve(connection, setup))
     finally:
