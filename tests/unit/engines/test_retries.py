@@ -62,7 +62,7 @@ async def test_all_are_lost_at_the_same_moment_twice(client: EngineClient, place
 
 @pooled(2, silence=5)
 async def test_what_a_talking_replica_never_answers_is_tried_at_another(client: EngineClient, place: Place) -> None:
-    """It works on others all the time, and fast, so it is not lost; its router would send what it swallows there again."""
+    """It works on others, and fast, so it is not lost; the router would send what it swallows there again."""
     swallowing, swallowed = place.last(0), list[str]()
 
     async def some(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
