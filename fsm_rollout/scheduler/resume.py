@@ -1,7 +1,7 @@
 """Going on with trajectories that were set aside, or cut off by a crash.
 
 Invariant: a trajectory that is resumed is the fold of its events, whole; its limits, its seed and its prompt's own
-fields are those that it began with.
+fields are those that it began with. One that has twice ended the process that ran it does not do so again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
-from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.events import AnyEvent, ToolCall
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -72,6 +72,47 @@ def resumed_groups(
     if problems:
         raise ConfigError(problems)
     return groups
+
+
+class DeadProcess:
+    """What is known of the process that ran some trajectories, and whose hands it died in.
+
+    Of the first death it is only known which trajectories ran. So from then on a call that runs in the run's process is
+    recorded before it is made (``careful``). A trajectory that was alone in its call at a later death is given up if
+    that was the second one it lived through; of several nobody knows which it was, so each of them runs alone.
+    """
+
+    def __init__(self, trajectories: Iterable[Trajectory], agents: RunAgents) -> None:
+        """Take in the trajectories as they stood."""
+        open_ones = [trajectory for trajectory in trajectories if not trajectory.ended]
+        cut_off = [trajectory for trajectory in open_ones if trajectory.suspended is None]
+        self.careful = bool(cut_off) or any(trajectory.deaths for trajectory in open_ones)
+        """Whether calls are to be recorded before they are made."""
+        under_way = [(t, call) for t in cut_off if (call := _call_under_way(t, agents)) is not None]
+        self.in_its_hands = [trajectory for trajectory, _ in under_way]
+        """The trajectories in whose hands it may have died."""
+        self.suspects = {trajectory.group_id for trajectory in self.in_its_hands}
+        """The groups of those that are to run alone."""
+        self.given_up: dict[str, str] = {}
+        """Why a trajectory is given up, by its id."""
+        for trajectory, call in under_way if len(under_way) == 1 else ():
+            if trajectory.deaths:
+                self.suspects.clear()
+                self.given_up[trajectory.trajectory_id] = (
+                    f"the process died {trajectory.deaths + 1} times with this trajectory in its hands, at last while "
+                    f"tool '{call.name}' carried out call {call.id}: {call.arguments!r:.200}"
+                )
+
+
+def _call_under_way(trajectory: Trajectory, agents: RunAgents) -> ToolCall | None:
+    """Return a call that was recorded as begun, of a tool whose code runs in the run's own process."""
+    toolbox = next(agent.toolbox for agent in agents.all if agent.graph.agent == trajectory.agent)
+    for attempt in trajectory.attempts:
+        if attempt.id in trajectory.begun_calls and isinstance(attempt, ToolCall):
+            tool = toolbox.tool(attempt.name)
+            if tool is not None and tool.runs_here:
+                return attempt
+    return None
 
 
 def _attempt(trajectory: Trajectory) -> int:

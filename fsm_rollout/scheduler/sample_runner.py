@@ -50,6 +50,9 @@ class SampleRunner:
         self.workers: Workers | None = None  # who runs trajectories, if that is not to be done here
         self.running: dict[str, ActiveTrajectory] = {}  # the trajectories of samples that run, by id
         self.stopping: Stop | None = None  # how `stop` has all trajectories stopped, until the next run
+        # Groups in whose hands a process may have died. Until they are finished, samples run one at a time: if another
+        # dies, it is known of which.
+        self.alone: set[str] = set()
         # The samples of open groups that have still to begin, or to go on.
         self.to_start: deque[tuple[Group, int]] = deque()
         self._starter = starter
@@ -86,7 +89,7 @@ class SampleRunner:
         """Start the next sample, or open the next group; return whether anything was to be done, and could be."""
         # 1. A sample of a group that is open.
         if self.to_start:
-            if run.running == self._concurrency:
+            if run.running >= (self._concurrency if self.alone.isdisjoint(self._groups) else 1):
                 return False
             run.running += 1
             tasks.create_task(self._run_sample(run, *self.to_start.popleft()))
@@ -151,6 +154,7 @@ class SampleRunner:
 
     async def _finish(self, run: RunState, group: Group) -> None:
         """Score a group whose samples are finished, unless the run is over: then it is carried, scored or not."""
+        self.alone.discard(group.group_id)
         if run.stop is not None:
             return
         scoring = self._scoring

@@ -39,7 +39,7 @@ from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, s
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
-from fsm_rollout.scheduler.resume import History, resumed_groups
+from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
@@ -48,6 +48,7 @@ from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, Stop, Suspension
 from fsm_rollout.trajectory.enums import DropReason, Trigger
+from fsm_rollout.trajectory.events import DIED, Suspended
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
@@ -286,6 +287,15 @@ class Scheduler:
             if not isinstance(history, Trajectory) and not journalled:
                 for event in history:
                     self.recorder.record(trajectory, event)
+        died = DeadProcess(trajectories, self.agents)
+        self.starter.careful |= died.careful
+        self.starter.given_up |= died.given_up
+        self.samples.alone = died.suspects
+        for trajectory in died.in_its_hands:  # until they go on, the next death is none of theirs
+            event = Suspended(at=trajectory.latest_at, reason=DIED)
+            trajectory.apply(event)
+            self.recorder.record(trajectory, event)
+        groups.sort(key=lambda group: group.group_id not in died.suspects)
         for group in groups:
             if journal is not None:
                 journal.delivered(group.group_id, False)

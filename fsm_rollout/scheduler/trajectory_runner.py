@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from weakref import WeakSet
@@ -38,8 +38,8 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
-from fsm_rollout.tools.bounded_call import Expired
-from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, LimitName, StopReason, Trigger
+from fsm_rollout.tools.bounded_call import Expired, ToolDied
+from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitName, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
@@ -65,6 +65,9 @@ class TrajectoryStarter:
     replayed: Mapping[str, Sequence[AnyEvent]] | None = None
     live_user: LiveUser | None = None  # answers live, in place of interactions; not in the trajectories of workers
     kept: Kept | None = None  # where the state of tools and users is kept; not in workers
+    careful: bool = False  # as of `ActiveTrajectory`
+    # Why trajectories are given up when they are to go on, by id: the process died in their hands, and not only once.
+    given_up: dict[str, str] = field(default_factory=dict)
 
     def begin_sample(self, group: Group, sample: int) -> ActiveTrajectory:
         """Begin a sample of a group; its seed follows from its id, and from the second run on from the run's number."""
@@ -127,7 +130,7 @@ class TrajectoryStarter:
         live = ActiveTrajectory(
             trajectory, agent, run_agent, self.record, self.report_mismatch, caller,
             None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
-            self.kept,
+            self.kept, self.careful,
         )  # fmt: skip
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries
@@ -145,6 +148,10 @@ class TrajectoryStarter:
         live.stop, live.caller = None, caller
         now, version = asyncio.get_running_loop().time(), self.version()
         live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version, epoch=time.time()))
+        if (why := self.given_up.pop(trajectory.trajectory_id, None)) is not None:
+            logger.error("trajectory %s is given up: %s", trajectory.trajectory_id, why)
+            died = ToolDied.__name__
+            live.stop_now(Outcome(Trigger.FAILED, error=died, detail=why, blame=FailureClass.TOOL))
         return live
 
     async def _run_agent(self, group: Group, parent_id: str, graph: AgentGraph, call: AgentCall) -> AgentAnswer:
@@ -170,7 +177,9 @@ class TrajectoryStarter:
         elif not child.ended:
             live = self.go_on(group, child, agent, caller)
         # 2. Its end.
-        if not child.ended:
+        if child.ended:
+            group.active.pop(child_id, None)
+        else:
             try:
                 await run_trajectory(live, agent.handlers)
             finally:

@@ -100,6 +100,7 @@ class ActiveTrajectory:
     replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
     live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
     kept: Kept | None = None  # where the state of its tools and users is kept; `None`: nowhere
+    careful: bool = False  # whether each call that runs in this process is recorded before: a process has died of one
 
     def __post_init__(self) -> None:
         trajectory = self.trajectory

@@ -68,6 +68,7 @@ class BoundTool(ABC):
     kind: str  # what it is, for messages
     schema: Schema
     parameters: Parameters
+    runs_here = False  # whether its code runs in this process, and could end it
     in_thread = False  # whether its calls occupy a thread
     slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
     # What keeps a trajectory's state between its calls: those of one holder run in the order in which they were made.
@@ -114,6 +115,7 @@ class BoundTool(ABC):
 
     def _runs(self, function: Function) -> None:
         """Note where calls of ``function`` run, and how many at once by default."""
+        self.runs_here = self.spec.placement == "local"
         if self.spec.placement == "process":
             self.slots = os.cpu_count() or 1
         elif self.spec.placement == "local" and not is_async(function):

@@ -161,7 +161,7 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
 
 
 class CallBegun(Event, frozen=True, kw_only=True, tag="call_begun"):
-    """A call of a tool that must not be called twice is about to be made."""
+    """A call is about to be made that must not be made twice, or that may end this process, as one did before."""
 
     state: str
     id: str
@@ -306,6 +306,9 @@ class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
     """The run's reward gave the trajectory no score: it failed, or had none to give."""
 
     detail: str
+
+
+DIED = "the process died during a call"  # the `reason` of `Suspended` that is found out when the run is resumed
 
 
 class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):

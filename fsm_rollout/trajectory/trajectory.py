@@ -94,6 +94,10 @@ class Trajectory(msgspec.Struct):
     """Seconds between its suspensions and its resumptions."""
     resumptions: int = 0
     """How often it was resumed."""
+    deaths: int = 0
+    """How often the process that ran it has died."""
+    begun_calls: set[str] = set()
+    """The ids of calls that were recorded as begun and are under way."""
 
     # The present visit
     visit_events: list[AnyEvent] = []
@@ -252,11 +256,8 @@ class Trajectory(msgspec.Struct):
 
     def assistant_texts(self, context: str = "main") -> Iterator[str]:
         """Yield the content of every assistant turn of a context, in order, across its streams."""
-        for stream in self.streams:
-            if stream.context == context:
-                for message in stream.messages:
-                    if message["role"] == "assistant":
-                        yield text_of(message)
+        streams = (stream.messages for stream in self.streams if stream.context == context)
+        return (text_of(said) for messages in streams for said in messages if said["role"] == "assistant")
 
     @property
     def forks(self) -> int:
@@ -343,10 +344,11 @@ class Trajectory(msgspec.Struct):
             self.turn_of.append(turn)
         return turn
 
-    def _call_begun(self, event: events.CallBegun | events.Restored) -> None:
-        """Change nothing: :meth:`apply` notes the event in ``visit_events``."""
+    def _call_begun(self, event: events.CallBegun) -> None:
+        self.begun_calls.add(event.id)
 
-    _restored = _call_begun
+    def _restored(self, event: events.Restored) -> None:
+        """Change nothing: whoever looks at the events sees it."""
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
@@ -357,6 +359,8 @@ class Trajectory(msgspec.Struct):
             self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
+        if self.begun_calls:
+            self.begun_calls.discard(event.id)
         if self.snapshots and event.tries:
             self.snapshots.pop(event.name, None)  # from before this call
 
@@ -384,8 +388,7 @@ class Trajectory(msgspec.Struct):
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         self.visit_events = []
-        self.interrupted = False
-        self.time_up = None
+        self.interrupted, self.time_up = False, None
         if self.queries:
             self.queries_before = dict(self.queries)
         self.state = event.dest
@@ -397,8 +400,7 @@ class Trajectory(msgspec.Struct):
 
     def _scored(self, event: events.Scored) -> None:
         if event.turn is None:
-            self.score = event.value
-            self.unscored = None
+            self.score, self.unscored = event.value, None
             if event.source == events.REWARD:
                 self.rewarded, self.reward_parts = True, event.parts
         else:
@@ -411,11 +413,13 @@ class Trajectory(msgspec.Struct):
 
     def _suspended(self, event: events.Suspended) -> None:
         self.suspended = event.reason
+        self.deaths += event.reason == events.DIED
 
     def _resumed(self, event: events.Resumed) -> None:
+        self.deaths += self.suspended is None
+        self.begun_calls.clear()
         self.time_spent.settle()
-        self.suspended = None
-        self.interrupted = True
+        self.suspended, self.interrupted = None, True
         self.suspended_seconds += event.away
         self.resumptions += 1
 
@@ -423,9 +427,7 @@ class Trajectory(msgspec.Struct):
         self.snapshots[event.tool] = event.blob
 
     def _ended(self, event: events.Ended) -> None:
-        self.stop_reason = event.stop_reason
-        self.detail = event.detail
-        self.failure = event.failure
+        self.stop_reason, self.detail, self.failure = event.stop_reason, event.detail, event.failure
         self.suspended = None
         self.ended_at = event.at if self.ended_at is None else self.ended_at
 
