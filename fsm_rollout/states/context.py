@@ -75,15 +75,14 @@ class HandlerContext:
         Raises:
             StreamError: a generation was left running.
         """
-        if not self._generations:
-            self._end()
-            return
-        running = [g.task for g in self._generations.values() if g.task is not None and not g.task.done()]
-        for task in running:
-            task.cancel()
+        running: list[asyncio.Task[object]] = []
+        for generation in self._generations.values():
+            if generation.task is not None and not generation.task.done():
+                generation.task.cancel()
+                running.append(generation.task)
         if running:
             await asyncio.wait(running, timeout=2 * ABORT_GRACE)
-        self._end()
+        self.take_in = partial(_refuse, self.state)
         if running and not being_cancelled():
             raise StreamError(f"the handler of '{self.state}' returned while a generation of its own was running")
 
@@ -114,10 +113,6 @@ class HandlerContext:
         if isinstance(event, events.Scored):
             events.as_score(event.value, "a score")
         self.take_in(event)
-
-    def _end(self) -> None:
-        """Take nothing in any more."""
-        self.take_in = partial(_refuse, self.state)
 
     def remaining(self, limit: str) -> float:
         """Return how much of a limit is left; infinity where it does not hold."""

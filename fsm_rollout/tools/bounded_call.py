@@ -197,19 +197,11 @@ class Slots:
     @asynccontextmanager
     async def hold(self, seconds: float | None) -> AsyncIterator[None]:
         """Hold a slot, after waiting for one. ``seconds`` after all of them are lost NoSlot is raised."""
-        # 1. Wait for a slot.
-        try:
-            async with asyncio.timeout(None) as timeout:
-                if self.free.locked() and seconds is not None:
-                    self._waiting[timeout] = seconds
-                    if self._lost == self._limit:
-                        timeout.reschedule(asyncio.get_running_loop().time() + seconds)
-                try:
-                    await self.free.acquire()
-                finally:
-                    self._waiting.pop(timeout, None)
-        except TimeoutError:
-            raise NoSlot from None
+        # 1. Wait for a slot, if none is free.
+        if self.free.locked() and seconds is not None:
+            await self._wait(seconds)
+        else:
+            await self.free.acquire()
         # 2. Let what the call begins count itself among the slot's users.
         slot = _Slot(self)
         token = _slot.set(slot)
@@ -221,6 +213,18 @@ class Slots:
             if slot.lost:
                 self.lose(1)
             slot.leave()
+
+    async def _wait(self, seconds: float) -> None:
+        when = asyncio.get_running_loop().time() + seconds if self._lost == self._limit else None
+        try:
+            async with asyncio.timeout_at(when) as timeout:
+                self._waiting[timeout] = seconds
+                try:
+                    await self.free.acquire()
+                finally:
+                    del self._waiting[timeout]
+        except TimeoutError:
+            raise NoSlot from None
 
     def lose(self, change: int) -> None:
         """Note that so many more slots are lost, and with all of them lost let the time of those who wait run."""
