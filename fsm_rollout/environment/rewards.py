@@ -20,6 +20,7 @@ from typing import TypeAlias, TypeVar, cast, get_origin, get_type_hints
 from fsm_rollout.agent.graph import MAIN
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.environment.answer_matching import gives_answer
+from fsm_rollout.environment.foreign_rewards import as_foreign
 from fsm_rollout.errors import ConfigError, Problem, close_match, describe
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.tools.bounded_call import invoke
@@ -86,6 +87,10 @@ class _Judge:
         self._timeout = timeout
         try:
             signature = inspect.signature(loaded)
+            self.foreign = as_foreign(loaded, signature) if self.kind == "reward" else None
+            if self.foreign is not None:
+                self._function = self.foreign.function
+                return
             signature.bind(None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self.kind} '{self.name}' must take one argument, {self.takes}: {error}") from None
@@ -112,8 +117,8 @@ class RewardFunction(_Judge):
     @functools.cached_property
     def of_group(self) -> bool:
         """Whether it scores a whole group at once."""
-        if self._parameter == "group":
-            return True
+        if self.foreign is not None or self._parameter == "group":
+            return self.foreign is None or self.foreign.of_group
         function = self._function
         try:
             hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
@@ -138,7 +143,8 @@ class RewardFunction(_Judge):
     @property
     def reads(self) -> tuple[str, ...]:
         """The prompt's fields that it cannot do without, as far as it says so (:func:`reads`)."""
-        return cast("tuple[str, ...]", getattr(self._function, READS, ()))
+        said = () if self.foreign is None else self.foreign.reads
+        return cast("tuple[str, ...]", getattr(self._function, READS, said))
 
     async def _result(self, argument: Trajectory | list[Trajectory]) -> object:
         try:
@@ -197,6 +203,10 @@ class Reward:
 
     With several functions, each adds its weight times its score. Its score becomes a part under its name, and its own
     parts become ``name.part``. One that returns ``None`` adds nothing; if all do, or if one fails, there is no score.
+
+    A function that was written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``) or TRL
+    (``reward(prompts, completions, **columns)``) is called as these call it; see
+    :mod:`fsm_rollout.environment.foreign_rewards`.
 
     A function that takes longer than ``timeout`` seconds has failed.
 

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.words import named_by_one_word
+from fsm_rollout.agent.words import gathered, named_by_one_word
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
@@ -43,7 +43,10 @@ from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Na
 PROMPT_SOURCES = Registry(
     "prompt source",
     "fsm_rollout.prompts",
-    {"verifiers": "fsm_rollout.environment.verifiers:prompts"},
+    {
+        "verifiers": "fsm_rollout.environment.verifiers:prompts",
+        "datasets": "fsm_rollout.environment.hub_datasets:prompts",
+    },
     "module:function",
 )
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
@@ -56,7 +59,7 @@ class PromptSource(StrictModel):
 
     use: ImportPath = Field(
         description="the function, as `module:function`; or `verifiers`, whose arguments (`taskset`, `config`) stand "
-        "beside it"
+        "beside it; or `datasets`, for the hub's: `{use: datasets, path: openai/gsm8k, name: main, messages: question}`"
     )
     kwargs: FreeForm = Field(
         default_factory=dict, description="its arguments; one that takes `limit` is given the run's"
@@ -66,6 +69,22 @@ class PromptSource(StrictModel):
     @classmethod
     def _spelled_out(cls, value: object) -> object:
         return named_by_one_word(value, PROMPT_SOURCES, cls)
+
+
+class PromptFile(StrictModel):
+    """A file of prompts whose columns have names of their own."""
+
+    file: Path = Field(description="a .jsonl, .json or .parquet file")
+    columns: Named[str] = Field(
+        default_factory=dict,
+        description="which column each field of a prompt is, also written beside `file`: `messages: question`; dots "
+        "lead into a column: `answer: reward_model.ground_truth`",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _beside(cls, value: object) -> object:
+        return gathered(value, cls, "columns") if isinstance(value, Mapping) else value
 
 
 class WeightedReward(StrictModel):
@@ -83,9 +102,15 @@ def _listed(value: object) -> object:
     return tuple({"use": item} if isinstance(item, str) else item for item in items)
 
 
+def _kind_of_prompts(value: object) -> str:
+    if isinstance(value, PromptFile) or (isinstance(value, Mapping) and "file" in value):
+        return "<columns>"
+    return "<source>" if isinstance(value, Mapping | PromptSource) else "<file>"
+
+
 Prompts = Annotated[
-    Annotated[Path, Tag("<file>")] | Annotated[PromptSource, Tag("<source>")],
-    Discriminator(lambda value: "<source>" if isinstance(value, Mapping | PromptSource) else "<file>"),
+    Annotated[Path, Tag("<file>")] | Annotated[PromptSource, Tag("<source>")] | Annotated[PromptFile, Tag("<columns>")],
+    Discriminator(lambda value: _kind_of_prompts(value)),
 ]
 TrackLike = Annotated[Track, BeforeValidator(lambda value: {"use": value} if isinstance(value, str) else value)]
 Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
@@ -123,7 +148,8 @@ class RunConfig(StrictModel):
 
     agent: Path | Mapping[str, Path] = Field(description="an agent's YAML, or several by the names that prompts use")
     prompts: Prompts = Field(
-        description="a .jsonl, .json or .parquet file; or what gives them: `{use: module:function, kwargs: {…}}`"
+        description="a .jsonl, .json or .parquet file; with names of its columns, "
+        "`{file: …, messages: question, answer: solution}`; or what gives them: `{use: module:function, kwargs: {…}}`"
     )
     n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
     limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
@@ -379,6 +405,11 @@ def _config(
         here = {key: Path(value).absolute() for key in keys if isinstance(value := spec.get(key), str)}
         return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
 
+    def prompts(source: Path | PromptFile | PromptSource) -> Path | PromptFile | PromptSource:
+        if isinstance(source, PromptFile):
+            return source.model_copy(update={"file": resolved("prompts.file", source.file)})
+        return resolved("prompts", source) if isinstance(source, Path) else source
+
     out = Path(os.path.abspath(config.out))  # without `..`, so that it has a name
     config = config.model_copy(
         update={
@@ -387,7 +418,7 @@ def _config(
             "agent": resolved("agent", config.agent)
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},
-            "prompts": resolved("prompts", config.prompts) if isinstance(config.prompts, Path) else config.prompts,
+            "prompts": prompts(config.prompts),
             "out": out,
             "serve": config.serve.model_copy(
                 update={

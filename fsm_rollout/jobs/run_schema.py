@@ -43,6 +43,7 @@ def run_schema() -> Schema:
     track = {"anyOf": [{"type": "string"}, {"$ref": _REF.format(model="Track")}, _NULL]}
     run["properties"]["track"] = {"description": run["properties"]["track"]["description"], **track}
     allow_one_word(definitions["PromptSource"], PROMPT_SOURCES)
+    definitions["PromptFile"]["additionalProperties"] = {"type": "string"}  # columns, by fields of prompts
     for definition in definitions.values():
         allow_interpolations(definition)
         plain_words(definition)

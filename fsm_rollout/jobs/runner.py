@@ -30,7 +30,7 @@ from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, d
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
+from fsm_rollout.jobs.run_config import SERVED, PromptFile, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
@@ -144,6 +144,8 @@ def _prompts(config: RunConfig) -> list[Prompt]:
     source = config.prompts
     if isinstance(source, Path):
         return read_prompts(source, limit=config.limit)
+    if isinstance(source, PromptFile):
+        return read_prompts(source.file, limit=config.limit, columns=source.columns)
     try:
         give: Any = load_object(source.use)
         limit = {"limit": config.limit} if "limit" in inspect.signature(give).parameters else {}

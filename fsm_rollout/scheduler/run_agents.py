@@ -87,10 +87,11 @@ class RunAgents:
         """Return the agent that a prompt chooses; ConfigError if it is not one of the run's."""
         if prompt.agent is None and len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
-        if prompt.agent is None or prompt.agent not in self.by_name:
-            hint = did_you_mean(prompt.agent or "", self.by_name)
-            raise ConfigError(f"prompt '{prompt.prompt_id}': agent {prompt.agent!r} is not one of the run's{hint}")
-        return self.by_name[prompt.agent]
+        name = prompt.agent or (prompt.model_extra or {}).get("agent_name")  # verl's word for it
+        if name not in self.by_name:
+            hint = did_you_mean(str(name or ""), self.by_name)
+            raise ConfigError(f"prompt '{prompt.prompt_id}': agent {name!r} is not one of the run's{hint}")
+        return self.by_name[name]
 
     async def prepare_tools(self) -> None:
         """Get the tools of all agents ready for a run."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, NamedTuple, NoReturn, TypeVar
 
-import msgspec
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import explanations
+from fsm_rollout.trajectory.dataset_rows import in_our_words, rows_of_table, without_nulls
 from fsm_rollout.trajectory.events import Message, PlainData, unwritable
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
 
@@ -107,13 +107,19 @@ class _Item(NamedTuple):
     file: str | None
     line: int | None
     name: str = ""
+    columns: Mapping[str, str] = {}
 
     def problem(self, message: str) -> Problem:
         return Problem(f"{self.name}: {message}" if self.name else message, self.file, self.line)
 
 
-def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    path: str | os.PathLike[str], limit: int | None = None, *, columns: Mapping[str, str] | None = None
+) -> list[Prompt]:
     """Read prompts from a ``.jsonl``, ``.json`` (one list) or ``.parquet`` file, at most the first ``limit`` of them.
+
+    ``columns`` says of a prompt's fields which column of the file they are: ``{"messages": "question"}``. Files that
+    were made for verl or TRL are read as they are.
 
     Raises:
         ConfigError: the file is missing, empty or not what its extension says, or prompts in it are wrong: the first
@@ -129,7 +135,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
         problem = "is a directory" if path.is_dir() else f"no such file{close_match(path.name, names, FILE_LIKENESS)}"
         raise ConfigError(Problem(problem, str(path)))
     try:
-        prompts = _checked(islice(readers[path.suffix.lower()](path), limit))
+        prompts = _checked(islice(readers[path.suffix.lower()](path), limit), columns=columns)
     except OSError as error:
         raise ConfigError(Problem(f"cannot be read: {error.strerror or error}", str(path))) from error
     if not prompts and limit != 0:
@@ -142,7 +148,8 @@ def as_prompts(
 ) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
 
-    One text (or path) that ends as a file of prompts does is read as one.
+    A ``datasets.Dataset`` is such a list of mappings. One text (or path) that ends as a file of prompts does is read
+    as one.
 
     All that is wrong with them is one ConfigError, as for :func:`read_prompts`.
     """
@@ -150,7 +157,8 @@ def as_prompts(
         return read_prompts(items)
     if isinstance(items, str | Path | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
-    return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in enumerate(items)), named=named)
+    given = enumerate(rows_of_table(items))
+    return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in given), named=named)
 
 
 def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
@@ -158,7 +166,9 @@ def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
     return _prompt(_Item(item, None, None, f"prompts[{index}]"))
 
 
-def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Prompt]:
+def _checked(
+    items: Iterable[_Item | Problem], *, named: bool = True, columns: Mapping[str, str] | None = None
+) -> list[Prompt]:
     """Return the prompts of some items; ``named``: the place among them is the id of one that has none of its own."""
     prompts: list[Prompt] = []
     problems: list[Problem] = []
@@ -169,7 +179,7 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
             problems.append(item)
             continue
         try:
-            prompt = _prompt(item, str(index) if named else None)
+            prompt = _prompt(item._replace(columns=columns) if columns else item, str(index) if named else None)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -184,12 +194,25 @@ def _checked(items: Iterable[_Item | Problem], *, named: bool = True) -> list[Pr
         prompts.append(prompt)
     if fields:
         _warn_of_near_misses(fields)
+    problems = _told_once(problems)
     if len(problems) > SHOWN_PROBLEMS:
         more = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
     if problems:
         raise ConfigError(problems)
     return prompts
+
+
+def _told_once(problems: list[Problem]) -> list[Problem]:
+    """Return problems with those that are equal but for their place as one, at the first of their places."""
+    places: dict[str, list[Problem]] = {}
+    for problem in problems:
+        what = re.sub(r"^(record \d+|prompts\[\d+\]): ", "", problem.message)
+        places.setdefault(what, []).append(problem)
+    return [
+        Problem(f"{first.message} (and so in {len(more):,} more)", first.file, first.line) if more else first
+        for first, *more in places.values()
+    ]
 
 
 def _warn_of_near_misses(fields: Iterable[str]) -> None:
@@ -213,15 +236,17 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
             given_id = data.prompt_id
             prompt = data if given_id or not default_id else data.model_copy(update={"prompt_id": default_id})
         else:
-            fields = dict(data)
+            fields = in_our_words(data, item.columns)
             if default_id is not None and fields.get("prompt_id") is None:
                 fields["prompt_id"] = default_id
             prompt = Prompt.model_validate_json(json.dumps(fields), strict=True)
+    except ConfigError as error:
+        raise ConfigError([item.problem(problem.message) for problem in error.problems]) from None
     except ValidationError as error:
-        alike = close_match("messages", map(str, dict(data))) or (
-            "; did you mean 'prompt'?" if "prompt" in data else ""
-        )
-        hints = {"'messages' is missing": alike.replace("did you mean", "is it")}
+        alike = close_match("messages", map(str, dict(data))).replace("did you mean", "is it")
+        names = ", ".join(map(str, dict(data)))
+        hint = alike or (names and f"; say which column they are: `messages: COLUMN` (there are {names})")
+        hints = {"'messages' is missing": hint}
         messages = [message for _, message in explanations(error, Prompt)]
         raise ConfigError([item.problem(message + hints.get(message, "")) for message in messages]) from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -322,21 +347,9 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield _Item(_without_nulls(row), str(path), None, f"record {number}")
+                    yield _Item(without_nulls(row), str(path), None, f"record {number}")
     except ArrowException as error:
         yield Problem(f"is not parquet that can be read: {error}", str(path))
-
-
-def _without_nulls(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row without the columns it has nothing in, dates and bytes as text."""
-    data: dict[str, object] = msgspec.to_builtins(_present(row), str_keys=True)
-    if isinstance(messages := data.get("messages"), list):
-        data["messages"] = [_present(message) if isinstance(message, dict) else message for message in messages]
-    return data
-
-
-def _present(fields: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in fields.items() if value is not None}
 
 
 def endless_prompts(prompts: Iterable[T], *, seed: int = 0, epochs: int = 1000) -> Iterator[T]:

@@ -114,7 +114,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("record", "expected"),
     [
         ({}, ["'messages' is missing"]),
-        ({"prompt": "?"}, ["'messages' is missing; is it 'prompt'?"]),
+        ({"ask": "?"}, ["'messages' is missing; say which column they are: `messages: COLUMN` (there are ask)"]),
         ({"mesages": [ASK]}, ["'messages' is missing; is it 'mesages'?"]),
         ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
         ("hi", ["a prompt is a mapping with 'messages', got a text"]),
@@ -224,11 +224,11 @@ def test_bytes_that_are_not_utf8(name: str, before: str, tmp_path: Path) -> None
 
 
 def test_all_problems_in_one_go_but_not_hundreds_of_them(tmp_path: Path) -> None:
-    path = written(tmp_path / "p.jsonl", "{}\nx\n" * 13)
+    path = written(tmp_path / "p.jsonl", "".join(f"{{}}\n{'[' * depth}\n" for depth in range(1, 26)))
     expected = problems(path)
-    assert expected[:2] == [":1: 'messages' is missing", ":2: not JSON (column 1): Expecting value"]
+    assert expected[:2] == [":1: 'messages' is missing (and so in 24 more)", ":2: not JSON (column 2): Expecting value"]
     assert (len(expected), expected[-1]) == (21, ": and 6 more")
-    assert len(problems(path, limit=4)) == 4, "what is not read is not judged"
+    assert len(problems(path, limit=4)) == 3, "what is not read is not judged"
 
 
 def test_ids_are_each_prompts_own(tmp_path: Path) -> None:

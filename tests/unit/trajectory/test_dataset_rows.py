@@ -1,0 +1,126 @@
+"""Data sets that were made for others are prompts as they are, and any other by the names of its columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import PromptFile, load_run, recorded_run
+from fsm_rollout.trajectory.prompt import as_prompts, read_prompts
+from tests.kit import ROOT
+
+QUESTION = [{"role": "user", "content": "What is 1 + 3?"}]
+# A row as verl's examples/data_preprocess/gsm8k_multiturn_w_tool.py writes it.
+VERL = {
+    "data_source": "openai/gsm8k",
+    "agent_name": "tool_agent",
+    "prompt": [{"role": "system", "content": "Use the tool."}, *QUESTION],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {
+        "split": "train", "index": 0, "answer": "1 + 3 is #### 4", "question": "What is 1 + 3?",
+        "need_tools_kwargs": True, "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
+    },
+}  # fmt: skip
+OTHER = {"id": 7, "question": "What is 1 + 3?", "solution": {"text": "1 + 3", "final": "4"}}
+
+
+def parquet(rows: list[Mapping[str, Any]], folder: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "train.parquet")
+    return folder / "train.parquet"
+
+
+def jsonl(rows: list[Mapping[str, Any]], folder: Path) -> Path:
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "train.jsonl"
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_a_file_of_verl_s_is_read_as_it_is(write: Callable[[Any, Path], Path], tmp_path: Path) -> None:
+    (prompt,) = read_prompts(write([VERL], tmp_path))
+    assert list(prompt.messages) == VERL["prompt"]
+    kept = {key: value for key, value in VERL.items() if key != "prompt"}
+    assert prompt.extra == kept | {"answer": "4"}
+
+
+def test_the_agent_of_verl_s_row_is_chosen_where_there_are_several() -> None:
+    script = {"kind": "scripted", "turns": ["4"]}
+    one = fr.load_agent(ROOT / "configs/agents/single_turn.yaml")
+    another = one.model_copy(update={"agent": "tool_agent"})
+    with fr.Rollout(one, script) as rollout:
+        assert rollout.run([VERL]).rows()[0].agent == one.agent
+    with fr.Rollout({agent.agent: agent for agent in (one, another)}, script) as rollout:
+        assert rollout.run([VERL]).rows()[0].agent == "tool_agent"
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "What is 1 + 3?", "answer": "4"}, QUESTION),  # TRL's standard form
+        ({"prompt": QUESTION, "answer": "4"}, QUESTION),  # its conversational one
+        ({"messages": QUESTION, "prompt": "something else"}, QUESTION),
+    ],
+)
+def test_a_row_of_trl_s_is_a_prompt(row: dict[str, Any], messages: list[Any]) -> None:
+    (prompt,) = as_prompts([row])
+    assert list(prompt.messages) == messages
+    assert ("prompt" in prompt.extra) == isinstance(row["prompt"], str)
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_columns_are_named(write: Callable[[Any, Path], Path], tmp_path: Path) -> None:
+    columns = {"messages": "question", "answer": "solution.final"}
+    (prompt,) = read_prompts(write([OTHER], tmp_path), columns=columns)
+    assert list(prompt.messages) == QUESTION
+    assert prompt.extra == OTHER | {"answer": "4"}
+
+
+def test_a_run_names_columns_and_its_journal_keeps_them(tmp_path: Path) -> None:
+    jsonl([OTHER], tmp_path)
+    text = (ROOT / "configs/runs/scripted.yaml").read_text()
+    named = "prompts: {file: train.jsonl, messages: question, answer: solution.final}\n"
+    (tmp_path / "run.yaml").write_text(
+        "\n".join(line for line in text.splitlines() if not line.startswith("prompts:")) + "\n" + named
+    )
+    config = load_run(tmp_path / "run.yaml")
+    for read in (config, recorded_run(config.to_json(), tmp_path)):
+        assert isinstance(read.prompts, PromptFile)
+        assert read.prompts.file == tmp_path / "train.jsonl"
+        assert read.prompts.columns == {"messages": "question", "answer": "solution.final"}
+
+
+class Table(list[dict[str, Any]]):
+    """What of a `datasets.Dataset` is looked at; the real one is tried with the trainers."""
+
+    column_names = ("prompt", "answer", "limits")
+
+
+def test_null_columns_of_a_table_are_not_there() -> None:
+    rows = Table([{"prompt": [{"role": "user", "content": "Hi", "tool_calls": None}], "answer": "4", "limits": None}])
+    (prompt,) = as_prompts(rows)
+    assert list(prompt.messages) == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"messages": "questions"}, r":1: has no column 'questions'; did you mean 'question'\? \(and so in 99 more\)"),
+        ({"messages": "solution.fnal"}, r"has no column 'solution.fnal'; did you mean 'final'\?"),
+        (
+            None,
+            r":1: 'messages' is missing; say which column they are: .*there are id, question, solution.* in 99 more",
+        ),
+    ],
+)
+def test_a_hundred_equal_mistakes_are_one_line(columns: dict[str, str] | None, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read_prompts(jsonl([OTHER] * 100, tmp_path), columns=columns)
+    assert len(error.value.problems) == 1
