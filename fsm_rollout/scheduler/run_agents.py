@@ -88,10 +88,10 @@ class RunAgents:
         if prompt.agent is None and len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
         name = prompt.agent or (prompt.model_extra or {}).get("agent_name")  # verl's word for it
-        if name not in self.by_name:
+        if (agent := self.by_name.get(str(name))) is None:
             hint = did_you_mean(str(name or ""), self.by_name)
             raise ConfigError(f"prompt '{prompt.prompt_id}': agent {name!r} is not one of the run's{hint}")
-        return self.by_name[name]
+        return agent
 
     async def prepare_tools(self) -> None:
         """Get the tools of all agents ready for a run."""
