@@ -80,7 +80,7 @@ def test_one_promise_is_run_by_its_name(folder: pytest.Pytester) -> None:
     [
         ("my_engine", "*'my_engine': write module:factory*"),
         ("nowhere:make", "*there is no module 'nowhere'*"),
-        ("my_engine:no_engine", "*my_engine:no_engine made 'an engine', which is no engine: it lacks abort, *"),
+        ("my_engine:no_engine", "*my_engine:no_engine made 'an engine', which is no engine: it lacks tokenizer, *"),
         ("my_engine:made", "*'my_engine:made'*"),
     ],
 )

@@ -185,7 +185,7 @@ class EngineFile(pytest.File):
 
     async def make(self) -> EngineSubject:
         """Make the engine; ConfigError if the factory makes none."""
-        from fsm_rollout.engines.protocol import TokenSource
+        from fsm_rollout.engines.build import lacking
         from fsm_rollout.errors import ConfigError
         from fsm_rollout.names.objects import load_object
         from fsm_rollout.testing.conformance.engine_subject import EngineSubject
@@ -196,10 +196,8 @@ class EngineFile(pytest.File):
             raise ConfigError(f"{name} is {factory!r:.80}; name a function or class that makes an engine")
         engine = factory()
         engine = await engine if inspect.isawaitable(engine) else engine
-        if not isinstance(engine, TokenSource):
-            members = sorted(member for member in vars(TokenSource) if not member.startswith("_"))
-            lacks = ", ".join(member for member in members if not hasattr(engine, member))
-            raise ConfigError(f"{name} made {engine!r:.80}, which is no engine: it lacks {lacks}")
+        if missing := lacking(engine):
+            raise ConfigError(f"{name} made {engine!r:.80}, which is no engine: it lacks {', '.join(missing)}")
         return EngineSubject(engine)
 
     def hold(self, number: int) -> str:

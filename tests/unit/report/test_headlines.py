@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ from fsm_rollout.report.texts import folded, shortened
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
 from fsm_rollout.trajectory.outcome import Outcome
+from tests.cases import FILES
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -201,24 +203,7 @@ class Executes(Grades):
 
 
 def test_a_box_says_what_is_known_of_its_handler() -> None:
-    helper = {"agent": "helper", "states": {"PENDING": {}}, "transitions": []}
-    graph = AgentGraph.model_validate(
-        {
-            "agent": "own",
-            "tools": {"note": {"use": "fsm_rollout.tools.calculator:calculate"}, "solve": {"agent": helper}},
-            "states": {
-                "PENDING": {},
-                "EXECUTING": {"handler": f"{__name__}:Executes"},
-                "GRADING": {"handler": f"{__name__}:Grades", "max_visits": 1},
-                "PROCESSING_TOOLS": {},
-            },
-            "transitions": [
-                {"trigger": "prompted", "source": "PENDING", "dest": "EXECUTING"},
-                {"trigger": "executed", "source": "EXECUTING", "dest": "GRADING"},
-                {"trigger": "graded", "source": "GRADING", "dest": "TERMINATED"},
-            ],
-        }
-    )
+    graph = AgentGraph.model_validate(yaml.safe_load(FILES["handlers of ones own"].replace("HERE", __name__)))
     boxes = {box.name: box for box in picture(graph).boxes}
     assert boxes["EXECUTING"].trained is True
     assert boxes["EXECUTING"].lines[0] == boxes["PROCESSING_TOOLS"].lines[0] == "note, solve (agent helper)"
