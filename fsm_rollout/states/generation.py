@@ -19,7 +19,6 @@ from fsm_rollout.chat.formats import Call
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.concurrency.deadline import Deadline
-from fsm_rollout.concurrency.once import Once
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
@@ -223,9 +222,9 @@ class Generation:
         self.bound = bound
         self.earlier = list(earlier)
         for generation in self.earlier:
-            generation.recorded = generation.recorded or Once()
+            generation.recorded = generation.recorded or asyncio.Event()
         self.task = asyncio.current_task()
-        self.recorded: Once | None = None  # made by those who are to wait for it
+        self.recorded: asyncio.Event | None = None  # made by those who are to wait for it
         # What `_room` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.pending import Once, PendingRequest
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
@@ -149,3 +150,20 @@ def test_cached_tokens_are_those_of_the_prompt_however_often_an_engine_says_so()
     for cached in (0, 5, 5, 0):
         pending.take(Chunk("a", array("i", [7]), array("f", [-1.0]), cached_tokens=cached), now=1.0)
     assert (pending.cached_tokens, len(pending.ids)) == (5, 4)
+
+
+async def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> None:
+    once = Once()
+    waiting = [asyncio.ensure_future(once.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    assert not once.happened
+    assert [task.done() for task in waiting] == [True, False, False]
+    once.set()
+    once.set()
+    assert once.happened
+    await asyncio.gather(*waiting[1:])
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    await once.wait()
