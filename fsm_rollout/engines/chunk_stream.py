@@ -107,11 +107,11 @@ class ChunkStream:
 Unheard = Callable[[asyncio.AbstractEventLoop], object]
 
 
-def hand_over(chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Unheard) -> None:
-    """Put chunks into their streams from another thread, in one callback for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk]]] = defaultdict(list)
-    for stream, chunk in chunks:
-        by_loop[stream.loop].append((stream, chunk))
+def hand_over(parts: Iterable[tuple[ChunkStream, Chunk | EngineError]], unheard: Unheard) -> None:
+    """Put chunks, or errors that end them, into streams from another thread, in one callback for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ChunkStream, Chunk | EngineError]]] = defaultdict(list)
+    for stream, part in parts:
+        by_loop[stream.loop].append((stream, part))
     for loop, pairs in by_loop.items():
         try:
             loop.call_soon_threadsafe(_put_all, pairs)
@@ -119,15 +119,6 @@ def hand_over(chunks: Iterable[tuple[ChunkStream, Chunk]], unheard: Unheard) -> 
             unheard(loop)
 
 
-def _put_all(pairs: Sequence[tuple[ChunkStream, Chunk]]) -> None:
-    for stream, chunk in pairs:
-        stream.put(chunk)
-
-
-def fail_all(streams: Iterable[ChunkStream], error: EngineError, unheard: Unheard) -> None:
-    """Fail streams from another thread."""
-    for stream in dict.fromkeys(streams):
-        try:
-            stream.loop.call_soon_threadsafe(stream.fail, error)
-        except RuntimeError:
-            unheard(stream.loop)
+def _put_all(pairs: Sequence[tuple[ChunkStream, Chunk | EngineError]]) -> None:
+    for stream, part in pairs:
+        stream.fail(part) if isinstance(part, EngineError) else stream.put(part)

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
-from fsm_rollout.engines.chunk_stream import ChunkStream, fail_all, hand_over, refusal
+from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry
 from fsm_rollout.engines.pending import settled
 from fsm_rollout.engines.protocol import Chunk, Load, ReplicaLost, Request
@@ -384,7 +384,7 @@ class ServerLink(threading.Thread):
             if task is not asyncio.current_task(self._loop):
                 task.cancel()
         self._sent.clear()
-        fail_all((entry.stream for entry in entries.values()), error, self._unheard)
+        hand_over([(stream, error) for stream in dict.fromkeys(e.stream for e in entries.values())], self._unheard)
 
     async def close(self, error: EngineError) -> None:
         """End everything under way with "abort" and with what it has; refuse all that comes later with ``error``."""

@@ -25,7 +25,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsm_rollout.engines.chunk_stream import ChunkStream, fail_all, hand_over, refusal
+from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     as_device,
@@ -126,7 +126,8 @@ class _ModelThread(threading.Thread):
             self.decode.release()  # first: its rows may be incomplete now, and its memory may be what was missing
             self.decode.abort(failed)
             self._measure()
-            fail_all(failed.values(), EngineError(f"the model failed: {type(error).__name__}: {error}"), self._unheard)
+            failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
+            hand_over([(stream, failure) for stream in dict.fromkeys(failed.values())], self._unheard)
 
     def _measure(self) -> None:
         decode = self.decode

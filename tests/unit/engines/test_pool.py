@@ -162,6 +162,23 @@ async def test_a_router_of_ones_own_decides_and_its_errors_stay_with_the_request
     assert not client.pool.under_way()
 
 
+class Last:
+    """Always the last replica."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+        self.seen.append((replicas[-1].in_flight, replicas[-1].waiting))
+        return replicas[-1]
+
+
+def test_a_router_sees_how_many_wait_for_a_replica_that_is_full() -> None:
+    router = Last()
+    run(Place(), lambda client: answers(client, *map(str, range(40))), 2, router=router)
+    assert router.seen[:40] == [*((number, 0) for number in range(32)), *((32, number) for number in range(8))]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_is_answered_does_not_depend_on_the_number_of_replicas(model: Any, tokenizer: Any, count: int) -> None:
     requests = [
@@ -627,10 +644,10 @@ def test_what_was_paused_keeps_its_order() -> None:
 
 def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     async def body(client: EngineClient) -> list[PendingRequest]:
-        await client.pause("asleep")
+        await client.sleep()
         waiting = soon(client, "a", "b")
         await asyncio.sleep(100.0)
-        await client.resume("asleep")
+        await client.wake()
         return await waiting
 
     for answer in run(scripted(Turn(text="yes")), body):
