@@ -75,6 +75,9 @@ async def test_what_prepares_a_dispatch_is_called_for_dispatches_alone(client: E
     client.call_before_dispatch(lambda: called_before.append(client.pool.dispatches))
     await answers(client, *map(str, range(40)))
     assert called_before == list(range(client.pool.dispatches))
+    client.call_before_dispatch(None)
+    await answers(client, "more")
+    assert len(called_before) == client.pool.dispatches - 1
 
 
 @pooled(2, engine={"max_running": 2})

@@ -19,6 +19,7 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing import run_virtual
+from fsm_rollout.trajectory.enums import FinishReason
 from tests.embedded import tokenizer
 from tests.unit.engines.kit import TEXT, Fragile, Place, answers, ask, done, make, now, pooled, right, run, soon
 
@@ -229,16 +230,30 @@ class Unruly(ScriptedEngine):
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         for request in requests:
-            if self.how == "raises":
-                raise RuntimeError("out of memory")
-            ended = self.how == "other id"
-            yield Chunk("who?" if ended else request.request_id, finish_reason="stop" if ended else None)  # type: ignore[arg-type]
+            match self.how:
+                case "raises":
+                    raise RuntimeError("out of memory")
+                case "other id":
+                    yield Chunk("who?", finish_reason=FinishReason.STOP)
+                case "aborts":
+                    yield Chunk(request.request_id, finish_reason=FinishReason.ABORT)
+                case "no end":
+                    yield Chunk(request.request_id)
 
 
-@pytest.mark.parametrize("how", ["other id", "no end", "raises"])
-def test_a_broken_engine_ends_its_requests_with_an_error(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("other id", "never finished request"),
+        ("no end", "never finished request"),
+        ("raises", "RuntimeError: out of memory"),
+        ("aborts", "by itself"),
+    ],
+)
+def test_a_broken_engine_ends_its_requests_with_an_error(how: str, says: str) -> None:
     async def body(client: EngineClient) -> None:
-        assert [type(answer.error) for answer in await answers(client, "a", "b")] == [EngineError, EngineError]
+        for answer in await answers(client, "a", "b"):
+            assert says in str(answer.error)
 
     run(Unruly(how), body, attempts=2)
 
