@@ -58,6 +58,9 @@ class Context(StrictModel):
         description="how calls are written and read: hermes, qwen3_coder, llama3_json, glm, or `module:Class`; `auto` "
         "sees it from the chat template",
     )
+    chat_template: str | None = Field(
+        None, description="used instead of the model's own: text, or the name of a .jinja file beside this one"
+    )
     template_kwargs: FreeForm = Field(
         default_factory=dict, description="further variables of the chat template, such as `enable_thinking: true`"
     )

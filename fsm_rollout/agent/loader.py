@@ -207,7 +207,8 @@ class _NormalForm:
     def agent(self, data: ConfigData, path: ConfigPath, base: Path, inside: tuple[Path, ...]) -> None:
         """Bring one agent into normal form, in place; ``inside`` are the files being read, outermost first."""
         for entry, at in _entries(data, path, "contexts"):
-            self._text(entry, "system", at, base)
+            for key in ("system", "chat_template"):
+                self._text(entry, key, at, base)
         for entry, at in _entries(data, path, "states"):
             self._text(entry, "prompt", at, base)
             self._options(entry, at)

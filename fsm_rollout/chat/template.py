@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsm_rollout.chat.derive import Deriver
 from fsm_rollout.chat.glue_cache import GlueCache, Shape
@@ -97,6 +97,17 @@ class ChatTemplate:
     def source(self) -> str:
         """The template's own text, as used where there are tools."""
         return self._renderer.source
+
+    def hidden_tools(self, system: str | None, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the names of tools that stand nowhere in a prompt that has them."""
+        if not tools:
+            return []
+        messages = [{"role": "system", "content": system}] if system else []
+        try:
+            text = self._renderer.render([*messages, {"role": "user", "content": "?"}], tools, self.now)
+        except ChatTemplateError:
+            return []  # what it refuses is told where it is used
+        return [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
 
     # --- prompts and glue
 

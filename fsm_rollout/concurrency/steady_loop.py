@@ -52,7 +52,8 @@ class SteadyLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._heart = _Heart()
         super().__init__()
-        threading.Thread(target=self._heart.beat, name="fsm-rollout-heart", daemon=True).start()
+        self._thread = threading.Thread(target=self._heart.beat, name="fsm-rollout-heart", daemon=True)
+        self._thread.start()
 
     def time(self) -> float:
         """Return the seconds of the monotonic clock less those in which the process stood still."""
@@ -62,6 +63,7 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         return now - heart.lost
 
     def close(self) -> None:
-        """Close the loop."""
+        """Close the loop, and end its thread."""
         self._heart.ended.set()
+        self._thread.join()
         super().close()

@@ -189,6 +189,9 @@ class RunConfig(StrictModel):
         "{engine: {model: embedded:early}}, final: {}}`",
     )
     engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
+    chat_template: Path | None = Field(
+        None, description="a .jinja file, used instead of the policy's own chat template where an agent gives none"
+    )
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
     failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
     track: TrackLike | None = Field(
@@ -419,6 +422,7 @@ def _config(
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},
             "prompts": prompts(config.prompts),
+            "chat_template": config.chat_template and resolved("chat_template", config.chat_template),
             "out": out,
             "serve": config.serve.model_copy(
                 update={

@@ -20,9 +20,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
-from fsm_rollout.agent.yaml.source import in_file_order
+from fsm_rollout.agent.yaml.source import in_file_order, read_text
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
@@ -126,9 +126,30 @@ def resume(
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
     """Load the run's agents by name, with the overrides that the command line gives for them."""
     if isinstance(config.agent, Mapping):
-        return {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
-    graph = load_agent(config.agent, config.agent_overrides)
-    return {graph.agent: graph}
+        agents = {name: load_agent(path, config.agent_overrides) for name, path in config.agent.items()}
+    else:
+        graph = load_agent(config.agent, config.agent_overrides)
+        agents = {graph.agent: graph}
+    if config.chat_template is None:
+        return agents
+    template = read_text(config.chat_template)
+    if isinstance(template, Problem):
+        raise ConfigError(config.problem(("chat_template",), f"'{config.chat_template}' {template.message}"))
+    return {name: _on_template(graph, template) for name, graph in agents.items()}
+
+
+def _on_template(graph: AgentGraph, template: str) -> AgentGraph:
+    """Return the agent with a chat template in the policy's contexts that have none, its sub-agents' too."""
+    names = dict.fromkeys([MAIN, *graph.contexts, *(graph.states[name].context for name in graph.working_states)])
+    contexts = {name: graph.context(name) for name in names}
+    for name, context in contexts.items():
+        if context.engine == POLICY and context.chat_template is None:
+            contexts[name] = context.model_copy(update={"chat_template": template})
+    tools = {
+        name: tool if tool.agent is None else tool.model_copy(update={"agent": _on_template(tool.agent, template)})
+        for name, tool in graph.tools.items()
+    }
+    return graph.model_copy(update={"contexts": contexts, "tools": tools})
 
 
 def start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:

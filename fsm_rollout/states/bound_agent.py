@@ -132,6 +132,12 @@ class BoundAgent:
         client = self._client(spec)
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
+        if hidden := chat.hidden_tools(spec.system, tools):
+            raise ChatTemplateError(
+                "tools-not-shown",
+                f"the chat template writes nothing of {', '.join(hidden)}, so the model would not know of them; give "
+                "one that writes tools (chat_template: FILE.jinja), or name them in the context's `system`",
+            )
         tool_format = shown_format(spec, chat, client) if tools else None
         stop_ids = chat.stop_ids | client.facts.eos_ids
         return BoundContext(name, spec, chat, tool_format, client, tools, stop_ids, name, spec.trained)
@@ -145,10 +151,11 @@ def shown_format(spec: Context, chat: ChatTemplate, client: Client) -> ToolForma
 
 def shared_chat(client: Client, spec: Context) -> ChatTemplate:
     """Return the chat template of an engine with a context's settings, one object for all that share them."""
-    key = (repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
+    key = (spec.chat_template, repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
     if key not in client.chats:
         client.chats[key] = ChatTemplate(
             client.facts.tokenizer,
+            chat_template=spec.chat_template,
             template_kwargs=dict(spec.template_kwargs),
             injection=spec.injection,
             history=spec.history,

@@ -40,8 +40,9 @@ def dump(graph: AgentGraph) -> str:
 def _agent(graph: AgentGraph) -> ConfigData:
     data = graph.model_dump(exclude_defaults=True)
     for name, context in graph.contexts.items():
-        if context.system is not None:
-            data["contexts"][name]["system"] = _literal(context.system)
+        for key in ("system", "chat_template"):
+            if (text := getattr(context, key)) is not None:
+                data["contexts"][name][key] = _literal(text)
     for name, tool in graph.tools.items():
         if tool.agent is not None:
             data["tools"][name]["agent"] = _agent(tool.agent)

@@ -57,6 +57,8 @@ def detect_format(chat_template: str) -> str:
     if len(found) == 1:
         return found[0]
     finding = f"has the marks of {', '.join(found)}" if found else "has the marks of no format known here"
+    if "tools" not in chat_template:
+        finding += ", and never writes the tools: the model would not know of them (give another `chat_template`)"
     raise ChatTemplateError(
         "ambiguous-tool-format", f"the template {finding}; set tool_format to one of {', '.join(FORMAT_NAMES)}"
     )

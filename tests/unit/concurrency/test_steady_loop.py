@@ -55,6 +55,6 @@ def test_time_in_which_it_worked_or_was_only_slow_is_counted(
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
     loop = SteadyLoop()
-    (heart,) = set(threading.enumerate()) - before
+    assert len(set(threading.enumerate()) - before) == 1
     loop.close()
-    heart.join()
+    assert set(threading.enumerate()) <= before

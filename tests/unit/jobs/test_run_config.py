@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fsm_rollout as fr
+from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
-from fsm_rollout.jobs.runner import _prompts
+from fsm_rollout.jobs.runner import _prompts, load_agents
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
 from tests.cases import FILES, table
+from tests.embedded import tokenizer
 from tests.kit import ROOT
 
 SMALLEST = "agent: a.yaml\nprompts: p.jsonl\nengine: {kind: scripted}\nout: runs/x\n"
@@ -56,6 +60,7 @@ def test_every_key(folder: Path) -> None:
     assert run.prompts.resolve() == folder / "configs/data/arithmetic.jsonl"
     assert run.out == folder / "runs/demo"
     assert run.base == folder / "configs/runs"
+    assert run.chat_template == folder / "configs/runs/../templates/own.jinja"
     assert (run.n, run.limit, run.seed, run.validate_run) == (4, 64, 7, True)
     assert run.sampling == Sampling(temperature=0.5, top_k=3)
     assert run.validation_sampling == Sampling(temperature=0.25)
@@ -214,3 +219,54 @@ def test_prompts_may_come_from_a_function(folder: Path) -> None:
         ":2: prompts: 'use' is missing",
         ":2: prompts: unknown key 'uses'; did you mean 'use'?",
     ]
+
+
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + PLAIN
+OF_TOOLS = """agent: of_tools
+limits: {assistant_turns: 2, tool_calls: 2}
+contexts: {main: {SYSTEM tool_format: FORMAT}}
+tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
+states: {PENDING: {}, GENERATING: {timeout: 9}, PROCESSING_TOOLS: {timeout: 9}}
+transitions:
+  - {trigger: prompted, source: PENDING, dest: GENERATING}
+  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
+  - {trigger: generated, source: GENERATING, dest: TERMINATED}
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "system", "told"),
+    [
+        (PLAIN, "hermes", "", "tools-not-shown"),
+        (PLAIN, "auto", "", "tools-not-shown"),
+        (PLAIN, "hermes", "system: Call calculate.,", None),
+        (PLAIN, "auto", "system: Call calculate.,", "no format known here, and never writes the tools"),
+        (WITH_TOOLS, "hermes", "", None),
+    ],
+)
+def test_a_chat_template_that_hides_the_tools_is_refused(
+    folder: Path, template: str, tool_format: str, system: str, told: str | None
+) -> None:
+    """It is that of the run's YAML, used instead of the model's own, which writes them."""
+    (folder / "configs/runs/plain.jinja").write_text(template)
+    text = OF_TOOLS.replace("FORMAT", tool_format).replace("SYSTEM", system)
+    (folder / "configs/runs/a.yaml").write_text(text)
+    turns = 'turns: ["The answer is 4."]'
+    config = load(folder, SMALLEST.replace("scripted}", f"scripted, {turns}}}") + "chat_template: plain.jinja\n")
+    (agent,) = load_agents(config).values()
+    assert loads(dump(agent)) == agent
+    refused = pytest.raises(ConfigError, match=told) if told else nullcontext()
+    with refused, fr.Rollout(agent, config.engine) as rollout:
+        prompt = tokenizer().decode(rollout.run(["2 + 2?"]).tensordict["prompts"][0])
+        assert ('{"type": "function"' in prompt) is (template is WITH_TOOLS)
+
+
+def test_a_chat_template_that_is_not_there_is_said(folder: Path) -> None:
+    (folder / "configs/runs/a.yaml").write_text(OF_TOOLS.replace("FORMAT", "hermes").replace("SYSTEM", ""))
+    with pytest.raises(ConfigError, match=r"run.yaml:5: '.*none.jinja' no such file"):
+        load_agents(load(folder, SMALLEST + "chat_template: none.jinja\n"))
