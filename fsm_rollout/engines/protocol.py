@@ -4,7 +4,7 @@ Promises that every engine keeps (``fsm_rollout.testing.check_engine`` tests the
 
 1. Each request is answered by one or more chunks, of which the last and only the last has a ``finish_reason``.
 2. A chunk has one logprob per token: the natural log of the token's probability under the distribution it was sampled
-   from (after temperature, top_p and top_k; at temperature 0 under the unscaled softmax).
+   from (after penalties, temperature, top_k, top_p and min_p; at temperature 0 under the unscaled softmax).
 3. A sampled stop token is part of the ids, as the last one, with ``finish_reason`` "stop".
 4. ``abort`` ends a request with ``finish_reason`` "abort" and keeps all that was sampled; unknown ids are harmless.
 5. A request's tokens depend on its ids, sampling and seed only, not on what else is in the batch.
@@ -60,6 +60,28 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Go on past stop tokens, to exactly ``max_tokens`` (for benchmarks)."""
     seed: int = 0
     """Seeds this request's own random numbers (63 bits)."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    extra: Mapping[str, Any] = {}
+    """What is handed to the engine's server as it is."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be sampled (top_k, top_p, min_p)."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def bends(self) -> bool:
+        """Whether penalties bend the distribution, by what was said before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """The penalties that are set, by the names that servers know them by."""
+        names = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {name: getattr(self, name) for name, none in names.items() if getattr(self, name) != none}
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -150,6 +150,7 @@ def submit(
             stop_ids=bound.stop_ids,
             ignore_eos=bool(settings.ignore_eos),
             seed=seed,
+            **settings.further,
         ),
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,

@@ -82,6 +82,9 @@ class StrictModel(BaseModel, metaclass=_Explaining):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
 
 
+_BENDS = "Log-probs are of the bent distribution, which no forward pass of a trainer gives"
+
+
 class Sampling(StrictModel):
     """Sampling parameters; ``None`` means "not set here", so settings can be laid over one another."""
 
@@ -92,10 +95,36 @@ class Sampling(StrictModel):
         None, gt=0, le=1, description="only the likeliest tokens that hold this much probability; 1 keeps every token"
     )
     top_k: int | None = Field(None, ge=0, description="only so many of the likeliest tokens; 0 keeps every token")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="only tokens at least so likely, as a part of the likeliest's probability; 0: all"
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description=f"makes tokens that there are already less likely; 1: does not. {_BENDS}",
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description=f"taken off the logits of tokens that this generation has sampled. {_BENDS}"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description=f"the same, once for each time that it was sampled. {_BENDS}"
+    )
+    extra: FreeForm | None = Field(
+        None,
+        description="further parameters, handed to the engine's server as they are; what they do to log-probs is not "
+        "known here",
+    )
     max_tokens: AtLeastOne | None = Field(
         None, description="tokens of one generation; without it the trajectory's limits and the engine's window decide"
     )
     ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """What is set of the parameters that few runs set, by name."""
+        names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "extra")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def over(self, base: Sampling) -> Sampling:
         """Return ``base``, overridden by every value that is set here."""

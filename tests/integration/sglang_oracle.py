@@ -27,18 +27,29 @@ def model(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=torch.float32).eval()
 
 
-def expected(name: str, prompt: Sequence[int], ids: Sequence[int], params: SamplingParams) -> list[float]:
-    """Logprobs of ``ids`` after ``prompt`` under the weights ``name``: temperature, then top_k, then top_p."""
+def expected(
+    name: str, prompt: Sequence[int], ids: Sequence[int], params: SamplingParams, late: int = 0
+) -> list[float]:
+    """Logprobs of ``ids`` after ``prompt`` under ``name``: penalties, temperature, then top_k, top_p and min_p.
+
+    ``late``: penalties learn so many tokens late what was said, and do not count the prompt, as SGLang's.
+    """
     with torch.no_grad():
         logits = model(name)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    for at, row in enumerate(logits):
+        said = list(ids[: max(0, at - late)])
+        for token in {*said, *(() if late else prompt)}:
+            row[token] *= 1 / params.repetition_penalty if row[token] > 0 else params.repetition_penalty
+            row[token] -= said.count(token) * params.frequency_penalty + (token in said) * params.presence_penalty
     logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
-    if params.temperature and (params.top_k or params.top_p < 1):
+    if params.temperature and (params.top_k or params.top_p < 1 or params.min_p):
         order = logprobs.sort(-1, descending=True)
         probs = order.values.exp()
         if params.top_k:
             probs[:, params.top_k :] = 0
         mass_before = probs.cumsum(-1) - probs
         probs[mass_before > params.top_p] = 0
+        probs[probs < params.min_p * probs[:, :1]] = 0
         kept = torch.zeros_like(probs).scatter(-1, order.indices, probs)
         logprobs = (kept / kept.sum(-1, keepdim=True)).log()
     return [float(row[token]) for row, token in zip(logprobs, ids, strict=True)]

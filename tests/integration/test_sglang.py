@@ -44,7 +44,7 @@ from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
-from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, model, request, worst
+from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, expected, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import ROOT, ratios
 from tests.programs import started
@@ -127,6 +127,8 @@ def test_greedy_tokens_are_those_of_transformers(engine: SGLangEngine) -> None:
         {"temperature": 1.3, "top_p": 0.8},
         {"temperature": 1.5, "top_k": 20, "top_p": 0.7},
         {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.3, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 20, "min_p": 0.05},
     ],
     ids=str,
 )
@@ -138,6 +140,21 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(engine: SGLangEngin
         assert len(got.ids) == 32
         assert worst(got, {engine.weight_version: "final"}) < CLOSE
         assert max(got.logprobs) <= 0
+
+
+NONE = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    "penalties", [{"presence_penalty": 0.7, "frequency_penalty": 0.4}, {"repetition_penalty": 1.3}], ids=str
+)
+def test_penalties_are_known_a_token_late_and_do_not_count_the_prompt(
+    engine: SGLangEngine, penalties: dict[str, float]
+) -> None:
+    (got,) = asyncio.run(ask(engine, request(engine, next(names), 1, 24, ignore_eos=True, **penalties)))
+    prompt, params = list(got.request.ids), got.request.sampling
+    assert got.logprobs == pytest.approx(expected("final", prompt, got.ids, params, late=1), abs=0.05)
+    assert got.logprobs != pytest.approx(expected("final", prompt, got.ids, replace(params, **NONE)), abs=0.05)
 
 
 def test_a_top_k_beyond_what_sglang_can_answer_for_is_refused_alone(engine: SGLangEngine) -> None:
@@ -520,7 +537,7 @@ async def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(
     for got in greedy + drawn:
         assert got.versions == [1] * len(got.ids)
         assert worst(got, {1: "final"}) < CLOSE
-    assert "do not know of top_p and top_k" in str(refused.chunks[-1].error)
+    assert "do not know of top_p, top_k and min_p" in str(refused.chunks[-1].error)
     await openai.aclose()
 
 

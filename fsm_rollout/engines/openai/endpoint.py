@@ -22,6 +22,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 
 # `update(url, weights, version)`, sync or async: loads a folder or tensors into the server at `url`.
 LoadWeights = Callable[..., Awaitable[None] | None]
+OWN = frozenset({"n", "best_of", "echo", "stop", "min_p", "top_k", "ignore_eos", "stop_token_ids"})
 HOT = 2.0  # the temperature at which a server's logprobs are looked at
 CERTAIN = -0.05  # tokens that are more likely than this (by logprob) do not show what a temperature changes
 SAME = 1e-3  # how far two logprobs that ought to be equal may be apart
@@ -181,20 +182,31 @@ class CompletionsEndpoint(Endpoint):
         body = self._asked(entry.ids.tolist(), entry.room)
         body |= {"temperature": params.temperature, "top_p": params.top_p, "seed": params.seed % 2**63}
         body |= {"top_k": params.top_k} if params.top_k else {}
+        body |= params.penalties | ({"min_p": params.min_p} if params.min_p else {})
+        if taken := sorted(params.extra.keys() & (body.keys() | OWN)):
+            raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
+        body |= params.extra
         return body | ({"ignore_eos": True} if params.ignore_eos else {"stop_token_ids": sorted(params.stop_ids)})
 
     def _inexact(self, params: SamplingParams) -> str | None:
         """Return why the server cannot say the logprobs of such sampling, or ``None``."""
-        if self._logprobs_of is LogprobsOf.SAMPLER or params.temperature == 0:
+        if self._logprobs_of is LogprobsOf.SAMPLER:
+            return None
+        if params.bends:
+            return (
+                "the server's logprobs may not know of penalties; leave these out, or start vLLM with --logprobs-mode "
+                "processed_logprobs"
+            )
+        if params.temperature == 0:
             return None
         if self._logprobs_of is LogprobsOf.MODEL and params.temperature != 1:
             return (
                 f"the server's logprobs are of the model before temperature, so at temperature {params.temperature:g} "
                 f"they are not those of what is sampled; use 1, or start vLLM with --logprobs-mode processed_logprobs"
             )
-        if params.top_p < 1 or params.top_k:
+        if params.cuts:
             return (
-                "the server's logprobs do not know of top_p and top_k; leave these out, or start vLLM with "
+                "the server's logprobs do not know of top_p, top_k and min_p; leave these out, or start vLLM with "
                 "--logprobs-mode processed_logprobs (for SGLang there is `kind: sglang_http`)"
             )
         return None

@@ -12,6 +12,7 @@ is ``python -m sglang.launch_server`` with all that, for trying the engine kind 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import runpy
@@ -59,8 +60,9 @@ def prepare(threads: int | None, ranks: int = 1) -> Mapping[str, object]:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
     # A torch that was built for CUDA takes that for its device, also where there is none: SGLang could not sleep.
+    # Its compiler looks at what the function wraps.
     module_of = torch.get_device_module
-    vars(torch)["get_device_module"] = lambda device="cpu": module_of(device)
+    vars(torch)["get_device_module"] = functools.wraps(module_of)(lambda device="cpu": module_of(device))
     # The memory in which SGLang records routed experts is registered with CUDA; on a CPU there is nothing to register.
     from sglang.srt.mem_cache.pool_host import common
 

@@ -30,6 +30,8 @@ from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
+# What of SGLang's sampling parameters would break what is promised of tokens, or has a key of its own.
+OWN = frozenset({"n", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"})
 IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
 # Seconds that it has to give memory back or take it again, and to load weights.
 MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
@@ -217,7 +219,11 @@ class SGLangEndpoint(Endpoint):
         body |= {"return_logprob": True, "stream": True}
         if self._says_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+        sampling |= params.penalties
+        if taken := sorted(params.extra.keys() & (sampling.keys() | OWN)):
+            raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
+        sampling |= params.extra
+        if params.cuts:
             if params.top_k > self._mask_tokens:
                 raise EngineError(
                     f"top_k is {params.top_k}, and SGLang gives exact logprobs for at most {self._mask_tokens} kept "
@@ -227,7 +233,7 @@ class SGLangEndpoint(Endpoint):
             most = self._mask_tokens - self._mask_tokens // 16
             if self._vocabulary is not None and self._vocabulary <= self._mask_tokens:
                 most = self._vocabulary
-            sampling |= {"top_p": params.top_p, "top_k": params.top_k or most}
+            sampling |= {"top_p": params.top_p, "top_k": params.top_k or most, "min_p": params.min_p}
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return body
 

@@ -13,6 +13,8 @@ was found to do, beyond or beside the protocol:
 - A server started with ``--enable-return-routed-experts`` says at the end of a request which experts each token was
   routed to, the last one apart; it is asked for those of the tokens of which it has not been said before, so a turn
   costs what is new in it. Their layers and numbers are read from the model folder's config.
+- Penalties are applied a token late and do not count the prompt; their log-probs are near what was sampled from, not
+  exact.
 - Per-request seeds (promise 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
   temperature 0 is not reproducible; greedy sampling is, up to rounding in batches of different shapes.
 - A request is known to be admitted by its first output, so its time in the queue includes its prefill.

@@ -262,7 +262,10 @@ class DecodeLoop:
         # 2. Sampling.
         if self._sampler is None or self._sampler.rows != len(fed):
             self._sampler = Sampler([r.request.sampling for r in fed], self.device)
-        tokens, logprobs, kept = self._sampler(logits, lengths)
+        said = {
+            row: (fed[row].tokens, len(fed[row].request.ids) - fed[row].request.sampled) for row in self._sampler.bent
+        }
+        tokens, logprobs, kept = self._sampler(logits, lengths, said)
         # 3. Who has ended.
         chunks, ended = [], []
         for running, token, logprob in zip(fed, tokens, logprobs, strict=True):

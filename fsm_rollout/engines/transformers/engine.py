@@ -273,7 +273,11 @@ class TransformersEngine:
         self._check_open()
         good, refused = list[Request](), list[Chunk]()
         for request in requests:
-            if (error := refusal(request, self.max_context, self.facts.vocabulary)) is None:
+            error = refusal(request, self.max_context, self.facts.vocabulary)
+            if error is None and request.sampling.extra:
+                further = ", ".join(map(str, request.sampling.extra))
+                error = f"EngineError: the transformers engine takes no further sampling parameters, got {further}"
+            if error is None:
                 good.append(request)
             else:
                 refused.append(

@@ -10,7 +10,8 @@ across a boundary between two tokens about once in a million tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from fsm_rollout.engines.protocol import SamplingParams
 from fsm_rollout.trajectory.tokens import Ids
 
 Uints = npt.NDArray[np.uint64]
+NOTHING: Mapping[int, tuple[Sequence[int], int]] = MappingProxyType({})
 
 
 def _mix(x: Uints) -> Uints:
@@ -49,22 +51,34 @@ class Sampler:
         self._any_greedy, self._all_greedy = any(greedy), all(greedy)
         self._greedy = torch.tensor(greedy, device=device)
         self._temperature = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
-        self._cut_rows = cut = [i for i, p in enumerate(params) if (p.top_p < 1 or p.top_k > 0) and p.temperature > 0]
+        self._cut_rows = cut = [i for i, p in enumerate(params) if p.cuts]
+        self.bent = {i: p for i, p in enumerate(params) if p.bends}
+        """The rows with penalties, which must know what was said before."""
         self._cut = torch.tensor(cut, device=device) if cut else None
         big = torch.iinfo(torch.int64).max
         self._top_k = torch.tensor([[params[i].top_k or big] for i in cut], device=device)
         self._top_p = torch.tensor([[params[i].top_p] for i in cut], dtype=torch.float64, device=device)
+        self._min_p = torch.tensor([[params[i].min_p] for i in cut], dtype=torch.float64, device=device)
 
-    def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float], dict[int, Ids]]:
+    def __call__(
+        self, logits: torch.Tensor, positions: Sequence[int], said: Mapping[int, tuple[Sequence[int], int]] = NOTHING
+    ) -> tuple[list[int], list[float], dict[int, Ids]]:
         """Sample from ``logits`` (any float type, ``[n, V]``) for the tokens at ``positions``.
+
+        ``said``: of each row of :attr:`bent`, all its tokens, and how many of them came before this generation.
 
         Returns:
             n token ids, and their natural-log probabilities under the distribution they were sampled from: after
-            temperature, then top_k (exactly k tokens; of equal ones the lower ids), then top_p over what is left (the
-            fewest tokens that reach it). Temperature 0 takes the likeliest token, with its unscaled log probability.
-            NaN logits give NaN logprobs. Then, by row, the ids that top_k and top_p left, where there is one of them.
+            penalties and temperature, then top_k (exactly k tokens; of equal ones the lower ids), then top_p over what
+            is left (the fewest tokens that reach it), then min_p. Temperature 0 takes the likeliest token, with its
+            unscaled log probability. NaN logits give NaN logprobs. Then, by row, the ids that top_k, top_p and min_p
+            left, where there is one of them.
         """
         logits = logits.float()
+        if said:
+            logits = logits.clone()
+            for row, (tokens_said, start) in said.items():
+                _penalise(logits[row], self.bent[row], tokens_said, start)
         logits = (logits - logits.amax(-1, keepdim=True)) / self._temperature
         logprobs = torch.log_softmax(logits, -1)
         tokens = logits.argmax(-1)
@@ -72,7 +86,7 @@ class Sampler:
         if not self._all_greedy:
             weights = logprobs.double().exp()
             if self._cut is not None:
-                cut_weights = _cut(weights[self._cut], self._top_k, self._top_p)
+                cut_weights = _cut(weights[self._cut], self._top_k, self._top_p, self._min_p)
                 weights[self._cut] = cut_weights
                 left = zip(self._cut_rows, cut_weights.cpu(), strict=True)
                 kept = {row: Ids("i", of_row.nonzero()[:, 0].tolist()) for row, of_row in left}
@@ -90,11 +104,21 @@ class Sampler:
         return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
-def _cut(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return ``weights`` ``[m, V]`` with everything outside top_k and top_p set to 0 (not normalised again)."""
+def _penalise(logits: torch.Tensor, params: SamplingParams, said: Sequence[int], start: int) -> None:
+    """Change the logits ``[V]`` of tokens that were said: all of them, and those from ``start`` on by how often."""
+    every = torch.tensor(sorted(set(said)), device=logits.device)
+    known, penalty = logits[every], params.repetition_penalty
+    logits[every] = torch.where(known > 0, known / penalty, known * penalty)
+    counts = torch.bincount(torch.tensor(said[start:], dtype=torch.int64, device=logits.device), minlength=len(logits))
+    logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _cut(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Return ``weights`` ``[m, V]`` with everything outside top_k, top_p and min_p set to 0 (not normalised again)."""
     ranked, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     ranked = ranked * (rank < top_k)
     before = ranked.cumsum(-1) - ranked
     ranked = ranked * ((before < top_p * ranked.sum(-1, keepdim=True)) | (rank == 0))
+    ranked = ranked * (ranked >= min_p * ranked[:, :1])
     return torch.zeros_like(weights).scatter_(-1, order, ranked)

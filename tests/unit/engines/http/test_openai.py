@@ -79,8 +79,11 @@ async def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
     ("mode", "sampling", "message"),
     [
         ("raw_logprobs", {"temperature": 0.7}, "before temperature, so at temperature 0.7 .*processed_logprobs"),
-        ("raw_logprobs", {"top_p": 0.9}, "do not know of top_p and top_k"),
-        ("sglang", {"temperature": 0.7, "top_k": 5}, "do not know of top_p and top_k; .*`kind: sglang_http`"),
+        ("raw_logprobs", {"repetition_penalty": 1.2}, "may not know of penalties; .*processed_logprobs"),
+        ("raw_logprobs", {"min_p": 0.1}, "do not know of top_p, top_k and min_p"),
+        ("processed_logprobs", {"extra": {"echo": True}}, "sampling.extra: echo is set by the engine itself"),
+        ("raw_logprobs", {"top_p": 0.9}, "do not know of top_p, top_k and min_p"),
+        ("sglang", {"temperature": 0.7, "top_k": 5}, "do not know of top_p, top_k and min_p; .*`kind: sglang_http`"),
     ],
 )
 async def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(

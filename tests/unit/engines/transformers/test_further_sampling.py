@@ -1,0 +1,58 @@
+"""min_p and penalties: each token's log-prob is that of the distribution it was sampled from, by a plain pass."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.trajectory.settings import Sampling
+from tests.integration.sglang_oracle import ask, expected, request
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 1.3, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 20, "min_p": 0.05},
+    {"temperature": 1.2, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 1.0},
+]
+
+
+def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
+    engine = TransformersEngine("embedded", threads=1)
+    requests = [request(engine, str(i), i, 32, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(KINDS)]
+
+    async def answers() -> list[Any]:
+        found = await ask(engine, *requests)
+        first = found[2]
+        rest = first.request.continued(first.request.ids[:0] + type(first.request.ids)("i", first.ids[:9]), "rest")
+        found += await ask(engine, rest)
+        await engine.aclose()
+        return list(found)
+
+    *whole, rest = asyncio.run(answers())
+    for got in whole:
+        prompt = list(got.request.ids)
+        assert got.logprobs == pytest.approx(expected("final", prompt, got.ids, got.request.sampling), abs=1e-4)
+    assert rest.ids == whole[2].ids[9:], "what goes on has the penalties of what was said before"
+
+
+def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:
+    engine = TransformersEngine("embedded", threads=1)
+
+    async def answer() -> Any:
+        (got,) = await ask(engine, request(engine, "r", extra={"beam_width": 3}))
+        await engine.aclose()
+        return got
+
+    assert "takes no further sampling parameters, got beam_width" in asyncio.run(answer()).chunks[-1].error
+
+
+def test_a_state_s_settings_are_laid_over_the_run_s() -> None:
+    run = Sampling(min_p=0.1, repetition_penalty=1.1, extra={"a": 1})
+    assert Sampling(min_p=0.0, presence_penalty=0.5).over(run).further == {
+        "min_p": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "extra": {"a": 1},
+    }  # fmt: skip
