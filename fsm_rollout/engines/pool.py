@@ -144,7 +144,7 @@ class EnginePool:
             self.here()
         pending.paused = bool(self._lives.held)
         pending.keep_time()
-        if "asleep" in self._lives.held and not self._sleep_logged:
+        if "asleep" in self._lives.held and not (self._sleep_logged or self.sleeps):
             self._sleep_logged = True
             logger.warning("the engine is asleep: generations wait until it is woken")
         self.requests += 1
@@ -255,7 +255,7 @@ class EnginePool:
                 answered = unfinished.get(chunk.request_id)
                 if answered is not None and answered.at is replica and answered.request_id == chunk.request_id:
                     self._take(answered, chunk, now)
-                else:
+                elif answered is None:  # else it was ended here, and its engine has not heard of that yet
                     logger.warning("the engine answered an unknown or ended request %r", chunk.request_id)
                 if chunk.finish_reason is not None and unfinished.pop(chunk.request_id, None) is not None:
                     self._engine_ids.pop(chunk.request_id, None)  # from here on another request may have the id

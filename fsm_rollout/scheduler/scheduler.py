@@ -430,3 +430,5 @@ class Scheduler:
         Their groups still come back from :meth:`run`; with a target, it takes no further prompts.
         """
         self.samples.stop(Outcome(Trigger.CANCELLED) if suspend is None else Suspension(suspend))
+        if self._run is not None:
+            self._run.changed.set()  # for samples in their pause before a repeat

@@ -180,7 +180,12 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise JournalError(f"journal {self.path} cannot be written: {self._failure}") from self._failure
+            why = str(self._failure)
+            if not self.path.exists():
+                why = "the file was deleted, or moved away, while it was written"  # SQLite: "a readonly database"
+            elif "full" in why:
+                why = f"{why}; free space, then `fsm-rollout resume`"
+            raise JournalError(f"journal {self.path} cannot be written: {why}") from self._failure
         if self._closed.is_set():
             raise JournalError(f"journal {self.path} is closed")
 

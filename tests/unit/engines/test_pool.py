@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
@@ -657,3 +658,17 @@ def test_what_waits_for_a_sleeping_engine_is_told_of(caplog: pytest.LogCaptureFi
         right(answer, "yes")
     told = [record.getMessage() for record in caplog.records]
     assert told == ["the engine is asleep: generations wait until it is woken"]
+
+
+@pooled(sleeps=True)
+async def test_an_engine_that_sleeps_between_runs_is_not_told_of(client: EngineClient, place: Place) -> None:
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("fsm_rollout.engines.pool").addHandler(handler)
+    await client.sleep()
+    waiting = soon(client, "a")
+    await asyncio.sleep(1)
+    await client.wake()
+    right(*await waiting)
+    assert told == []

@@ -690,3 +690,19 @@ def test_what_is_left_of_an_earlier_round_of_the_log_is_no_damage(
         assert damage_of(copy) is None
         journal._move_log()
         assert log.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("full", "disk is full; free space, then `fsm-rollout resume`"), ("deleted", "was deleted")]
+)
+def test_a_journal_that_cannot_go_on_says_what_to_do(what: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    if what == "full":
+        journal._connection.execute("PRAGMA max_page_count = 1")
+    else:
+        path.unlink()
+    for number in range(10):
+        journal.append(f"g/{number}", prompted(f"g/{number}", extra={"long": "x" * 10_000}))
+    with pytest.raises(JournalError, match=told):
+        journal.close()
