@@ -120,12 +120,6 @@ class Sampling(StrictModel):
     )
     ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
 
-    @property
-    def further(self) -> dict[str, Any]:
-        """What is set of the parameters that few runs set, by name."""
-        names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "extra")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
     def over(self, base: Sampling) -> Sampling:
         """Return ``base``, overridden by every value that is set here."""
         return base.model_copy(update=self.model_dump(exclude_none=True))

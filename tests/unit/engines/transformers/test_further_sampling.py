@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+import fsm_rollout as fr
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
-from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.model import embedded_model
+from fsm_rollout.model.folders import load_tokenizer
 from tests.integration.sglang_oracle import ask, expected, request
+from tests.kit import ROOT
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.3, "min_p": 0.1},
@@ -51,8 +56,12 @@ def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:
     assert "takes no further sampling parameters, got beam_width" in asyncio.run(answer()).chunks[-1].error
 
 
-def test_a_state_s_settings_are_laid_over_the_run_s() -> None:
-    run = Sampling(min_p=0.1, repetition_penalty=1.1, extra={"a": 1})
-    assert Sampling(min_p=0.0, presence_penalty=0.5).over(run).further == {
-        "min_p": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "extra": {"a": 1},
-    }  # fmt: skip
+def test_what_a_run_sets_reaches_the_engine_under_what_a_prompt_sets() -> None:
+    engine = ScriptedEngine(["4"], tokenizer=load_tokenizer(embedded_model()), log=True)
+    sampling = {"min_p": 0.1, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "extra": {"a": 1}}
+    prompt = {"messages": [{"role": "user", "content": "2 + 2?"}], "sampling": {"min_p": 0.0, "presence_penalty": 0.5}}
+    with fr.Rollout(ROOT / "configs/agents/single_turn.yaml", engine, sampling=sampling) as rollout:
+        rollout.run([prompt])
+    (params,) = [logged.what.sampling for logged in engine.log if isinstance(logged.what, Request)]
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    assert (params.min_p, params.penalties, params.extra) == (0.0, penalties, {"a": 1})
