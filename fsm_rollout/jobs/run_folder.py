@@ -41,7 +41,7 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process runs there, or the folder cannot be made or written to.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]  # False for a name that is too long
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _locked(folder)

@@ -32,6 +32,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="cannot be the run's folder: Not a directory"), claimed(tmp_path / "file/a"):
         pass
+    with pytest.raises(ConfigError, match="folder: File name too long; choose"), claimed(tmp_path / ("a" * 300)):
+        pass
 
 
 def test_a_journal_without_a_trajectory_holds_nothing_to_keep(tmp_path: Path) -> None:
