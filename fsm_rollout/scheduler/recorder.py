@@ -35,11 +35,6 @@ class Recorder:
         self.listeners = tuple(listeners)
         self._stalls: StallWatch | None = None  # watches the present run
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the state of tools and users is kept: in the journal, if there is one."""
-        return self.journal is not None
-
     def keep(self, data: bytes) -> str:
         """Keep bytes in the journal and return their name."""
         assert self.journal is not None

@@ -178,8 +178,7 @@ class SampleRunner:
             await self._run_active(run, group, live)
             # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
             trajectory = live.trajectory
-            restart = live.restart or begins_anew(trajectory)
-            if not restart or trajectory.stop_reason != StopReason.CANCELLED:
+            if trajectory.stop_reason != StopReason.CANCELLED or not (live.restart or begins_anew(trajectory)):
                 if trajectory.ended:
                     run.stopped_by = run.stopped_by or run.watch.note(trajectory)
                 if trajectory.failure is None:

@@ -26,6 +26,7 @@ from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Resumed, Snapshotted, Suspended, encode
+from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import INTERACTION, Trajectory
@@ -75,9 +76,7 @@ class LiveUser(Protocol):
 class Kept(Protocol):
     """Where the state of tools and users is kept, from which a trajectory can go on in another process."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is kept."""
+    journal: Journal | None  # `None`: nothing is kept
 
     def keep(self, data: bytes) -> str:
         """Keep bytes and return their name."""
@@ -136,7 +135,7 @@ class ActiveTrajectory:
             tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
             extra=trajectory.extra,
             run_agent=self.run_agent,
-            keeps=self.kept is not None and self.kept.keeps,
+            keeps=self.kept is not None and self.kept.journal is not None,
         )
 
     def keep(self, name: str, data: bytes) -> None:
@@ -148,7 +147,7 @@ class ActiveTrajectory:
     def snapshot(self, name: str) -> bytes | None:
         """Return the state that a tool or a user had after the latest call or reply, if it was kept."""
         blob = self.trajectory.snapshots.get(name)
-        if blob is None or self.kept is None or not self.kept.keeps:
+        if blob is None or self.kept is None or self.kept.journal is None:
             return None
         try:
             return self.kept.kept(blob)
@@ -179,7 +178,7 @@ class ActiveTrajectory:
     async def state_of_user(self, state: str) -> bytes | None:
         """Return what the interaction of a state knows now, if that is kept; what fails is logged, and not kept."""
         interaction = self.interaction(state)
-        if self.kept is None or not self.kept.keeps or not interaction.snapshots:
+        if self.kept is None or self.kept.journal is None or not interaction.snapshots:
             return None
         try:
             return await interaction.snapshot()

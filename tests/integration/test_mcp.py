@@ -21,7 +21,8 @@ from fsm_rollout.agent.graph import MCP, ToolSpec
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import Toolbox, ToolSession
-from fsm_rollout.trajectory.events import Called, ToolCall
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Restored, ToolCall
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 
 pytestmark = pytest.mark.process
@@ -249,3 +250,37 @@ def test_a_run_calls_them_and_records_what_they_said(tmp_path: Path, monkeypatch
         assert not rollout.agents["caller"].tools["files"].may_repeat
     assert [event.result for event in events if isinstance(event, Called)] == ["42"]
     assert os.getcwd() != str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "repeatable", "begun_anew"),
+    [("add", True, False), ("add", None, True), ("count", None, True), ("count", True, True)],
+)
+def test_a_resumed_trajectory_never_goes_on_with_a_session_that_knows_nothing_of_it(
+    name: str, repeatable: bool | None, begun_anew: bool
+) -> None:
+    """Its calls are made again, or it begins anew; `count` names its process, so it is not as repeatable as is said."""
+    agent = loads(AGENT.replace("MCP", "{command: [python]}"))
+    tool = ToolSpec(mcp=STDIO, allow=(name,), timeout=PATIENCE, repeatable=repeatable)
+    agent = agent.model_copy(update={"tools": {"files": tool}})
+    call = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
+    call = call.replace("NAME", name).replace("{}", '{"left": 1}' if name == "add" else "{}")
+    engine = {"kind": "scripted", "turns": [call, call, "2"]}
+    log: list[AnyEvent] = []
+
+    def ran(resume: list[list[AnyEvent]]) -> tuple[list[str], list[str]]:
+        log.clear()
+        seen: list[Trajectory] = []
+        listeners = [lambda trajectory, event: log.append(event), lambda trajectory, event: seen.append(trajectory)]
+        with fr.Rollout(agent, engine, on_event=listeners) as rollout:
+            rollout.run(["How often?"], resume=resume)
+        told = [str(m["content"]).split()[-1] for m in seen[-1].messages if m["role"] == "tool"]
+        return told, [event.ways[name] for event in log if isinstance(event, Restored)]
+
+    expected = ["2", "2"] if name == "add" else ["1", "2"]
+    assert ran([]) == (expected, [])
+    cut = next(place for place, event in enumerate(log, 1) if isinstance(event, Called))
+    told, ways = ran([log[:cut]])
+    assert told == expected
+    assert ways == ([] if begun_anew else ["1 call made again"])
+    assert any((event.detail or "").startswith("begun anew") for event in log if isinstance(event, Ended)) is begun_anew

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fsm_rollout.report.cards import cards
 from fsm_rollout.report.figures import BINS, Figures
 from fsm_rollout.report.recording import Recording
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.spans import BUSY, Clock
 from fsm_rollout.report.trajectory import time_lanes
-from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Resumed, Suspended
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Restored, Resumed, Suspended
 from fsm_rollout.trajectory.wall_time import covered
 from tests.histories import several_event_sequences
 from tests.unit.report.recorded_runs import history, write_run
@@ -141,3 +142,12 @@ def test_replicas_have_lanes_on_one_scale_where_there_are_several(tmp_path: Path
     assert heights == [5.0, 52.5], "half the load is half as high"
     write_report(write_run(tmp_path / "one", {"0/0": busy}))
     assert 'id="replicas"' not in (tmp_path / "one/report.html").read_text("utf-8")
+
+
+def test_a_page_says_by_what_tools_were_restored() -> None:
+    events = interrupted()
+    place = next(place for place, event in enumerate(events) if isinstance(event, Resumed)) + 1
+    ways = {"notes": "its snapshot", "files": "2 calls made again"}
+    events.insert(place, Restored(at=events[place - 1].at, ways=ways))
+    pauses = [card.pause for card in cards(Recording.of(events)) if card.pause is not None]
+    assert pauses[-1] == "restored: notes by its snapshot, files by 2 calls made again"
