@@ -23,9 +23,9 @@ from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
-from fsm_rollout.batch.padding import pack, pad, unpack, unpad
+from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
-from fsm_rollout.batch.storage import jagged, load_tensors, plain_columns, put_columns, save_tensors
+from fsm_rollout.batch.storage import load_tensors, save_tensors
 from fsm_rollout.batch.table import data_frame, score_with_error
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError

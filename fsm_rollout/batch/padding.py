@@ -1,4 +1,4 @@
-"""Rows end to end as flat arrays by key, or as rectangles, and back.
+"""Rows end to end as flat arrays by key, or as rectangles, and back; and what a TensorDict takes of either.
 
 Invariant: ``unpad(pad(rows))`` and ``unpack(pack(rows))`` are the rows' arrays again, whatever the pad id (it may well
 be a token that occurs: the attention mask tells them apart). A rectangle holds the packed values where the attention
@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED, Along
 from fsm_rollout.batch.rows import Array, FlatRows
 
+_SCALARS = (str, int, float, bool, type(None))
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
 
 
@@ -120,3 +123,31 @@ def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, length * dtype.itemsize, flags=flags)
     return np.frombuffer(memory, dtype)
+
+
+# -- as a TensorDict has them ---------------------------------------------------------------------------------------
+
+
+def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Add the columns that are no tensors: from each row's facts, those of their names."""
+    for key in NON_TENSOR_KEYS:
+        # Values that are no scalars are wrapped here: the stack would look at each of them for long.
+        values = []
+        for row in facts:
+            value = row[key]
+            values.append(value if type(value) in _SCALARS else NonTensorData(data=value))
+        # An empty stack cannot be loaded.
+        tensordict.set(key, NonTensorStack(*values) if values else NonTensorData([], batch_size=[0]))
+
+
+def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
+    """Return what :func:`put_columns` was given."""
+    columns = {key: tensordict.get(key).tolist() for key in NON_TENSOR_KEYS}
+    return [{key: values[row] for key, values in columns.items()} for row in range(tensordict.batch_size[0])]
+
+
+def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
+    return {
+        key: torch.nested.nested_tensor_from_jagged(flat, offsets[PER_TOKEN[key].along]) for key, flat in values.items()
+    }

@@ -1,4 +1,4 @@
-"""A batch's tensors and columns in the forms of TensorDict, in memory and on disk.
+"""A batch's tensors and columns on disk, in TensorDict's form.
 
 Invariant: a folder either has a whole batch or is as it was before.
 """
@@ -10,43 +10,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.padding import jagged, plain_columns, put_columns
 from fsm_rollout.errors import BatchError
 
-_SCALARS = (str, int, float, bool, type(None))
 _FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
-
-
-def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
-    """Add the columns that are no tensors: from each row's facts, those of their names."""
-    for key in NON_TENSOR_KEYS:
-        # Values that are no scalars are wrapped here: the stack would look at each of them for long.
-        values = []
-        for row in facts:
-            value = row[key]
-            values.append(value if type(value) in _SCALARS else NonTensorData(data=value))
-        # An empty stack cannot be loaded.
-        tensordict.set(key, NonTensorStack(*values) if values else NonTensorData([], batch_size=[0]))
-
-
-def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
-    """Return what :func:`put_columns` was given."""
-    columns = {key: tensordict.get(key).tolist() for key in NON_TENSOR_KEYS}
-    return [{key: values[row] for key, values in columns.items()} for row in range(tensordict.batch_size[0])]
-
-
-def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
-    return {
-        key: torch.nested.nested_tensor_from_jagged(flat, offsets[PER_TOKEN[key].along]) for key, flat in values.items()
-    }
 
 
 def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, object]) -> None:
