@@ -1,4 +1,4 @@
-"""One run of a scheduler: what was asked for, and how far it is; its prompts, and where each of its groups is.
+"""One run of a scheduler: what was asked for, how far it is, where its groups are, and whether too much has failed.
 
 Invariant: whoever changes what others wait for sets ``changed``, so nothing is asked for again and again.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, islice
 from weakref import WeakSet
@@ -16,11 +16,12 @@ from weakref import WeakSet
 from msgspec import to_builtins
 
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
-from fsm_rollout.scheduler.failure_policy import Watch
+from fsm_rollout.scheduler.failure_policy import Failures, is_the_policys
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.states.active_trajectory import Stop
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 class PromptQueue(Iterator[Prompt]):
@@ -97,6 +98,65 @@ class GroupTable(dict[str, Group]):
         group.state = GroupState.DELIVERED
         group.active.clear()
         self.delivered.add(group)
+
+
+class Watch:
+    """What has failed in a run so far: says when it is to stop."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        window = 0 if failures.breaker is None else failures.breaker.window
+        # The latest attempts that have ended, as many as the breaker looks at.
+        self._latest: deque[Trajectory] = deque(maxlen=window)
+        # Why the reward failed, of the latest trajectories that it was asked about.
+        self._judged: deque[str | None] = deque(maxlen=window)
+
+    def note(self, trajectory: Trajectory) -> RunStopped | None:
+        """Take in an attempt that has ended, well or not; return why the run is to stop, if it is."""
+        self._latest.append(trajectory)
+        failure = trajectory.failure
+        if failure is not None and self._failures.of(failure).do == "stop":
+            return RunStopped(
+                f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
+                f"{trajectory.stop_reason} ({_first_line(trajectory)})"
+            )
+        failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]
+        if not self._breaks(len(failed), len(self._latest)):
+            return None
+        return RunStopped(
+            f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
+            f"the policy's: {_told(failed)} (failures.breaker)"
+        )
+
+    def judged(self, scored: int, errors: Sequence[str]) -> RunStopped | None:
+        """Take in how many scores a reward has given and why others failed; return why the run is to stop, if it is."""
+        self._judged += [*(None for _ in range(scored)), *errors]
+        failed = [error for error in self._judged if error is not None]
+        if not self._breaks(len(failed), len(self._judged)):
+            return None
+        return RunStopped(
+            f"the run stops: the reward failed for {len(failed)} of the latest {len(self._judged)} trajectories; the "
+            f"first of them: {failed[0]} (failures.breaker)"
+        )
+
+    def _breaks(self, failed: int, looked_at: int) -> bool:
+        breaker = self._failures.breaker
+        return breaker is not None and looked_at >= breaker.window and failed >= breaker.share * breaker.window
+
+
+def _told(failed: Iterable[Trajectory]) -> str:
+    """Return how many failed in which way, and what the first of each said."""
+    failed = list(failed)
+    counts = Counter((trajectory.failure, trajectory.stop_reason) for trajectory in failed)
+    first = {(trajectory.failure, trajectory.stop_reason): trajectory for trajectory in reversed(failed)}
+    return "; ".join(
+        f"{count} {reason} ({failure}: {_first_line(first[failure, reason])})"
+        for (failure, reason), count in counts.most_common(3)
+    )
+
+
+def _first_line(trajectory: Trajectory) -> str:
+    return (trajectory.detail or "no further detail").partition("\n")[0]
 
 
 @dataclass(slots=True, eq=False)

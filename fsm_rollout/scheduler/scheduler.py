@@ -36,12 +36,12 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
-from fsm_rollout.scheduler.failure_policy import ENDS, Failures, Watch, class_of
+from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, Watch
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
