@@ -1,43 +1,38 @@
 """Glue and prompts without a render: templates of glue, learned from the reference and checked by probes.
 
-Invariant: an answer given here is the one the reference gave, or would give. A :class:`GlueTemplate` is learned for a
-*shape* (the roles, keys, names and kinds of the last turn and the new messages) only if the reference gives the same
-glue after ten unlike histories and the real one, and it is used only with tools and role orders for which it has given
-the reference's answer. What is unusual (odd messages, text that the chat template itself looks for) has no shape and is
-rendered in full; so is every shape of a template that keeps state over the conversation (DeepSeek's or Command-R's,
-which the probes find out; no list of names does). After :meth:`GlueCache.distrust` nothing is answered here again.
+Invariant: an answer given here is the one the reference gave, or would give, and what :meth:`GlueTemplate.encode` gives
+is what encoding the filled text in one go gives, with the same parts. A template is learned for a *shape* (the roles,
+keys, names and kinds of the last turn and the new messages) as :mod:`fsm_rollout.chat.glue_learning` says, and it is
+used only with tools and role orders for which it has given the reference's answer. What is unusual (odd messages, text
+that the chat template itself looks for) has no shape and is rendered in full. After :meth:`GlueCache.distrust` nothing
+is answered here again.
 """
 
 from __future__ import annotations
 
 import json
 import marshal
-import re
-import secrets
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsm_rollout.chat.derive import Glue, Slot, Step, draw_word, fit
-from fsm_rollout.chat.glue_template import MOST_ENTRIES, GlueTemplate
-from fsm_rollout.chat.markers import Encoded, Place, places_of
+from fsm_rollout.chat.derive import Pieces, filled
+from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder, Part, Place, parts_at, places_of
 from fsm_rollout.chat.messages import Messages, made_id
-from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
-from fsm_rollout.chat.render import Tools, shown_tools
-from fsm_rollout.chat.turn_ends import probe_histories
-from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.stream import only_text_of, text_of
+from fsm_rollout.chat.reference import Reference
+from fsm_rollout.chat.render import Tools
+from fsm_rollout.trajectory.stream import only_text_of
+from fsm_rollout.trajectory.tokens import Ids, MessagePart, as_ids
 
 if TYPE_CHECKING:
     from jinja2 import nodes
 
-# White space, quotes and escapes around a probe's word: they tell a trimmed slot from a JSON-encoded one.
-BEFORE, AFTER = "\n \t", ' "q\\ \n\né\' <b>& {"a": [1]}  \n\n'
-# What the cache keeps: MOST_ENTRIES of a kind, and turns of about so many characters. Then it begins anew.
+# What the cache keeps: so many of a kind, and turns of about so many characters. Then it begins anew.
+MOST_ENTRIES = 4096
 MOST_CHARACTERS = 2**24
+SHORT = 2_000  # texts of up to so many characters are remembered with their ids: what tools answer is often the same
 MESSAGE_CHARACTERS = 256  # what a turn counts besides its text
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
@@ -55,12 +50,92 @@ class Shape(NamedTuple):
     texts: list[str]  # what fills the slots: each message's text, then each one's tool call id
 
 
+class GlueTemplate(CacheEntry):
+    """Text of the chat template with slots for messages' text; what lies before and behind the slots is encoded once.
+
+    Only what lies between the nearest markers (``_middle``) is encoded each time, if that is seen to make no difference
+    on ``probes``: SentencePiece-like tokenizers, whose first word is special, fail, and their templates save the render
+    only. Where it holds other markers than the chat template's (``_markers``), all is encoded the long way, through
+    :meth:`MarkerEncoder.encode_parts`.
+
+    ``fixed`` is where text of further messages stands in the first piece. The first ``dropped`` ids are encoded with
+    the rest, but are not part of the result: the close token that was sampled already.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        encoder: MarkerEncoder,
+        injection: Injection,
+        probes: Sequence[Sequence[str]],
+        fixed: Sequence[Place] = (),
+        dropped: int = 0,
+    ) -> None:
+        super().__init__()
+        self._encoder = encoder
+        self._injection: Injection = injection
+        self._dropped = dropped
+        self._fast = False
+        # The ids of short middles that came before, and their parts in the whole.
+        self._known: dict[str, tuple[Ids, tuple[MessagePart, ...]]] = {}
+        self.pieces = pieces
+        first, last = str(pieces[0]), str(pieces[-1])
+        self._first = list(_cut_at(first, fixed))
+        whole = [self.encode(probe) for probe in probes]
+        start, end = encoder.cut(first)[-1][0], encoder.cut(last)[0][0]
+        head = encoder.encode(first.removesuffix(start))
+        self._head, self._tail = as_ids(head.ids)[dropped:], as_ids(encoder.encode(last.removeprefix(end)).ids)
+        self._head_parts = tuple([part.moved(-dropped) for part in parts_at(fixed, head.offsets)])
+        self._middle: Pieces = [start, *pieces[1:-1], end]
+        self._markers = [m.id for piece in self._middle if isinstance(piece, str) for _, m in encoder.find(piece)]
+        self._fast = not encoder.overlapping
+        self._fast &= [self.encode(probe) for probe in probes] == whole
+
+    def text(self, texts: Sequence[str]) -> str:
+        """Return the text with its slots filled."""
+        return "".join([part.text for part in filled(self.pieces, texts)])
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids, whose they are, and how many injected markers were neutralised."""
+        if self._fast:
+            middle = ""
+            for piece in self._middle:
+                middle += piece if isinstance(piece, str) else piece.transform(texts[piece.index])
+            known = self._known.get(middle)
+            if known is None:
+                encoding = self._encoder.encode(middle)
+                if self._encoder.markers_of(encoding.ids) == self._markers:
+                    parts = parts_at(places_of(filled(self._middle, texts)), encoding.offsets)
+                    known = as_ids(encoding.ids), (*self._head_parts, *(part.moved(len(self._head)) for part in parts))
+                    if len(middle) <= SHORT:
+                        if len(self._known) >= MOST_ENTRIES:
+                            self._known.clear()
+                        self._known[middle] = known
+            if known is not None:
+                ids, message_parts = known
+                return Encoded(self._head + ids + self._tail, parts=message_parts, entry=self)
+        filled_parts = [*self._first, *filled(self.pieces[1:], texts)]
+        encoded = self._encoder.encode_parts(filled_parts, self._injection).after(self._dropped)
+        encoded.entry = self
+        return encoded
+
+
+def _cut_at(text: str, places: Sequence[Place]) -> Iterator[Part]:
+    """Yield a text of the template with messages at the places."""
+    at = 0
+    for message, start, end in places:
+        yield Part(text[at:start])
+        yield Part(text[start:end], message=message)
+        at = end
+    yield Part(text[at:])
+
+
 class GlueCache:
     """What was learned of one chat template; bounded, shared by all trajectories."""
 
     def __init__(self, reference: Reference) -> None:
-        self._reference, self._deriver = reference, reference.deriver
-        self._tested, self._compared = tested_texts(self._deriver.renderer.trees())
+        self._renderer = reference.deriver.renderer
+        self._tested, self._compared = tested_texts(self._renderer.trees())
         self._distrusted = False
         self._forget()
 
@@ -92,11 +167,12 @@ class GlueCache:
             return None
         identity = tuple(map(id, tools)) if type(tools) is not tuple else (id(tools),)
         if identity not in self._tools:
-            self._make_room()
+            self.make_room()
             self._tools[identity] = marshal.dumps(list(tools), 2), tuple(tools)  # of a tuple, this is the same object
         return self._tools[identity][0]
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """Begin anew where there is no room for one more."""
         if max(len(self.templates), len(self._tools)) >= MOST_ENTRIES:
             self._forget()
 
@@ -157,109 +233,6 @@ class GlueCache:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError):
             return None
 
-    def learn(self, shape: Shape, asked: Opening | FollowUp) -> Encoded:
-        """Answer by the reference, and learn from it for the next question of the shape."""
-        if shape.key in self.templates:
-            return self._reference.encode(asked)  # for good
-        encoder, injection = self._deriver.encoder, self._reference.injection
-        if isinstance(asked, Opening):
-            prompt = self._reference.prompt(asked)
-            encoded = encoder.encode_parts(prompt.parts, injection)
-            self._make_room()
-            self.templates[shape.key] = self._learned_prompt(prompt, asked, shape.texts, encoded)
-            return encoded
-        step, glue = self._reference.glue(asked)
-        encoded = glue.encode(encoder, injection)
-        # A template learned with other tools or after another order of roles is taken over if it gives what the
-        # reference gives.
-        self._make_room()
-        template = self.templates.get(shape.general)
-        if template is None or template.text(shape.texts) != glue.close.text + glue.text:
-            template = self._learned(step, glue, encoded)
-            self.templates[shape.general] = template
-        self.templates[shape.key] = template
-        return encoded
-
-    def _learned(self, step: Step, glue: Glue, result: Encoded) -> GlueTemplate | None:
-        """Return a template for all glue of this shape, or None if there is none that can be trusted."""
-        # 1. Unguessable words for text and ids; as they are, and with white space and quotes around them.
-        named = _with_other_ids(step)
-        word = draw_word()
-
-        def saying(before: str, after: str) -> Step:
-            new = [
-                {**message, "content": f"{before}{word}{index}m{after}" if text_of(message) else ""}
-                for index, message in enumerate(named.new)
-            ]
-            return replace(named, new=new)
-
-        plain, decorated = saying("", ""), saying(BEFORE, AFTER)
-        # 2. The glue must be the same after every history, whatever the turn said, and whenever.
-        same = self._same_everywhere(plain)
-        if same is None:
-            return None
-        try:
-            dressed = self._deriver.derive(decorated)
-        except ChatTemplateError:
-            return None
-        if not (same.close, same.opener) == (dressed.close, dressed.opener) == (glue.close, glue.opener):
-            return None
-        # 3. Later texts are written in the way in which these words were.
-        shown = (glue.close.text + same.text, glue.close.text + dressed.text)
-        words = _texts(plain), _texts(decorated)
-        count, dropped = len(step.new), int(glue.close_sampled)
-        return self._fitted(shown, words, _texts(step), result, messages=count, dropped=dropped)
-
-    def _fitted(
-        self,
-        shown: tuple[str, str],
-        words: tuple[list[str], list[str]],
-        texts: list[str],
-        result: Encoded,
-        *,
-        messages: int,
-        fixed: Sequence[Place] = (),
-        dropped: int = 0,
-    ) -> GlueTemplate | None:
-        """Return the template that shows plain and decorated words so, if it gives ``result`` for the real texts.
-
-        The first so many texts are the ``messages``'.
-        """
-        pieces = fit(_split(shown[0], words[0]), words[1], shown[1])
-        if pieces is None:
-            return None
-        pieces = [
-            replace(piece, is_message=False) if isinstance(piece, Slot) and piece.index >= messages else piece
-            for piece in pieces
-        ]
-        probes = [texts, *words, [f" {word}" for word in words[0]]]
-        template = GlueTemplate(pieces, self._deriver.encoder, self._reference.injection, probes, fixed, dropped)
-        return template if template.encode(texts) == result else None
-
-    def _same_everywhere(self, step: Step) -> Glue | None:
-        """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
-        histories = probe_histories(self._reference.dialect, tools=bool(step.tools))
-        variants = [replace(step, base=base) for base in histories]
-        probe, content = variants[0], text_of(step.turn)
-        variants.append(replace(probe, now=step.now + timedelta(days=400)))
-        if content:
-            others = ("x", f"<think>\n{content}\n</think>\n\nx", content + "\n")
-            variants += [replace(probe, turn={**step.turn, "content": text}) for text in others]
-        else:
-            # A chat template that skips empty text skips this turn; what then stands before the glue shows only where
-            # the history is empty as well.
-            variants.append(replace(probe, base=[{"role": "user", "content": ""}]))
-        glues: list[Glue] = []
-        for variant in variants:
-            try:
-                glues.append(self._deriver.derive(variant))
-            except ChatTemplateError as error:
-                if error.rule != "template-raised":
-                    return None
-            if glues and glues[-1] != glues[0]:
-                return None
-        return glues[0] if len(glues) > 1 else None
-
     # --- prompts
 
     def prompt_shape(self, messages: Messages, tools: Tools | None, now: datetime) -> Shape | None:
@@ -276,26 +249,8 @@ class GlueCache:
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
-        key = digest, tuple(texts[:-1]), now if self._deriver.renderer.uses_clock else None
+        key = digest, tuple(texts[:-1]), now if self._renderer.uses_clock else None
         return Shape(key, key, texts)
-
-    def _learned_prompt(
-        self, prompt: PromptParts, asked: Opening, texts: list[str], result: Encoded
-    ) -> GlueTemplate | None:
-        """Return a template for prompts that differ in their last message's text, or None if there is none."""
-        *before, last = prompt.messages
-        none = [""] * len(before)
-        word = draw_word()
-        words = [*none, word], [*none, BEFORE + word + AFTER]
-        tools, now = shown_tools(asked.tools), asked.now or self._reference.now
-        try:
-            plain, dressed = (
-                self._deriver.renderer.render([*before, {**last, "content": text}], tools, now) for *_, text in words
-            )
-        except ChatTemplateError:
-            return None
-        fixed = [place for place in places_of(prompt.parts) if place[0] < len(before)]
-        return self._fitted((plain, dressed), words, texts, result, messages=len(prompt.messages), fixed=fixed)
 
 
 # --- what decides whether the reference would answer the same
@@ -394,33 +349,3 @@ def tested_texts(trees: Sequence[nodes.Template]) -> tuple[tuple[str, ...], froz
         if applied.name in _TEXT_METHODS:
             inside.update(*map(literals, applied.args))
     return tuple(sorted(text for text in inside if text.strip())), frozenset(whole)
-
-
-# --- probes
-
-
-def _texts(step: Step) -> list[str]:
-    return step.contents + [message.get("tool_call_id") or "" for message in step.new]
-
-
-def _with_other_ids(step: Step) -> Step:
-    """Return the step with unguessable call ids, of the same length where that may matter."""
-    calls = step.turn.get("tool_calls", ())
-    named: dict[str | None, str] = {}
-    for id_ in [call["id"] for call in calls] + [message.get("tool_call_id") for message in step.new]:
-        if id_:
-            size = len(id_) if len(id_) >= 8 else 24
-            named[id_] = secrets.token_hex(size)[:size]
-    turn = {**step.turn, "tool_calls": [{**call, "id": named[call["id"]]} for call in calls]} if calls else step.turn
-    new = [
-        {**message, "tool_call_id": named[message["tool_call_id"]]} if message.get("tool_call_id") else message
-        for message in step.new
-    ]
-    return replace(step, turn=turn, new=new)
-
-
-def _split(text: str, words: Sequence[str]) -> list[str | int]:
-    """Cut ``text`` at every occurrence of a word; words stand for their index, equal ones for the first one's."""
-    numbers = {word: index for index, word in reversed(list(enumerate(words))) if word}
-    pieces = re.split(f"({'|'.join(map(re.escape, numbers))})", text) if numbers else [text]
-    return [numbers.get(piece, piece) for piece in pieces]

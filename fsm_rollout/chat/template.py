@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsm_rollout.chat.derive import Deriver
 from fsm_rollout.chat.glue_cache import GlueCache, Shape
+from fsm_rollout.chat.glue_learning import GlueLearner
 from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import Messages, roles_of
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
@@ -81,6 +82,7 @@ class ChatTemplate:
         self.stop_ids: frozenset[int] = configured_stops | closes.ids
         self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now)
         self._cache = GlueCache(self.reference)
+        self._learner = GlueLearner(self._cache, self.reference)
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
@@ -171,7 +173,7 @@ class ChatTemplate:
         if shape is None:
             return self.reference.encode(asked)
         learned = self._cache.templates.get(shape.key)
-        return learned.encode(shape.texts) if learned is not None else self._cache.learn(shape, asked)
+        return learned.encode(shape.texts) if learned is not None else self._learner.learn(shape, asked)
 
     # --- policy, audit
 
