@@ -157,7 +157,7 @@ def as_prompts(
         return read_prompts(items)
     if isinstance(items, str | Path | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
-    given = enumerate(rows_of_table(items))
+    given = enumerate(items if isinstance(items, list) else rows_of_table(items))
     return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in given), named=named)
 
 
