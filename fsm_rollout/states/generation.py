@@ -20,7 +20,7 @@ from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.engines.pending import Once, PendingRequest
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
