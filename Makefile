@@ -12,7 +12,7 @@ OVER := .venv-over
 TRAINERS := verl others verifiers
 # Three processes, also on two cores: where servers start, tests wait.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
-.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs mutants mutation nightly clean
+.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs reference mutants mutation nightly clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
@@ -66,6 +66,10 @@ diagrams: $(STAMP)  ## draw the agents and photograph the pages anew
 		$(BIN)/fsm-rollout draw $$agent -o diagrams/$$(basename $$agent .yaml).svg || exit 1; \
 	done
 	$(BIN)/python diagrams/photograph.py
+
+# The tables of docs/reference, from the code; a test compares.
+reference: $(STAMP)
+	$(BIN)/python docs/site/reference.py
 
 # These pages as a site, in site/: whatever is wrong with a page, a link or a table ends it.
 docs: $(STAMP)  ## build the documentation as a site, strictly, into site/

@@ -75,6 +75,12 @@ def test_every_table_is_shown_somewhere(reference: Any) -> None:
         assert getattr(reference, name)() or name == "failure_classes", name
 
 
+@pytest.mark.parametrize("page", [page for page in pages() if "<!-- reference: " in (ROOT / page).read_text("utf-8")])
+def test_the_tables_in_the_repository_are_those_of_the_code(reference: Any, page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert text == reference.filled(text), f"{page} is not what the code says; run `make reference`"
+
+
 def test_every_tensor_and_column_of_a_batch_has_a_meaning(reference: Any) -> None:
     meanings = reference.tensor_meanings()
     keys = list(reference.small_batch().tensordict.keys())

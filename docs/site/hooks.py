@@ -1,7 +1,7 @@
 """What the site adds to the pages in docs/: the README as home, pictures and examples, and tables made from the code.
 
 Invariant: sources link to each other as they lie in the repository, so every link works there and on the site. A page's
-``<!-- reference: name -->`` is replaced by what the function of that name in ``reference.py`` returns.
+``<!-- reference: name -->`` is followed by what the function of that name in ``reference.py`` returns now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ FILES = ("diagrams/*.svg", "diagrams/*.png", "configs/*/*.yaml", "configs/*/*.js
 """What pages show or link to, besides pages."""
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 SOURCE = re.compile(r'(?<=src=")[^":]+|(?<=srcset=")[^":]+')
-MARKER = re.compile(r"<!-- reference: (\w+) -->")
 
 
 def _reference() -> Any:
@@ -58,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Fill in the tables, and let links lead to where things are on the site."""
     place = page.file.src_uri
     source = next((name for name, target in ADDED.items() if target == place), f"docs/{place}")
-    markdown = MARKER.sub(lambda found: getattr(_reference(), found[1])(), markdown)
+    markdown = _reference().filled(markdown, on_site=True)
 
     def link(found: re.Match[str]) -> str:
         target = moved(found["target"], source, place)

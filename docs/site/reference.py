@@ -1,5 +1,7 @@
 """The tables of the reference, made from the code: each function returns Markdown for the marker of its name.
 
+Run as a program (`make reference`) it writes them into the pages, behind their markers; a test compares.
+
 Invariant: nothing here repeats what the code says. Meanings are read from field descriptions, from the docstrings of
 enum members and classes, and from declarations; the types of the batch's tensors from a batch that is made here.
 """
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKER = re.compile(r"<!-- reference: (\w+) -->\n(?:.*?<!-- end of reference -->\n)?", re.DOTALL)
+"""Where a table stands in a page: the marker of its name, and all up to its end once it was filled in."""
 
 
 def agent_yaml() -> str:
@@ -323,7 +327,7 @@ def commands() -> str:
     from fsm_rollout.cli import app
 
     group = typer.main.get_command(app)
-    context = click.Context(group, info_name="fsm-rollout")
+    context = click.Context(group, info_name="fsm-rollout", terminal_width=100)
     parts = []
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         text = command.get_help(command.make_context(name, [], parent=context, resilient_parsing=True))
@@ -438,6 +442,57 @@ def python_api() -> str:
             lines = "\n".join(f"        {key}: {json.dumps(value)}" for key, value in options.items())
             parts.append(f"::: {_where_defined(name)}\n    options:\n{lines}")
     return "\n\n".join(parts)
+
+
+def python_api_as_text() -> str:
+    """Return what users import as the repository shows it: signatures and docstrings (the site has more of each)."""
+    import fsm_rollout
+
+    parts = []
+    for title, names in API.items():
+        parts.append(f"## {title}")
+        for name in names:
+            home, _, own_name = name.rpartition(".")
+            module = fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}")
+            value = getattr(module, own_name)
+            members = MEMBERS.get(own_name) or [key for key in vars(value) if not key.startswith("_")]
+            methods = {
+                key: member
+                for key in members
+                if inspect.isclass(value) and inspect.isfunction(member := getattr(value, key, None))
+            }
+            text = f"{own_name}{_signature(value)}\n\n{docstring(value)}".strip()
+            rows = [[f"`{key}{_signature(method)}`", first_paragraph(method)] for key, method in methods.items()]
+            parts.append(
+                f"### `{name}`\n\n```text\n{text}\n```" + (f"\n\n{table(['method', 'meaning'], rows)}" if rows else "")
+            )
+    return "\n\n".join(parts)
+
+
+def _signature(code: Any) -> str:
+    try:
+        parameters = inspect.signature(code).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    return f"({', '.join(str(p.replace(annotation=p.empty, default=p.empty)) for p in parameters if p.name != 'self')})"
+
+
+def filled(markdown: str, *, on_site: bool = False) -> str:
+    """Return a page with its tables; on the site, the Python API is made by mkdocstrings."""
+
+    def content(found: re.Match[str]) -> str:
+        name = "python_api_as_text" if found[1] == "python_api" and not on_site else found[1]
+        return f"<!-- reference: {found[1]} -->\n\n{globals()[name]().strip()}\n\n<!-- end of reference -->\n"
+
+    return MARKER.sub(content, markdown)
+
+
+def write_pages() -> None:
+    """Fill the tables of all pages in."""
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text("utf-8")
+        if (new := filled(text)) != text:
+            path.write_text(new, "utf-8")
 
 
 def _where_defined(name: str) -> str:
@@ -594,3 +649,7 @@ def engine_arguments(path: str) -> dict[str, str]:
         elif inside and line.strip():
             break
     return said
+
+
+if __name__ == "__main__":
+    write_pages()

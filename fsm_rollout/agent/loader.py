@@ -150,13 +150,17 @@ def _read(
         except (ValueError, TypeError, RecursionError) as error:  # what JSON cannot say
             problems.append(Problem(f"is not plain data: {error}", source.file))
             break
-    # 4. The rules; where something else is wrong, those about names alone.
+    # 4. The rules; where something else is wrong, those about names and about one state.
     if graph is not None and not recorded:
         if not problems:
             problems = verify(graph, source)
         else:
-            kept = (f for f in findings(graph, names_only=True) if not any(f.path[: len(p)] == p for p in left_out))
-            problems += [source.problem(finding.path, finding.message, finding.rule) for finding in kept]
+            for finding in findings(graph, of_states=True):
+                at = finding.path
+                below = any(at[: len(path)] == path for path in left_out)
+                above = finding.rule > 1 and any(path[: len(at)] == at for path in left_out)
+                if not below and not above:
+                    problems.append(source.problem(at, finding.message, finding.rule, finding.text_line))
     return Reading(None if left_out else graph, source, tuple(in_file_order(problems)))
 
 

@@ -57,16 +57,22 @@ def verify(graph: AgentGraph, source: SourceMap | None = None) -> list[Problem]:
     return in_file_order(problems)
 
 
-def findings(graph: AgentGraph, *, names_only: bool = False) -> Iterator[Finding]:
-    """Yield every breach of the rules (of rule 1 alone with ``names_only``), those of agents used as tools included."""
+OF_ONE_STATE = (14, 16, 17, 20)
+"""Rules about one state by itself: they hold or not whatever else is wrong."""
+
+
+def findings(graph: AgentGraph, *, of_states: bool = False) -> Iterator[Finding]:
+    """Yield every breach of the rules (``of_states``: about names, and one state each), those of sub-agents too."""
     structure = Structure(graph)
     unknown = list(transitions.names(structure))
     yield from unknown
-    rules = () if names_only else (*transitions.RULES, *states.RULES, *(() if unknown else paths.RULES))
+    rules = states.RULES if of_states else (*transitions.RULES, *states.RULES, *(() if unknown else paths.RULES))
     for rule in rules:
-        yield from rule(structure)
+        for found in rule(structure):
+            if not of_states or (found.rule in OF_ONE_STATE and found.path[0] == "states"):
+                yield found
     for name, tool in graph.tools.items():
         if tool.agent is not None:
-            for finding in findings(tool.agent, names_only=names_only):
+            for finding in findings(tool.agent, of_states=of_states):
                 message = f"tool '{name}': agent: {finding.message}"
                 yield replace(finding, path=("tools", name, "agent", *finding.path), message=message)

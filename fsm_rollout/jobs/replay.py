@@ -10,7 +10,7 @@ because it still goes on), the comparison ends there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.recorded_config import recorded_config
+from fsm_rollout.report.recording import open_run
+from fsm_rollout.report.texts import TokenTexts
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.trajectory import events
@@ -92,6 +94,7 @@ def replay(
         EngineError: an engine of the run is not described, or its tokenizer not on this machine.
     """
     # 1. What was recorded, and what runs.
+    run = open_run(folder)
     recorded = metadata(folder, report)
     config = None if agents else recorded_config(JournalFolder(folder).folder, recorded, (), file, report)
     recordings = {
@@ -134,7 +137,7 @@ def replay(
         root = only is None or name == only or name.startswith(f"{only}/")
         if root and (name in again or recordings[name][0].parent_id is None):
             result.replayed += 1
-            difference = first_difference(name, history, again.get(name, []))
+            difference = first_difference(name, history, again.get(name, []), run.texts)
             if difference is not None:
                 result.differences.append(difference)
     return result
@@ -154,8 +157,13 @@ async def _run(rollout: Rollout, firsts: Sequence[Sequence[AnyEvent]]) -> None:
         await rollout.aclose()
 
 
-def first_difference(trajectory_id: str, recorded: Sequence[AnyEvent], again: Sequence[AnyEvent]) -> Difference | None:
-    """Return where a trajectory first went another way than its recording, or ``None``."""
+def first_difference(
+    trajectory_id: str,
+    recorded: Sequence[AnyEvent],
+    again: Sequence[AnyEvent],
+    texts: Callable[[str], TokenTexts | None] = lambda engine: None,
+) -> Difference | None:
+    """Return where a trajectory first went another way than its recording, or ``None``; ``texts`` by engine."""
     before, now = _steps(recorded), _steps(again)
     whole = isinstance(recorded[-1], events.Ended) or any(isinstance(event, events.Ended) for event in recorded)
     before, cut = _without_cut(before)
@@ -169,7 +177,9 @@ def first_difference(trajectory_id: str, recorded: Sequence[AnyEvent], again: Se
         if new_step is None:
             return Difference(trajectory_id, state, turn, None, f"it ends; the recording has {_name(kind)}")
         if (kind, fields) != new_step[:2]:
-            return _differing(trajectory_id, old_step, new_step)
+            openings = (event for event in recorded if isinstance(event, events.ContextOpened))
+            engine = next((event.engine for event in openings if event.context == fields.get("context")), POLICY)
+            return _differing(trajectory_id, old_step, new_step, texts(engine) if "ids" in fields else None)
     return None
 
 
@@ -216,8 +226,8 @@ def _without_cut(steps: list[Step]) -> tuple[list[Step], bool]:
     return steps, False
 
 
-def _differing(trajectory_id: str, old_step: Step, new_step: Step) -> Difference:
-    """Return what is different about two steps at the same place."""
+def _differing(trajectory_id: str, old_step: Step, new_step: Step, texts: TokenTexts | None) -> Difference:
+    """Return what is different about two steps at the same place, with the texts of tokens where they are known."""
     kind, before, state, turn = old_step
     if kind is not new_step[0]:
         what = f"it has {_name(new_step[0])}{_detail(new_step)}; the recording has {_name(kind)}{_detail(old_step)}"
@@ -230,6 +240,8 @@ def _differing(trajectory_id: str, old_step: Step, new_step: Step) -> Difference
         at = next((place for place, (old, new) in pairs if old != new), shorter)
         values = [values[name][at : at + 8].tolist() if hasattr(values[name], "tolist") else values[name][at : at + 8]
                   for values in (before, now)]  # fmt: skip
+        if name == "ids" and texts is not None:
+            values = [f"{ids} ({texts.whole(ids)!r})" for ids in values]
         what = f"{_name(kind)} has the {name} {values[1]}, the recording {values[0]}"
         return Difference(trajectory_id, state, turn, at, what)
     old, new = (_short(values[name]) for values in (before, now))

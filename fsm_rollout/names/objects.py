@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import pkgutil
 import re
 import sys
 
-from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.errors import ConfigError, close_match, describe, did_you_mean
 
 
 class _Given:
@@ -74,6 +75,17 @@ def looked_in() -> list[str]:
     return list(_folders)
 
 
+def _where_looked_for(module: str) -> str:
+    """Say that there is no such module, what may have been meant, and where it was looked for."""
+    package, _, name = module.rpartition(".")
+    folders = list(getattr(sys.modules.get(package), "__path__", ())) if package else None
+    hint = close_match(name, (found.name for found in pkgutil.iter_modules(folders)))
+    if package:
+        return f"there is no module '{name}' in {', '.join(folders or [f'{package}, which is no package'])}{hint}"
+    places = ", ".join([*_folders, "the installed packages"])
+    return f"there is no module '{module}' in {places}{hint}"
+
+
 def load_object(path: str) -> object:
     """Import ``module:attribute`` (dots allowed in both); ConfigError says what is missing, and names a close match."""
     module_name, _, attribute = path.partition(":")
@@ -82,7 +94,11 @@ def load_object(path: str) -> object:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's module does at import, sys.exit too, is their mistake to see
-        raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {type(error).__name__}: {error}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        reason = describe(error)
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            reason = _where_looked_for(missing)
+        raise ConfigError(f"cannot import '{module_name}' (from '{path}'): {reason}") from error
     for part in attribute.split("."):
         try:
             target = getattr(target, part)

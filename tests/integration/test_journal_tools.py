@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from array import array
 from collections.abc import Iterator
@@ -159,6 +160,13 @@ def test_a_replay_of_an_unchanged_run_is_the_same(out: Path) -> None:
     assert (result.replayed, result.differences) == (1, [])
     assert all("code is imported as" in str(line) for line in lines)
     assert "did you mean '2/1'" in command("replay", out, "--trajectory", "2/11", code=2)
+
+
+def test_a_replay_shows_the_text_of_the_first_tokens_that_differ(out: Path, tmp_path: Path) -> None:
+    graph = load_agent(CONFIGS / "agents/tool_agent.yaml")
+    (tmp_path / "changed.yaml").write_text(dump(graph).replace("one operation", "two operations"), "utf-8")
+    said = command("replay", out, "--agent", tmp_path / "changed.yaml", "--trajectory", "0/0", code=1)
+    assert re.search(r"has the ids \[[\d, ]+\] \('[^']*two.*, the recording \[[\d, ]+\] \('[^']*one operation", said)
 
 
 def test_a_replay_says_where_a_change_shows_first(out: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.rules.structure import Finding, Structure, finding
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigPath, describe_path
 from fsm_rollout.trajectory.enums import LimitName
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _code(structure: Structure) -> Iterator[Finding]:
             elif unknown := _unknown_argument(code, interaction.kwargs):
                 yield Finding(14, path, f"interaction '{interaction.use}' takes no {unknown}")
         except ConfigError as error:
-            yield Finding(14, path, f"interaction: {error}")
+            yield Finding(14, path, f"{describe_path(path[:-1])}: {error}")
 
 
 def _unknown_argument(code: Callable[..., object], kwargs: Mapping[str, object]) -> str | None:

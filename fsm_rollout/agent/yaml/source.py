@@ -12,7 +12,7 @@ interpolation) has the place of its nearest ancestor that was.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -135,12 +135,44 @@ def read_yaml(text: str, source: SourceMap, max_lines: int = MAX_LINES) -> tuple
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
-        message = f"not YAML: {', '.join(part for part in (error.context, error.problem) if part)}"
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        message = f"not YAML: {_about_indentation(text.splitlines(), line or 0) or said}"
     except RecursionError:
         message = "is nested too deeply to be read"
     except _TooManyError:
         message = f"has more than {MAX_VALUES:,} values once its aliases are followed"
     return None, [Problem(message, source.file, line)]
+
+
+def _about_indentation(lines: Sequence[str], number: int) -> str:
+    """Return in plain words what is wrong with the indentation of a line that YAML does not take; ``""`` if nothing is.
+
+    A line may stand at the level of any line that it is still within: going up, each that is indented less than all
+    below it.
+    """
+    line = lines[number - 1] if 0 < number <= len(lines) else ""
+    before = line[: len(line) - len(line.lstrip())]
+    if "\t" in before:
+        return "the line is indented with a tab, and YAML takes spaces only"
+    levels: dict[int, int] = {}
+    for above in range(number - 1, 0, -1):
+        words = lines[above - 1].lstrip(" ")
+        if not words or words.startswith("#"):
+            continue
+        indent = len(lines[above - 1]) - len(words)
+        item = re.match(r"(?:- +)+", words)
+        for level in ([indent + item.end()] if item else []) + [indent]:
+            if not levels or level < min(levels):
+                levels[level] = above
+    if not line.strip() or not levels:
+        return ""
+    if len(before) not in levels:
+        places = " or ".join(f"{level} as line {above}" for level, above in levels.items())
+        return f"the line is indented by {len(before)} space{'s' * (len(before) != 1)}; indent it by {places}"
+    level = levels[len(before)]
+    if lines[level - 1].lstrip(" ").startswith("- ") and not line.lstrip(" ").startswith("-"):
+        return f"the line stands among the items of a list (as line {level}) and is none; indent it otherwise"
+    return ""
 
 
 class _TooManyError(Exception):
