@@ -149,7 +149,7 @@ class PageRun:
                 case "make", _:
                     makefile = (ROOT / "Makefile").read_text("utf-8")
                     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in arguments if "=" not in name)
-                case "pip", ["install", *names]:
+                case ("pip", ["install", *names]) | ("uv", ["pip", "install", *names]):
                     _check_install(names, block.place)
                 case "fsm-rollout" | "python" | "pytest", _ if runs:
                     printed = self._execute(program, arguments)
