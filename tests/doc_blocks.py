@@ -44,7 +44,7 @@ from tests.programs import program as in_a_process
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: ([\w ]+) -->\s*$")
 TITLE = re.compile(r'title="([^"]+)"')
-NEEDED = ("ray", "sglang", "gpu", "process")
+NEEDED = ("ray", "sglang", "gpu", "process", "trl", "verl")
 """What a block may need that the fast tests do not have. What needs a GPU is checked in form, and runs nowhere."""
 
 

@@ -23,6 +23,7 @@ import fsm_rollout as fr
 from fsm_rollout.adapters.trl import rollout_func_result, score_reward
 from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
 from fsm_rollout.errors import BatchError, RolloutError
+from tests.doc_blocks import run_page
 from tests.kit import CONFIGS, ROOT
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
 
@@ -75,6 +76,10 @@ def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], weight) for name, weight in model.named_parameters())
     logged = [line["rewards/reward/mean"] for line in trainer.state.log_history if "rewards/reward/mean" in line]
     assert logged == pytest.approx([sum(step) / len(step) for step in scores])  # type: ignore[arg-type]
+
+
+def test_the_page_s_blocks_run(tmp_path: Path) -> None:
+    run_page("docs/trainers/trl.md", tmp_path, frozenset({"trl"}))
 
 
 @torch.no_grad()

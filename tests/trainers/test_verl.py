@@ -23,6 +23,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.errors import BatchError
+from tests.doc_blocks import run_page
 from tests.kit import CONFIGS, ROOT
 from tests.routing import experts_at
 from tests.trainers.example_batches import RUNS, example_batch
@@ -48,6 +49,10 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(transfer_queue, "async_kv_put", one)
     monkeypatch.setattr(transfer_queue, "async_kv_batch_put", many)
     return put
+
+
+def test_the_page_s_blocks_run(tmp_path: Path) -> None:
+    run_page("docs/trainers/verl.md", tmp_path, frozenset({"verl"}))
 
 
 def batch_of_columns(n: int) -> TensorDict:
