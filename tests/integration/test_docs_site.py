@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -71,6 +73,7 @@ def running(pid: str, since: str) -> bool:
         return False
 
 
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MKDOCS = "from mkdocs.__main__ import cli; cli()"
 
 
@@ -88,3 +91,25 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "max_staleness" in python
     assert ":class:" not in python
     assert (tmp_path / "site/diagrams/tool_user.svg").is_file()
+    # Its tables fit a window of 1,300 pixels.
+    if CHROMIUM is not None and DRIVER is not None:
+        assert too_wide(tmp_path / "site", tmp_path / "profile") == []
+
+
+def too_wide(site: Path, profile: Path) -> list[tuple[str, str]]:
+    """Return the pages and beginnings of tables that have to be scrolled sideways in a real Chromium."""
+    webdriver: Any = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    for flag in ("headless", "no-sandbox", "disable-gpu", f"user-data-dir={profile}", "window-size=1300,1000"):
+        options.add_argument(f"--{flag}")
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    wide = """return [...document.querySelectorAll('.md-typeset__scrollwrap')]
+        .filter(table => table.scrollWidth > table.clientWidth + 1).map(table => table.innerText.slice(0, 60))"""
+    try:
+        found = []
+        for page in sorted(site.rglob("index.html")):
+            driver.get(page.as_uri())
+            found += [(str(page.relative_to(site)), table) for table in driver.execute_script(wide)]
+        return found
+    finally:
+        driver.quit()
