@@ -20,6 +20,16 @@ from coverage.numbits import num_in_numbits, numbits_to_nums
 from tests.mutants.runner import FAILED, PASSED, ROOT, in_a_child
 
 SEARCHED = ("tests/unit/**/test_*.py", "tests/laws/test_*.py", "tests/trainers/test_laws.py")
+ELSEWHERE = {
+    "tools/sandbox/": ["test_sandbox.py"],
+    "tools/mcp_server.py": ["test_mcp.py"],
+    "tools/placement.py": ["test_process_placement.py"],
+    "tools/commands.py": ["test_foreign_programs.py"],
+    "scheduler/worker": ["test_workers.py"],
+    "jobs/": ["test_cli_run.py", "test_demo_run.py", "test_cli_resume.py"],
+    "trajectory/journal/": ["test_journal_tools.py"],
+}
+"""Tests of `tests/integration` for what begins so: those that start programs, which cannot be measured."""
 CACHE = ROOT / ".mutation"
 
 

@@ -158,5 +158,5 @@ def _run(root: Path, tests: list[str], plugins: list[object], told: int) -> int:
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}", "-c", "pyproject.toml"]
         options += ["-p", "no:unraisableexception"]  # what a mutant leaves behind is not what it is tried for
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # it was imported before the fork
-        options += [] if plugins else ["-x"]
+        options += [] if plugins else ["-x", "-m", "not ray and not sglang"]  # they would take all the time there is
         return int(pytest.main([*options, *tests], plugins=[Told(), *plugins]))

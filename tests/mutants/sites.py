@@ -1,7 +1,8 @@
 """Where the core can be changed, and how: by the operators of cosmic-ray, one change at a time.
 
-Invariant: a mutant differs from its original in what runs. Annotations, docstrings and what is there for the type
-checker alone are left as they are.
+Invariant: a mutant differs from its original in what runs: annotations, docstrings and what is there for the type
+checker alone are left as they are. So are sizes and times that somebody chose (numbers other than 0 and 1, as constants
+and defaults): tests hold what is done with them.
 """
 
 from __future__ import annotations
@@ -109,8 +110,28 @@ def _without_effect(tree: ast.Module) -> Iterator[Any]:
             yield node
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield node
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_type(node):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_type(node):
             yield node
+        yield from filter(_is_chosen, _defaults(node))
+
+
+def _defaults(node: ast.AST) -> Iterator[Any]:
+    """Yield what a constant is, or a field or a parameter where nobody says otherwise."""
+    if isinstance(node, ast.Module | ast.ClassDef):
+        for line in node.body:
+            value = getattr(line, "value", None)
+            is_field = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Field"
+            yield from value.args[:1] if is_field else filter(None, [value])
+    elif isinstance(node, ast.arguments):
+        yield from filter(None, [*node.defaults, *node.kw_defaults])
+
+
+def _is_chosen(node: ast.AST) -> bool:
+    numbers = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    only = all(
+        isinstance(part, ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop) for part in ast.walk(node)
+    )
+    return only and all(type(number) in (int, float) for number in numbers) and not {*numbers} <= {0, 1}
 
 
 def _is_type(node: ast.Assign | ast.AnnAssign) -> bool:

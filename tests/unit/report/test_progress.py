@@ -44,7 +44,7 @@ class Lines(StringIO):
 def test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so() -> None:
     lines = Lines()
     with RunProgress(3, 0, Console(file=lines), every=0.01) as shown:
-        assert lines.getvalue() == "starting the engines …\n"
+        assert lines.getvalue().startswith("starting the engines …\n")
         lines.wait_for("starting the engines …", times=3)
         trajectory = Trajectory.fold([BEGUN])
         shown(trajectory, BEGUN)
