@@ -29,10 +29,11 @@ NO_TESTS = 5
 
 def main(count: int, seed: int) -> int:
     """Try a sample; print what survives, and the score."""
+    mutants, equivalent = draw(count, seed), table("equivalent")
     warm_up()
-    reach, equivalent = Reach(), table("equivalent")
+    reach = Reach()
     caught, survivors, known = 0, 0, 0
-    for site, operator, text in draw(count, seed):
+    for site, operator, text in mutants:
         path = f"fsm_rollout/{site.file}"
         old = (ROOT / path).read_text("utf-8")
         changed = list(difflib.unified_diff(old.splitlines(), text.splitlines(), lineterm="", n=0))[2:]

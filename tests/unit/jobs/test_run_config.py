@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,6 +154,29 @@ def test_a_key_stands_in_the_users_own_file_alone(folder: Path) -> None:
     other = recorded_config(folder / "out", recorded, ["engine={kind: scripted}"])
     assert other.engine == {"kind": "scripted"}
     assert "$MINE" in load(folder, text.replace("sk-mine", "$MINE")).to_json()
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("agent", {"agent": "/evil/agent.yaml"}),
+        ("reward", {"reward": "evil:reward"}),
+        ("reward.1.use", {"reward": ["answers:close", "evil:reward"]}),
+        ("group_filter", {"group_filter": "evil:filter"}),
+        ("track", {"track": "evil:Tracker"}),
+        ("engine.kind", {"engine": {"kind": "evil:Engine"}}),
+        ("engine.router", {"engine": {"kind": "scripted", "router": "evil:Router"}}),
+        ("engines.judge.kind", {"engines": {"judge": {"kind": "evil:Engine"}}}),
+        ("tools.calculate.use", {"agent_overrides": ["tools.calculate.use=evil:tool"]}),
+    ],
+)
+def test_code_that_a_journal_names_and_the_users_own_file_does_not_is_refused(
+    folder: Path, key: str, said: dict[str, Any]
+) -> None:
+    run = load(folder, SMALLEST)
+    recorded = {"run": json.dumps(json.loads(run.to_json()) | said), "base": str(run.base), "file": str(run.file)}
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: the run in '{folder}/out' began with")):
+        recorded_config(folder / "out", recorded, [])
 
 
 @pytest.mark.parametrize("case", table("run_files")["cases"], ids=lambda case: str(case)[:60])
