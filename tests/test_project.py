@@ -34,7 +34,9 @@ def test_hooks_run_the_programs_of_make_check() -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     targets = MAKEFILE.partition(".PHONY:")[2].partition("\n")[0].split()
     assert [line.split()[0] for line in listed.splitlines()] == targets
 

@@ -92,7 +92,8 @@ class Reach:
 
     def __init__(self) -> None:
         CACHE.mkdir(exist_ok=True)
-        files = [str(path.relative_to(ROOT)) for name in SEARCHED for path in sorted(ROOT.glob(name))]
+        programs = [f"tests/integration/{name}" for names in ELSEWHERE.values() for name in names]
+        files = [str(path.relative_to(ROOT)) for name in SEARCHED for path in sorted(ROOT.glob(name))] + programs
         if new := [file for file in files if known_of(file) is None]:
             print(f"{len(new)} files of tests are measured", flush=True)
             verdict = in_a_child(lambda _: None, new, plugins=[Measure()])
@@ -118,14 +119,30 @@ class Reach:
     def tests_of(self, file: str, lines: Iterable[int] | None) -> Sequence[str]:
         """Return the tests that run one of the lines (any, without), those that are about the file first.
 
-        Then come those that run little else, and are quick.
+        Then come those that run little else, and are quick; then those of programs.
         """
         found = {
             test for test, bits in self._lines[file]
             if lines is None or any(num_in_numbits(line, bits) for line in lines)
         }  # fmt: skip
         mirror = f"tests/unit/{Path(file).parent}"
-        return sorted(
-            (test for test in found if self.seconds.get(test, float("inf")) < float("inf")),
-            key=lambda test: (not test.startswith(mirror), self._weight[test] * (1 + self.seconds[test])),
+        programs = tuple(
+            f"tests/integration/{name}::"
+            for begins, names in ELSEWHERE.items()
+            if file.startswith(begins)
+            for name in names
         )
+        return [
+            *sorted(
+                filter(self._passes, found),
+                key=lambda test: (not test.startswith(mirror), self._weight[test] * (1 + self.seconds[test])),
+            ),
+            *(
+                test
+                for test in self.seconds
+                if test.startswith(programs or "-") and test not in found and self._passes(test)
+            ),
+        ]
+
+    def _passes(self, test: str) -> bool:
+        return self.seconds.get(test, float("inf")) < float("inf")

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -130,6 +132,15 @@ def _run(root: Path, tests: list[str], plugins: list[object], told: int) -> int:
     from hypothesis import Phase, settings
 
     class Told:
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            """Keep what was asked for, in that order: by ids on its command line pytest does not find all."""
+            place = {test: number for number, test in enumerate(tests)}
+            found = [
+                (min((place[name] for name in _names(item) if name in place), default=None), item) for item in items
+            ]
+            items[:] = [item for number, item in sorted(((n, i) for n, i in found if n is not None), key=itemgetter(0))]
+
         def pytest_runtest_logstart(self, nodeid: str) -> None:
             os.write(told, f"RUNS {nodeid}\n".encode())
 
@@ -158,5 +169,12 @@ def _run(root: Path, tests: list[str], plugins: list[object], told: int) -> int:
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}", "-c", "pyproject.toml"]
         options += ["-p", "no:unraisableexception"]  # what a mutant leaves behind is not what it is tried for
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # it was imported before the fork
-        options += [] if plugins else ["-x", "-m", "not ray and not sglang"]  # they would take all the time there is
-        return int(pytest.main([*options, *tests], plugins=[Told(), *plugins]))
+        options += ["-m", "not ray and not sglang"]  # they would take all the time there is
+        options += [] if plugins else ["-x"]
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        return int(pytest.main([*options, *files], plugins=[Told(), *plugins]))
+
+
+def _names(item: Any) -> tuple[str, str, str]:
+    """Return what may stand for a test: its file, its function, itself."""
+    return item.nodeid.partition("::")[0], item.nodeid.partition("[")[0], item.nodeid

@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 
 from tests.cases import table
-from tests.mutants.reach import ELSEWHERE, Reach
+from tests.mutants.reach import Reach
 from tests.mutants.runner import OUT_OF_TIME, PASSED, ROOT, Verdict, in_a_child, warm_up
 from tests.mutants.sites import draw
 
 SECONDS = 60.0
 PASS_MARK = 0.85
-NO_TESTS = 5
-"""Exit status of pytest: none was collected."""
+NOT_USED, NO_TESTS = 4, 5
+"""Exit statuses of pytest: its command line was wrong; no test was collected."""
 
 
 def main(count: int, seed: int) -> int:
@@ -63,8 +63,7 @@ def chosen(reach: Reach, file: str, lines: range | None) -> list[str]:
             break
         tests.append(test)
         left -= reach.seconds[test]
-    programs = [name for begins, names in ELSEWHERE.items() if file.startswith(begins) for name in names]
-    return [*tests, *(f"tests/integration/{name}" for name in programs)]
+    return tests
 
 
 def outcome(verdict: Verdict, reach: Reach) -> str:
@@ -72,6 +71,8 @@ def outcome(verdict: Verdict, reach: Reach) -> str:
     if verdict.status == OUT_OF_TIME and not verdict.test:
         hangs = verdict.last_seconds > 10 + 5 * reach.seconds.get(verdict.last, 0.0)
         return f"{verdict.last} hangs" if hangs else ""
+    if verdict.status == NOT_USED:
+        raise SystemExit(f"pytest does not take its command line; {verdict.test}")
     return "" if verdict.status in (PASSED, NO_TESTS) else verdict.test or f"pytest: {verdict.status}"
 
 

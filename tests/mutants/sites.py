@@ -2,7 +2,8 @@
 
 Invariant: a mutant differs from its original in what runs: annotations, docstrings and what is there for the type
 checker alone are left as they are. So are sizes and times that somebody chose (numbers other than 0 and 1, as constants
-and defaults): tests hold what is done with them.
+and defaults), as tests hold what is done with them; and guards against mistakes that the code does not make (`frozen`,
+`slots`, `strict`).
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def _without_effect(tree: ast.Module) -> Iterator[Any]:
             yield node
         if isinstance(node, ast.Assign | ast.AnnAssign) and _is_type(node):
             yield node
+        if isinstance(node, ast.keyword) and node.arg in ("frozen", "slots", "strict"):
+            yield node.value
         yield from filter(_is_chosen, _defaults(node))
 
 

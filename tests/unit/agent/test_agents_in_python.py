@@ -83,6 +83,12 @@ def test_what_is_no_tool_is_refused(tools: dict[str, Any], says: str) -> None:
         load_agent(TEXT).with_tools(**tools)
 
 
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"text"])
+def test_a_mapping_that_is_no_plain_data_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="the agent's mapping is not plain data"):
+        load_agent({**load_agent(TEXT).model_dump(mode="json"), "description": value})
+
+
 def test_a_function_that_only_this_process_knows_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = local()
     name = str(path_of(tool))

@@ -152,6 +152,16 @@ def test_a_pickle_that_a_tool_sends_down_its_workers_link_runs_nowhere(tmp_path:
     assert got == [("log", "name", 30, "text")], "a worker that sends what is no message is not listened to any more"
 
 
+def test_what_comes_in_pieces_is_taken_when_it_is_whole() -> None:
+    got: list[tuple[object, ...]] = []
+    link = SocketLink(worker=False)
+    link.receive = lambda *message: got.append(message)
+    sent = framed(msgspec.msgpack.encode([("ready",)])) + framed(msgspec.msgpack.encode([("log", "name", 30, "text")]))
+    for place in range(len(sent)):
+        link.data_received(sent[place : place + 1])
+    assert got == [("ready",), ("log", "name", 30, "text")]
+
+
 def test_much_that_is_sent_in_one_pass_goes_out_while_the_pass_goes_on() -> None:
     ours, theirs = PairedLink.pair()
     blocks: list[list[int]] = []

@@ -10,6 +10,7 @@ import pytest
 
 from fsm_rollout.agent.graph import Context
 from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.scheduler.group import Group
@@ -154,6 +155,25 @@ def test_a_prompt_lowers_max_tokens_and_never_raises_it(own: int | None, of_the_
     listed = prompts(sampling=Sampling(max_tokens=of_the_prompt, temperature=0.5))
     (request,) = run(agent(frame), ["one two three four five six"], listed)[1].asked
     assert (request.sampling.max_tokens, request.sampling.temperature) == (asks, 0.5)
+
+
+def test_a_turn_that_stops_without_a_stop_token_is_closed_by_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a server stops at a text: the token that closes the turn is nobody's sample."""
+    emit = ScriptedEngine._emit
+
+    def without_stop_token(
+        engine: ScriptedEngine, answer: Any, ids: Any = NO_IDS, logprobs: Any = NO_LOGPROBS, **end: Any
+    ) -> None:
+        count = len(ids) - (len(ids) > 0 and ids[-1] in engine.eos_ids)
+        emit(engine, answer, ids[:count], logprobs[:count], **end)
+
+    monkeypatch.setattr(ScriptedEngine, "_emit", without_stop_token)
+    groups, bench = run(agent(TOOLS, tools=TOLD), [f"{call('work', 'a')} now", "done"])
+    (stream,) = only(groups).streams
+    assert only(groups).stop_reason == "answered"
+    turn, glue = stream.tokens.spans[1:3]
+    assert stream.tokens.ids[turn.end - 1] not in bench.engine.eos_ids
+    assert stream.tokens.ids[glue.start] in bench.engine.eos_ids
 
 
 def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
