@@ -12,7 +12,7 @@ OVER := .venv-over
 TRAINERS := verl others verifiers
 # Three processes, also on two cores: where servers start, tests wait.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
-.PHONY: help demo quick test test-real test-trainers check format bench diagrams docs reference mutants mutation nightly clean
+.PHONY: help demo quick test test-real test-trainers check format bench diagrams reference docs mutants mutation nightly clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
@@ -68,7 +68,7 @@ diagrams: $(STAMP)  ## draw the agents and photograph the pages anew
 	$(BIN)/python diagrams/photograph.py
 
 # The tables of docs/reference, from the code; a test compares.
-reference: $(STAMP)
+reference: $(STAMP)  ## write docs/reference/ anew, from the code
 	$(BIN)/python docs/site/reference.py
 
 # These pages as a site, in site/: whatever is wrong with a page, a link or a table ends it.
