@@ -94,6 +94,10 @@ def _rebuild_chat_error(rule: str, text: str) -> ChatTemplateError:
     return ChatTemplateError(rule, text.removeprefix(f"[{rule}] "))
 
 
+class PictureError(RolloutError):
+    """Something is no picture, is damaged, or is larger than is read."""
+
+
 class GlueMismatchError(ChatTemplateError):
     """Glue from the cache is not what a full render gives; every trajectory that used ``entry`` holds wrong tokens.
 

@@ -20,9 +20,12 @@ What the messages hold:
 
 - ``malformed-message``, ``no-new-message``, ``assistant-in-new``: they are not OpenAI-style messages in order.
 - ``malformed-tools``: they are not a list.
-- ``multimodal-content``: a part that is not text.
+- ``multimodal-content``: a part that is neither text nor a picture, or a picture for a model that reads text only.
+- ``pictures-dropped``: the template writes no placeholder that the model's processor knows, or fewer than there are
+  pictures.
 - ``text-not-unicode``: a lone surrogate.
-- ``injected-marker``: a control token in a message, with ``injection="raise"``, or in a name or call id.
+- ``injected-marker``: a control token in a message, with ``injection="raise"``, or in a name or call id; one that
+  stands for a picture, where there is none.
 - ``not-a-stop-token``: the last sampled id of a turn that stopped is no control token.
 
 What the caller asks for:

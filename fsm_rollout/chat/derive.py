@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from fsm_rollout.chat.markers import Encoded, Injection, Marker, MarkerEncoder, Part
+from fsm_rollout.chat.messages import Texts, texts_of, with_texts
 from fsm_rollout.chat.render import Renderer, Tools
 from fsm_rollout.chat.turn_ends import Closes, common_prefix
 from fsm_rollout.errors import ChatTemplateError
@@ -62,14 +63,19 @@ class Slot:
 Pieces = Sequence[str | Slot]  # text of the template, and slots for text of messages
 
 
-def filled(pieces: Pieces, texts: Sequence[str], authored: Container[int] = ()) -> list[Part]:
-    """Return the pieces with text in the slots: the environment's, but for that of ``authored`` messages."""
+def filled(
+    pieces: Pieces, texts: Sequence[str], authored: Container[int] = (), owners: Sequence[int] | None = None
+) -> list[Part]:
+    """Return the pieces with text in the slots: the environment's, but for the ``authored`` texts.
+
+    ``owners`` are the messages of the texts; without it each message has one.
+    """
     parts: list[Part] = []
     for piece in pieces:
         if isinstance(piece, str):
             parts.append(Part(piece))
         else:
-            message = piece.index if piece.is_message else None
+            message = (owners[piece.index] if owners else piece.index) if piece.is_message else None
             parts.append(Part(piece.transform(texts[piece.index]), piece.index not in authored, message))
     return parts
 
@@ -89,9 +95,9 @@ class Step:
     now: datetime
 
     @property
-    def contents(self) -> list[str]:
-        """The text of each new message."""
-        return [text_of(message) for message in self.new]
+    def texts(self) -> Texts:
+        """What the new messages say."""
+        return texts_of(self.new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +197,8 @@ class Deriver:
                 "text-moved", "the text after the turn is not the same once the turn's own text stands in it"
             )
         # 4. The template's text told from the messages'.
-        parts = told_apart([region[cut:], *pattern[1:]], step.contents, range(len(step.new)), text)
+        texts, owners = step.texts
+        parts = told_apart([region[cut:], *pattern[1:]], texts, range(len(texts)), text, owners)
         # 5. A turn that stopped on another stop token needs no close, unless that is the next message's header too.
         opener, sampled = close.id in self.closes.openers, step.sampled
         close_sampled = sampled == close.id
@@ -241,34 +248,35 @@ class Deriver:
         )
 
     def _pattern(self, step: Step, marked_turn: Message, word: str) -> list[str | int]:
-        """Return what follows the turn when the new messages are sentinels: text, and indices of messages."""
-        new = marked(step.new, range(len(step.new)), word)
+        """Return what follows the turn when the new messages are sentinels: text, and numbers of texts."""
+        owners = step.texts.owners
+        new = marked(step.new, range(len(owners)), word)
         rendered = self.renderer.render([*step.base, marked_turn, *new], step.tools, step.now)
         pattern = _cut(rendered.rpartition(f"{word}x")[2], word)
-        for index, message in enumerate(step.new):
-            if index in pattern:
+        for number, index in enumerate(owners):
+            if number in pattern:
                 continue
-            if f"{word}{index}m" in rendered:
+            if f"{word}{number}m" in rendered:
                 raise ChatTemplateError(
                     "text-moved", f"the template writes new message {index} before the text of the turn it follows"
                 )
-            raise ChatTemplateError(
-                "message-dropped", f"the template silently drops the new {message['role']!r} message {index}"
-            )
+            role = step.new[index]["role"]
+            raise ChatTemplateError("message-dropped", f"the template silently drops the new {role!r} message {index}")
         return pattern
 
     def prompt_parts(
-        self, messages: list[Message], foreign: Sequence[int], tools: Tools | None, now: datetime, text: str
+        self, messages: list[Message], authors: Container[str], tools: Tools | None, now: datetime, text: str
     ) -> list[Part]:
-        """Return ``text``, the render of ``messages``, with the text of the ``foreign`` ones told apart.
+        """Return ``text``, the render of ``messages``, with the text of other roles than the ``authors``' told apart.
 
         Raises:
             ChatTemplateError: ``message-dropped`` or ``message-altered``.
 
         """
         word = draw_word()
-        contents = [text_of(message) for message in messages]
-        authored = set(range(len(messages))).difference(foreign)
+        contents, owners = texts_of(messages)
+        foreign = [number for number, owner in enumerate(owners) if messages[owner]["role"] not in authors]
+        authored = set(range(len(owners))).difference(foreign)
         # 1. Where each message's text stands. Sentinels may change what is written beside them, and a template may take
         #    an assistant's turn apart: what they show is taken only if it fits the real text.
         written = [index for index, content in enumerate(contents) if content or index not in authored]
@@ -276,14 +284,14 @@ class Deriver:
         if all(index in pattern for index in written if contents[index]):
             pieces = fit(pattern, contents, text)
             if pieces is not None:
-                return filled(pieces, contents, authored)
+                return filled(pieces, contents, authored, owners)
         # 2. No system or developer message may be lost. A template may move its text (into the first user message) or
         #    take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
-        for index, message in enumerate(messages):
-            order = contents[index].strip()
-            if message["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
+        for number, index in enumerate(owners):
+            order = contents[number].strip()
+            if messages[index]["role"] not in ORDERS or not order or (len(order) >= UNMISTAKABLE and order in text):
                 continue
-            ordered = [*messages[:index], {**message, "content": f"{order} {word}"}, *messages[index + 1 :]]
+            ordered = with_texts(messages, {number: f"{order} {word}"})
             try:
                 is_kept = word in self.renderer.render(ordered, tools, now)
             except ChatTemplateError:  # it insists on what is said there
@@ -292,10 +300,10 @@ class Deriver:
                 raise _dropped(messages, index)
         # 3. Nor may a foreign one; where it stands, its text is told from the template's.
         pattern = self._shown(messages, foreign, tools, now, word)
-        for index in foreign:
-            if pattern and index not in pattern and contents[index]:
-                raise _dropped(messages, index)
-        return told_apart(pattern, contents, foreign, text)
+        for number in foreign:
+            if pattern and number not in pattern and contents[number]:
+                raise _dropped(messages, owners[number])
+        return told_apart(pattern, contents, foreign, text, owners)
 
     def _shown(
         self, messages: list[Message], indices: Sequence[int], tools: Tools | None, now: datetime, word: str
@@ -313,12 +321,9 @@ def _dropped(messages: Sequence[Message], index: int) -> ChatTemplateError:
     )
 
 
-def marked(messages: Sequence[Message], indices: Iterable[int], word: str) -> list[Message]:
-    """Return the messages with sentinels instead of text in those at the indices."""
-    copy = list(messages)
-    for index in indices:
-        copy[index] = {**copy[index], "content": f"{word}{index}m"}
-    return copy
+def marked(messages: Sequence[Message], numbers: Iterable[int], word: str) -> list[Message]:
+    """Return the messages with sentinels instead of the texts of these numbers."""
+    return with_texts(messages, {number: f"{word}{number}m" for number in numbers})
 
 
 def _cut(text: str, word: str) -> list[str | int]:
@@ -359,8 +364,10 @@ def fit(pattern: Sequence[str | int], texts: Sequence[str], rendered: str) -> Pi
     return None
 
 
-def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], rendered: str) -> list[Part]:
-    """Return ``whole`` in parts: by its pattern or, where that fits in no way, by looking for the texts in order.
+def told_apart(
+    pattern: Sequence[str | int], texts: Sequence[str], foreign: Iterable[int], rendered: str, owners: Sequence[int]
+) -> list[Part]:
+    """Return ``rendered`` in parts: by its pattern or, where that fits in no way, by looking for the texts in order.
 
     Raises:
         ChatTemplateError: ``message-altered`` when a foreign text is not there in any known form.
@@ -368,7 +375,7 @@ def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iter
     """
     pieces = fit(pattern, texts, rendered)
     if pieces is not None:
-        return filled(pieces, texts)
+        return filled(pieces, texts, (), owners)
     parts: list[Part] = []
     start = 0
     for number, index in enumerate(foreign):
@@ -376,6 +383,6 @@ def told_apart(pattern: Sequence[str | int], texts: Sequence[str], foreign: Iter
         at, form = next(((at, form) for form in forms if (at := rendered.find(form, start)) >= 0), (-1, ""))
         if at < 0:
             raise ChatTemplateError("message-altered", f"the template rewrites the text of new message {number}")
-        parts += [Part(rendered[start:at]), Part(form, environment=True, message=index)]
+        parts += [Part(rendered[start:at]), Part(form, environment=True, message=owners[index])]
         start = at + len(form)
     return [*parts, Part(rendered[start:])]

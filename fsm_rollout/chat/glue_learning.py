@@ -159,7 +159,7 @@ class GlueLearner:
 
 
 def _texts(step: Step) -> list[str]:
-    return step.contents + [message.get("tool_call_id") or "" for message in step.new]
+    return step.texts.texts + [message.get("tool_call_id") or "" for message in step.new]
 
 
 def _with_other_ids(step: Step) -> Step:

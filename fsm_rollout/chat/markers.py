@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.tokens import Ids, MessagePart, as_ids
+from fsm_rollout.trajectory.tokens import Ids, MediaSpan, MessagePart, as_ids
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -68,7 +68,7 @@ class Encoded:
 
     ``guarded_at`` are the places, in order, of the ids that spell one of those. ``parts`` are the ids of the messages'
     text, by the messages' places among those encoded; what no part holds is the template's own, the scaffold.
-    ``entry`` is the cache entry that gave the ids; None if they come from a full render.
+    ``entry`` is the cache entry that gave the ids; None if they come from a full render. ``media`` are the pictures.
     """
 
     ids: Ids
@@ -76,12 +76,14 @@ class Encoded:
     guarded_at: tuple[int, ...] = ()
     parts: tuple[MessagePart, ...] = ()
     entry: CacheEntry | None = field(default=None, compare=False)
+    media: tuple[MediaSpan, ...] = ()
 
     def after(self, dropped: int) -> Encoded:
         """Return what is left without the first ``dropped`` ids, which are scaffold and spell no guarded marker."""
         guarded_at = tuple(at - dropped for at in self.guarded_at)
         parts = tuple([part.moved(-dropped) for part in self.parts])
-        return Encoded(self.ids[dropped:], self.guarded, guarded_at, parts)
+        media = tuple([span.moved(-dropped) for span in self.media])
+        return Encoded(self.ids[dropped:], self.guarded, guarded_at, parts, media=media)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsm_rollout.errors import ChatTemplateError, did_you_mean
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of
 from fsm_rollout.trajectory.prompt import ROLES
 from fsm_rollout.trajectory.stream import media_of, text_of
 
 Messages = Sequence[Mapping[str, Any]]  # messages as callers give them: only read
+PICTURE = {"type": "image"}  # what a template is shown of a picture: that there is one
 MAPPING = (dict, Mapping)  # for `isinstance`: a dict is seen at once, an abstract class takes far longer
 
 
@@ -44,7 +46,7 @@ def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Messag
             raise malformed(index, f"needs a role, got {role!r}")
         # Exact strings: a str that is an Enum prints as Role.USER.
         copy: Message = {key: str.__str__(value) if isinstance(value, str) else value for key, value in message.items()}
-        copy["content"] = _checked_text(message, index)
+        copy["content"] = _checked_content(message, index)
         calls = copy.pop("tool_calls", None)
         if calls:
             copy["tool_calls"] = _conform_calls(calls, dialect, index)
@@ -65,19 +67,74 @@ def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Messag
     return view
 
 
-def _checked_text(message: Mapping[str, Any], index: int) -> str:
-    """Return the text of a message that is nothing but text."""
+def _checked_content(message: Mapping[str, Any], index: int) -> str | list[Message]:
+    """Return the text of a message; where it shows pictures too, its parts, in which a picture is nothing but one."""
     try:
         text, media = text_of(message), media_of(message)
     except TypeError as error:
         raise malformed(index, str(error)) from None
     for part in media:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise ChatTemplateError(
-            "multimodal-content",
-            f"message {index} holds a part of type {kind!r}; only text is supported, and nothing is dropped",
-        )
-    return text
+        if not is_picture(part):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatTemplateError(
+                "multimodal-content",
+                f"message {index} holds a part of type {kind!r}; only text and pictures are read; nothing is dropped",
+            )
+    if not media:
+        return text
+    return [
+        dict(PICTURE) if is_picture(part) else {"type": "text", "text": part["text"]} for part in message["content"]
+    ]
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its text as a list of one part, which is how some templates want any text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def pictures_of(messages: Messages) -> list[StoredPicture]:
+    """Return the pictures of messages, in their order; PictureError for a part that holds none."""
+    return [picture_of(part) for message in messages for part in media_of(message) if is_picture(part)]
+
+
+class Texts(NamedTuple):
+    """The texts of messages end to end: one of each message or, where it shows pictures, one of each text part."""
+
+    texts: list[str]
+    owners: list[int]
+    """The places of the messages that they are of."""
+
+
+def texts_of(messages: Sequence[Message]) -> Texts:
+    """Return the texts of messages that :func:`conform` returned."""
+    texts, owners = list[str](), list[int]()
+    for owner, message in enumerate(messages):
+        content = message["content"]
+        said = [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content or ""]
+        texts += said
+        owners += [owner] * len(said)
+    return Texts(texts, owners)
+
+
+def with_texts(messages: Sequence[Message], texts: Mapping[int, str]) -> list[Message]:
+    """Return such messages with other texts, by their numbers."""
+    copy: list[Message] = []
+    number = 0
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if "text" in part:
+                    part = {**part, "text": texts.get(number, part["text"])}
+                    number += 1
+                parts.append(part)
+            copy.append({**message, "content": parts})
+        else:
+            copy.append({**message, "content": texts[number]} if number in texts else message)
+            number += 1
+    return copy
 
 
 def _conform_calls(calls: object, dialect: Dialect, index: int) -> list[Message]:

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 from fsm_rollout.chat.derive import Deriver, Glue, Step
 from fsm_rollout.chat.markers import Encoded, Injection, Part
-from fsm_rollout.chat.messages import Dialect, Messages, check_turns, conform
+from fsm_rollout.chat.messages import Dialect, Messages, check_turns, conform, pictures_of
+from fsm_rollout.chat.pictures import PictureReader
 from fsm_rollout.chat.render import Tools, shown_tools
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import media_of
 
 AUTHORED = frozenset({"system", "developer", "assistant"})  # roles whose text in a prompt is not the environment's
 FINISH_REASONS = frozenset(FinishReason)
@@ -64,12 +66,26 @@ class Reference:
     injection: Injection
     stop_ids: frozenset[int]
     now: datetime
+    reader: PictureReader | None = None
+    """Reads pictures; None: the model sees none."""
 
     def encode(self, asked: Opening | FollowUp) -> Encoded:
         """Answer; ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`."""
+        before: Messages = ()
         if isinstance(asked, Opening):
-            return self.deriver.encoder.encode_parts(self.prompt(asked).parts, self.injection)
-        return self.glue(asked)[1].encode(self.deriver.encoder, self.injection)
+            messages = asked.messages
+            encoded = self.deriver.encoder.encode_parts(self.prompt(asked).parts, self.injection)
+        else:
+            before, messages = asked.history, asked.new
+            encoded = self.glue(asked)[1].encode(self.deriver.encoder, self.injection)
+        if self.reader is not None:
+            return self.reader.placed(encoded, pictures_of(messages))
+        for place, message in enumerate([*before, *messages]):
+            if media_of(message):
+                raise ChatTemplateError(
+                    "multimodal-content", f"message {place} holds a picture, and this model reads text only"
+                )
+        return encoded
 
     def prompt(self, asked: Opening) -> PromptParts:
         """Return a prompt.
@@ -82,8 +98,7 @@ class Reference:
         if not messages:
             raise ChatTemplateError("malformed-message", "a prompt needs at least one message")
         text = self.deriver.renderer.render(messages, tools, now)
-        foreign = [number for number, message in enumerate(messages) if message["role"] not in AUTHORED]
-        return PromptParts(messages, self.deriver.prompt_parts(messages, foreign, tools, now, text))
+        return PromptParts(messages, self.deriver.prompt_parts(messages, AUTHORED, tools, now, text))
 
     def glue(self, asked: FollowUp) -> tuple[Step, Glue]:
         """Derive glue in the template's own dialect; if there is no answer in that, in the other forms of a call."""

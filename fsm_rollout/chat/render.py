@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fsm_rollout.chat.messages import Messages
+from fsm_rollout.chat.messages import Messages, in_parts
 from fsm_rollout.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ class Renderer:
         self._plain = self._templates[plain]
         self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self.uses_clock = any("strftime_now" in text for text in named.values())
+        self._in_parts = False  # whether the template writes a message's text only where it comes as a list of parts
+        self._in_parts = not self._shows("probe") and self._shows([{"type": "text", "text": "probe"}])
+
+    def _shows(self, content: object) -> bool:
+        try:
+            return "probe" in self.render([{"role": "user", "content": content}], None, datetime.now())
+        except ChatTemplateError:  # it insists on more than that
+            return False
 
     def trees(self) -> list[nodes.Template]:
         """Return the syntax trees of the templates that may be rendered."""
@@ -58,6 +66,8 @@ class Renderer:
     def render(self, messages: Messages, tools: Tools | None, now: datetime, *, generation: bool = True) -> str:
         """Render ``messages`` (and a next turn's header); what a template raises is a ``template-raised`` error."""
         template = self._templates[self.source] if tools else self._plain
+        if self._in_parts:
+            messages = list(map(in_parts, messages))
         variables = {
             "strftime_now": now.strftime,
             **self._variables,

@@ -19,11 +19,12 @@ from fsm_rollout.chat.glue_cache import GlueCache, Shape
 from fsm_rollout.chat.glue_learning import GlueLearner
 from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import Messages, roles_of
+from fsm_rollout.chat.pictures import PictureReader
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,6 +48,7 @@ class ChatTemplate:
             or ``raise``.
         history: ``keep`` or ``split``, see :meth:`must_split`.
         now: what the template's clock says unless a call says otherwise; by default the time of construction.
+        processor: a transformers processor, of a model that sees pictures.
 
     """
 
@@ -60,6 +62,7 @@ class ChatTemplate:
         injection: Injection = "guard",
         history: History = "keep",
         now: datetime | None = None,
+        processor: Any = None,
     ) -> None:
         if injection not in get_args(Injection):
             raise ChatTemplateError("unknown-option", f"injection must be guard, allow or raise, got {injection!r}")
@@ -80,7 +83,8 @@ class ChatTemplate:
         self.audit_failures: deque[str] = deque(maxlen=16)
         self.close_ids: frozenset[int] = closes.ids
         self.stop_ids: frozenset[int] = configured_stops | closes.ids
-        self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now)
+        reader = PictureReader(processor, self._renderer, self._encoder, self.now) if processor is not None else None
+        self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
 
@@ -156,7 +160,8 @@ class ChatTemplate:
         """
         shape = self._shape(asked)
         messages = asked.messages if isinstance(asked, Opening) else asked.new
-        if sum(map(len, map(text_of, messages) if shape is None else shape.texts)) > LONG_TEXT:
+        length = sum(map(len, map(text_of, messages) if shape is None else shape.texts))
+        if length > LONG_TEXT or (shape is None and any(map(media_of, messages))):
             return await asyncio.to_thread(self.reference.encode, asked)
         return self._encoded(asked, shape)
 
@@ -173,7 +178,8 @@ class ChatTemplate:
         if shape is None:
             return self.reference.encode(asked)
         learned = self._cache.templates.get(shape.key)
-        return learned.encode(shape.texts) if learned is not None else self._learner.learn(shape, asked)
+        encoded = learned.encode(shape.texts) if learned is not None else self._learner.learn(shape, asked)
+        return encoded if self.reference.reader is None else self.reference.reader.placed(encoded, [])
 
     # --- policy, audit
 

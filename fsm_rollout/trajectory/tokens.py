@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import StreamError
+from fsm_rollout.trajectory.pictures import StoredPicture
 
 if TYPE_CHECKING:
     Ids = array[int]  # token ids: an `array` of int32
@@ -78,6 +79,18 @@ class MessagePart(NamedTuple):
     def moved(self, tokens: int, messages: int = 0) -> MessagePart:
         """Return it so many tokens and messages further on."""
         return MessagePart(self.message + messages, self.start + tokens, self.length)
+
+
+class MediaSpan(NamedTuple):
+    """The tokens ``[start, start + length)`` are what the model sees for a picture; they are never cut apart."""
+
+    start: int
+    length: int
+    picture: StoredPicture
+
+    def moved(self, tokens: int) -> MediaSpan:
+        """Return it so many tokens further on."""
+        return MediaSpan(self.start + tokens, self.length, self.picture)
 
 
 class NoteKind(StrEnum):

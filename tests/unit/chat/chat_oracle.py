@@ -16,7 +16,24 @@ S1, S2, N = "q7Zx1A", "q7Zx1B", "n5Kw"
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any, generation: bool = True) -> str:
+    if _wants_parts(tokenizer):
+        messages = [
+            {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
+            for m in messages
+        ]
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=generation, tokenize=False)
+
+
+def _wants_parts(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Say whether the template writes text only where it comes as a list of parts, as some vision models do."""
+    shown = []
+    for content in ("n5Kw", [{"type": "text", "text": "n5Kw"}]):
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except Exception:
+            text = ""
+        shown.append("n5Kw" in text)
+    return shown == [False, True]
 
 
 def _arguments_as_text(messages: list[Any]) -> list[Any]:

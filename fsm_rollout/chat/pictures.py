@@ -1,0 +1,130 @@
+"""From a picture to the ids that a model sees for it, and where they stand.
+
+Invariant: a picture's ids are what the model's own processor makes of it, and the template alone decides where it
+stands: it writes one placeholder for each picture, and that is what the ids take the place of. A placeholder that
+stands for no picture, or a picture without one, is refused. What is computed of a picture is computed once, and kept
+as long as the picture is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from fsm_rollout.chat.markers import Encoded, MarkerEncoder
+from fsm_rollout.chat.messages import PICTURE
+from fsm_rollout.chat.render import Renderer
+from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
+from fsm_rollout.trajectory.tokens import Ids, MediaSpan, as_ids
+
+_PROBE = 280  # pixels to a side of the picture that tells placeholders from other tokens: too large for a single id
+
+
+class Seen(NamedTuple):
+    """A picture as a model sees it."""
+
+    ids: Ids
+    inputs: Mapping[str, Any]
+    """What the model is fed beside ids, as the processor gives it: pixel values, grids, tensors all."""
+
+
+class PictureReader:
+    """What one model's processor makes of pictures.
+
+    Args:
+        processor: a transformers processor with an image processor.
+        renderer: the chat template.
+        encoder: the tokenizer's.
+        now: the template's clock.
+
+    Raises:
+        ChatTemplateError: ``pictures-dropped``: the template writes no placeholder that the processor knows.
+
+    """
+
+    def __init__(self, processor: Any, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> None:
+        self.processor = processor
+        self._seen: WeakKeyDictionary[StoredPicture, Seen] = WeakKeyDictionary()
+        self.placeholder = self._placeholder(renderer, encoder, now)
+        """The id that the template writes for a picture."""
+        pads = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
+        self.pads = frozenset([self.placeholder, *(pad for pad in pads if isinstance(pad, int))])
+        """Ids that stand for pictures, and mean nothing anywhere else."""
+
+    def _placeholder(self, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> int:
+        """Return the marker that the template writes for a picture and that the processor replaces."""
+        import numpy as np
+
+        said = {"type": "text", "text": "x"}
+        shown = [
+            renderer.render([{"role": "user", "content": content}], None, now) for content in ([said], [PICTURE, said])
+        ]
+        before = [marker.id for _, marker in encoder.find(shown[0])]
+        probe = picture_of(np.zeros((_PROBE, _PROBE, 3), np.uint8))
+        for _, marker in encoder.find(shown[1]):
+            if marker.id not in before and len(self._ids(marker.text, probe)[0]) > 1:
+                self._text = marker.text
+                return marker.id
+        raise ChatTemplateError(
+            "pictures-dropped",
+            "the template writes nothing for a picture that the model's processor knows; give one that does",
+        )
+
+    def _ids(self, text: str, picture: StoredPicture) -> tuple[list[int], Mapping[str, Any]]:
+        """Return what the processor makes of a text and a picture; one without its placeholder stays as it is."""
+        try:
+            made = dict(
+                self.processor(text=[text], images=[picture.image()], add_special_tokens=False, return_tensors="pt")
+            )
+        except (ValueError, IndexError, StopIteration):  # a text that has no placeholder
+            return [], {}
+        ids = made.pop("input_ids")[0].tolist()
+        made.pop("attention_mask", None)
+        return ids, made
+
+    def seen(self, picture: StoredPicture) -> Seen:
+        """Return a picture as the model sees it; the first time that takes some milliseconds."""
+        if (seen := self._seen.get(picture)) is None:
+            ids, inputs = self._ids(self._text, picture)
+            seen = self._seen[picture] = Seen(as_ids(ids), inputs)
+        return seen
+
+    def placed(self, encoded: Encoded, pictures: Sequence[StoredPicture]) -> Encoded:
+        """Return the ids with each picture's own instead of its placeholder.
+
+        Raises:
+            ChatTemplateError: ``pictures-dropped`` or ``injected-marker``.
+
+        """
+        # 1. As many placeholders as pictures, and nothing else that would be taken for one.
+        at = [index for index, id_ in enumerate(encoded.ids) if id_ in self.pads]
+        if len(at) < len(pictures):
+            raise ChatTemplateError(
+                "pictures-dropped", f"the template writes {len(at)} of {len(pictures)} pictures of these messages"
+            )
+        if len(at) > len(pictures) or any(encoded.ids[index] != self.placeholder for index in at):
+            raise ChatTemplateError("injected-marker", "a message holds control tokens that stand for pictures")
+        # 2. The ids with theirs, and how far what stands behind each is moved.
+        ids, spans, moved = as_ids([]), list[MediaSpan](), [0]
+        start = 0
+        for index, picture in zip(at, pictures, strict=True):
+            seen = self.seen(picture)
+            ids += encoded.ids[start:index]
+            spans.append(MediaSpan(len(ids), len(seen.ids), picture))
+            ids += seen.ids
+            moved.append(moved[-1] + len(seen.ids) - 1)
+            start = index + 1
+        ids += encoded.ids[start:]
+        # 3. Places that were counted before.
+        return Encoded(
+            ids,
+            encoded.guarded,
+            tuple(place + moved[bisect_left(at, place)] for place in encoded.guarded_at),
+            tuple(part.moved(moved[bisect_left(at, part.start)]) for part in encoded.parts),
+            encoded.entry,
+            media=tuple(spans),
+        )

@@ -1,0 +1,146 @@
+"""What may come in as a picture, and what is made of it: every decoder sees the same pixels, or nobody does."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import pickle
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fsm_rollout.errors import PictureError
+from fsm_rollout.trajectory import pictures
+from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of
+
+RED = Image.new("RGB", (4, 2), (255, 0, 0))
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def png_of(width: int, height: int) -> bytes:
+    """The head of a PNG that says how large it is, with nothing behind it: what a bomb looks like."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return start + struct.pack(">I", 4) + b"IDAT" + bytes(8)
+
+
+DATA = saved(RED)
+NOISE = saved(Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)))
+MOVING = saved(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 2))])
+TEXT = base64.b64encode(DATA).decode()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        DATA,
+        bytearray(DATA),
+        f"data:image/png;base64,{TEXT}",
+        {"type": "image", "image": DATA},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{TEXT}"}},  # OpenAI, chat
+        {"type": "input_image", "image_url": f"data:image/png;base64,{TEXT}"},  # OpenAI, responses
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXT}},  # Anthropic
+        {"type": "image", "data": TEXT, "mimeType": "image/png"},  # MCP
+        {"type": "image", "bytes": DATA, "path": None},  # data sets
+        {"type": "image", "path": "red.png"},
+        Path("red.png"),
+        RED,
+        np.array(RED),
+    ],
+)
+def test_equal_pixels_of_any_source_are_one_object(source: object, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(DATA)
+    picture = picture_of(source, tmp_path)
+    assert picture is picture_of(DATA)
+    assert (picture.width, picture.height, picture.mime) == (4, 2, "image/png")
+    assert picture_of(picture) is pickle.loads(pickle.dumps(picture)) is picture
+    assert picture_of(picture.data_uri()) is picture
+    assert picture.image().getpixel((0, 0)) == (255, 0, 0)
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # held on its side
+    return saved(RED, "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "pixel"),
+    [
+        (turned(), (2, 4), (254, 0, 0)),
+        (saved(RED.convert("CMYK"), "JPEG"), (4, 2), (254, 0, 0)),
+        (saved(Image.new("RGBA", (4, 2), (255, 0, 0, 0))), (4, 2), (255, 255, 255)),
+        (saved(Image.new("P", (4, 2), 0), transparency=0), (4, 2), (255, 255, 255)),
+        (saved(Image.new("I;16", (4, 2), 0x8000)), (4, 2), (128, 128, 128)),
+        (saved(RED.convert("1")), (4, 2), (0, 0, 0)),
+        (saved(RED, "GIF"), (4, 2), (255, 0, 0)),
+        (saved(RED, "BMP"), (4, 2), (255, 0, 0)),
+    ],
+)
+def test_what_decoders_read_differently_becomes_plain(
+    data: bytes, size: tuple[int, int], pixel: tuple[int, int, int]
+) -> None:
+    picture = picture_of(data)
+    stored = Image.open(io.BytesIO(picture.data))
+    assert (picture.mime, stored.format, stored.size) == ("image/png", "PNG", size)
+    assert stored.mode in ("RGB", "L")
+    assert np.allclose(picture.image().getpixel((0, 0)), pixel, atol=2)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_what_all_read_alike_stays_as_it_is(form: str) -> None:
+    data = saved(RED, form)
+    assert picture_of(data).data == data
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (NOISE[:-200], "damaged"),
+        (b"no picture", "PNG, JPEG, WEBP"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "render it first"),
+        (MOVING, "animation of"),
+        (png_of(60_000, 1), "60,000 × 1 pixels"),
+        (png_of(16_000, 16_000), "far larger than the 40,000,000"),
+        (b"x" * (pictures.MOST_BYTES + 1), "33,554,432 are read"),
+        ("https://example.org/cat.png", "nothing is fetched"),
+        ("data:image/png;base64,?", "not base64"),
+        ("data:image/png", "needs a comma"),
+        ("../secret.png", "leads out of"),
+        ("/etc/hostname", "leads out of"),
+        ("missing.png", "No such file"),
+        ({"type": "image", "detail": "high"}, "it has type, detail"),
+        (np.zeros((4, 2, 3)), "float64"),
+        (7, "a int"),
+    ],
+)
+def test_what_is_no_picture_says_so(source: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=words):
+        picture_of(source, tmp_path)
+
+
+def test_a_picture_is_held_as_long_as_somebody_holds_it() -> None:
+    picture = picture_of(Image.new("RGB", (3, 3), (1, 2, 3)))
+    name = picture.sha256
+    assert name in pictures._PICTURES
+    del picture
+    gc.collect()
+    assert name not in pictures._PICTURES
+
+
+def test_only_parts_that_are_meant_as_pictures_are() -> None:
+    assert is_picture({"type": "image_url", "image_url": {"url": "data:,"}})
+    assert not is_picture({"type": "input_audio"})
+    assert isinstance(picture_of(DATA), StoredPicture)
