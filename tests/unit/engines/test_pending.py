@@ -139,10 +139,11 @@ def test_as_many_tokens_as_were_asked_for_and_not_one_more(before: int) -> None:
     assert len(pending.ids) == 5
 
 
-def test_rounding_is_no_error() -> None:
+@pytest.mark.parametrize(("token", "logprob"), [(5, 2e-6), (0, -1.0)])
+def test_neither_rounding_nor_the_first_token_is_an_error(token: int, logprob: float) -> None:
     pending = PendingRequest(ask("r"), 0.0)
-    pending.take(Chunk("r", array("i", [5]), array("f", [2e-6])), 0.0)
-    assert len(pending.ids) == 1
+    pending.take(Chunk("r", array("i", [token]), array("f", [logprob])), 0.0)
+    assert list(pending.ids) == [token]
 
 
 def test_cached_tokens_are_those_of_the_prompt_however_often_an_engine_says_so() -> None:

@@ -76,6 +76,16 @@ class Asks(State):
         return Outcome("said")
 
 
+class Begins(State):
+    """Has not begun before."""
+
+    triggers: ClassVar = ("said",)
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        assert ctx.resumed is False
+        return Outcome("said")
+
+
 class Scores:
     """A user who finds it middling and leaves."""
 
@@ -86,6 +96,10 @@ class Scores:
 def test_no_two_questions_share_their_randomness() -> None:
     first, second = run(custom("Asks", module=HERE), lambda request: "fine")[1].asked
     assert first.sampling.seed != second.sampling.seed
+
+
+def test_a_visit_that_nothing_has_interrupted_is_not_resumed() -> None:
+    assert only(run(custom("Begins", module=HERE), [])[0]).stop_reason == "said"
 
 
 def test_a_user_s_score_is_that_of_the_turn_that_it_replies_to() -> None:
