@@ -25,7 +25,9 @@ ELSEWHERE = {
     "tools/mcp_server.py": ["test_mcp.py"],
     "tools/placement.py": ["test_process_placement.py"],
     "tools/commands.py": ["test_foreign_programs.py"],
+    "states/external/handler.py": ["test_foreign_programs.py"],
     "scheduler/worker": ["test_workers.py"],
+    "jobs/tracking.py": ["test_trackers.py"],
     "jobs/": ["test_cli_run.py", "test_demo_run.py", "test_cli_resume.py"],
     "trajectory/journal/": ["test_journal_tools.py"],
 }
@@ -92,7 +94,7 @@ class Reach:
 
     def __init__(self) -> None:
         CACHE.mkdir(exist_ok=True)
-        programs = [f"tests/integration/{name}" for names in ELSEWHERE.values() for name in names]
+        programs = sorted({f"tests/integration/{name}" for names in ELSEWHERE.values() for name in names})
         files = [str(path.relative_to(ROOT)) for name in SEARCHED for path in sorted(ROOT.glob(name))] + programs
         if new := [file for file in files if known_of(file) is None]:
             print(f"{len(new)} files of tests are measured", flush=True)

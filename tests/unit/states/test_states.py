@@ -188,6 +188,7 @@ def test_a_turn_that_stops_without_a_stop_token_is_closed_by_the_template(monkey
     turn, glue = stream.tokens.spans[1:3]
     assert stream.tokens.ids[turn.end - 1] not in bench.engine.eos_ids
     assert stream.tokens.ids[glue.start] in bench.engine.eos_ids
+    assert (turn.state, glue.state) == ("GENERATING", "PROCESSING_TOOLS")
 
 
 def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
