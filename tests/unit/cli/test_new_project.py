@@ -31,7 +31,7 @@ def test_a_name_that_cannot_be_is_refused(name: str, message: str, tmp_path: Pat
 
 def test_a_place_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        new_project("mine", "tools", tmp_path / "nowhere")
+        new_project("an_agent_of_mine", "tools", tmp_path / "nowhere")
 
 
 def test_the_kinds_are_those_of_the_command() -> None:
