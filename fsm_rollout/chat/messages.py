@@ -209,6 +209,9 @@ def check_written(messages: Messages) -> None:
             raise malformed(index, f"has the unknown role {message['role']!r}{did_you_mean(message['role'], ROLES)}")
         if messages[index].get("content") is None and "tool_calls" not in message:
             raise malformed(index, "has no content")
+        for part in media_of(messages[index]):  # engines do not take them yet
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatTemplateError("multimodal-content", f"message {index} holds a part of type {kind!r}; give text")
 
 
 def _is_plain(message: Mapping[str, object]) -> bool:

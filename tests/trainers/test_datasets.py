@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("datasets")
-
 from datasets import Dataset
 
 import fsm_rollout as fr

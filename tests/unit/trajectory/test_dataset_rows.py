@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,16 @@ def test_a_run_names_columns_and_its_journal_keeps_them(tmp_path: Path) -> None:
         assert read.prompts.columns == {"messages": "question", "answer": "solution.final"}
 
 
-class Table(list[dict[str, Any]]):
+class Table:
     """What of a `datasets.Dataset` is looked at; the real one is tried with the trainers."""
 
     column_names = ("prompt", "answer", "limits")
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
 
 
 def test_null_columns_of_a_table_are_not_there() -> None:
