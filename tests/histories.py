@@ -115,6 +115,7 @@ _rest = st.one_of(
         reward=st.none() | score, seconds=seconds,
     ),
     _generation(continued=st.just(True), resumed=st.booleans()),
+    _event(events.Refused),
     _event(events.LimitCharged, limit=st.just(LimitName.TOOL_CALLS), amount=st.integers(1, 2)),
     _event(events.UserReplied, context=st.just("main"), state=states, seconds=seconds),
     _event(events.Suspended, reason=st.just("weights")),

@@ -42,7 +42,7 @@ TEMPLATE_FACTS = {
     "texts": "the turns' texts, by context",
     "history": "the messages so far, by context",
     "extra": "the prompt's other fields",
-    "visits": "how often each state was visited",
+    "visits": "how often each state was visited; a visit that a limit kept from running is none",
     "spent": "how much of each counted limit is spent",
     "generations": "how many generations there have been",
     "score": "the trajectory's score, if any",

@@ -50,7 +50,7 @@ class Limit:
 LIMITS: Mapping[str, Limit] = {
     limit.name: limit
     for limit in (
-        Limit(LimitName.MAX_VISITS, implied=True, spent=lambda t, at: t.visits[t.state]),
+        Limit(LimitName.MAX_VISITS, implied=True, spent=lambda t, at: t.entries[t.state]),
         Limit(LimitName.ASSISTANT_TURNS, "generate", counted=True),
         Limit(LimitName.TOOL_CALLS, "call_tools", counted=True, price=lambda t: max(1, len(t.attempts))),
         Limit(LimitName.USER_TURNS, "interact", counted=True),
@@ -102,7 +102,7 @@ def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | No
     ``wall``: the seconds that ``wall_seconds`` leaves.
     """
     max_visits = graph.states[trajectory.state].max_visits
-    if max_visits is not None and trajectory.visits[trajectory.state] > max_visits:
+    if max_visits is not None and trajectory.entries[trajectory.state] > max_visits:
         return LimitName.MAX_VISITS
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends

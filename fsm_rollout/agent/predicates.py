@@ -213,13 +213,13 @@ def visits_argument(argument: object, graph: AgentGraph) -> tuple[str | None, in
 
 
 @_predicate(
-    "the state (the present one, if none is named) has been visited more often",
+    "the state (the present one, if none is named) has been entered more often",
     "a count, or {STATE: count}",
     counter=True,
 )
 def _visits_over(argument: object, graph: AgentGraph) -> Condition:
     state, count = visits_argument(argument, graph)
-    return lambda t, outcome: t.visits.get(state or t.state, 0) > count
+    return lambda t, outcome: t.entries.get(state or t.state, 0) > count
 
 
 @_predicate("the latest turn's score, else the trajectory's", "a number")

@@ -40,7 +40,7 @@ from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired, ToolDied
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitName, StopReason, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Resumed, TimedOut
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, Resumed, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -248,6 +248,8 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
     wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
     limit = reached_on_entry(graph, trajectory, agent.machine.spends[state], wall)
     if limit is not None and trajectory.time_up is None:
+        if not trajectory.visit_events:  # else its handler had begun before an interruption, or this is said already
+            live.emit(Refused(at=now))
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
     ctx = HandlerContext(live)

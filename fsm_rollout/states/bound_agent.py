@@ -97,12 +97,13 @@ class BoundAgent:
 
     def facts(self, trajectory: Trajectory) -> dict[str, object]:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
+        visits = trajectory.visits
         return {fact: getattr(trajectory, fact, None) for fact in TEMPLATE_FACTS} | {
             "messages": trajectory.prompt_messages,
             "task": text_of(trajectory.prompt_messages[-1]),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in self.contexts},
             "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in self.contexts},
-            "visits": {state: trajectory.visits.get(state, 0) for state in self.graph.states},
+            "visits": {state: visits[state] for state in self.graph.states},
             "spent": {limit: trajectory.spent.get(limit, 0) for limit in (*COUNTED_LIMITS, LimitName.BAD_CALLS)},
         }
 

@@ -96,7 +96,7 @@ class HandlerContext:
     @cached_property
     def rng(self) -> random.Random:
         """Random numbers that depend on the trajectory and the visit only (made when asked for: they are large)."""
-        return random.Random(derive_seed(self.trajectory.seed, self.state, self.trajectory.visits[self.state]))
+        return random.Random(derive_seed(self.trajectory.seed, self.state, self.trajectory.entries[self.state]))
 
     def emit(self, event: AnyEvent) -> None:
         """Apply an event to the trajectory, journal it and call the listeners.

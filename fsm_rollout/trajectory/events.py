@@ -266,6 +266,10 @@ class TimedOut(Event, frozen=True, kw_only=True, tag="timed_out"):
     walled: bool = False
 
 
+class Refused(Event, frozen=True, kw_only=True, tag="refused"):
+    """A limit has no room for the visit that has just begun: its handler does not run, ``limit_reached`` follows."""
+
+
 LARGEST_SCORE = 3.4028234663852886e38  # of float32, in which tensors hold scores
 
 
@@ -355,8 +359,8 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 
 AnyEvent = (
     Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
-    | UserReplied | LimitCharged | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed | Snapshotted
-    | Restored | Ended
+    | UserReplied | LimitCharged | Refused | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed
+    | Snapshotted | Restored | Ended
 )  # fmt: skip
 
 

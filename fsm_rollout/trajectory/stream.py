@@ -187,6 +187,26 @@ class AssistantTurn(msgspec.Struct, gc=False):
         return text_of(self.message)
 
 
+def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: Message, count: int) -> AssistantTurn:
+    """Begin or continue the turn of a generation that has just ended, and return it.
+
+    ``turn_of`` has the turn of each generation, by its index; ``count`` is how many there are with this one.
+    """
+    # 1. A new message, or more of the context's latest.
+    turn = None
+    if event.continued or event.resumed:
+        turn = next((turn for turn in reversed(turn_of) if turn.context == event.context), None)
+    if turn is None:
+        turn = AssistantTurn(event.context, event.state, message, event.attempts, event.finish_reason)
+    # 2. What the generation made of it.
+    turn.message, turn.calls, turn.finish_reason = message, event.attempts, event.finish_reason
+    turn.tokens += len(event.ids)
+    if len(turn_of) < count:  # else the generation is resumed, and is there already
+        turn.generations.append(len(turn_of))
+        turn_of.append(turn)
+    return turn
+
+
 def whole_conversation(streams: Iterable[Stream]) -> list[Message]:
     """Return all messages of a context's streams, in order, those before a ``reset`` too, none twice."""
     messages: list[Message] = []

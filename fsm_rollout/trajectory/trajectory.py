@@ -7,6 +7,7 @@ decided here; a :class:`~fsm_rollout.trajectory.events.Transitioned` event says 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import get_args
@@ -17,7 +18,7 @@ from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, LimitName, StopReason, Trigger, routing_key
 from fsm_rollout.trajectory.events import AnyEvent, MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, text_of, whole_conversation
+from fsm_rollout.trajectory.stream import BRANCH, AssistantTurn, Stream, text_of, update_turn, whole_conversation
 from fsm_rollout.trajectory.wall_time import TimeSpent
 
 INTERACTION = "interaction:"  # how the name of a user's snapshot begins; behind it stands the state that has its own
@@ -66,14 +67,16 @@ class Trajectory(msgspec.Struct):
     # Where it is
     state: str
     """The state that it is in; of one that has ended, the final one or the one that it failed in."""
-    visits: dict[str, int]
-    """How often each state was entered, the initial one included."""
+    entries: dict[str, int]
+    """How often each state was entered, the initial one included: what ``max_visits`` and ``visits_over`` count."""
     spent: dict[str, int]
     """How much was charged to each limit: ``assistant_turns``, ``tool_calls``, ``user_turns``, ``bad_calls``."""
     started_at: float
     """When it began, in seconds on the scheduler's clock."""
     latest_at: float
     """When its latest event happened, on the same clock."""
+    refused: dict[str, int] = {}
+    """How often each state was entered in vain: a limit had no room left, so its handler did not run."""
     routed_limits: frozenset[str] = frozenset()
     """Limits that a ``limit_reached`` transition has routed; each may be routed once."""
     transitions: int = 0
@@ -156,6 +159,11 @@ class Trajectory(msgspec.Struct):
     """Why the run's reward gave no score, if it was asked for one."""
 
     @property
+    def visits(self) -> Counter[str]:
+        """How often each state was visited, the initial one and a visit under way included, refused ones not."""
+        return Counter(self.entries) - Counter(self.refused)
+
+    @property
     def score_is_missing(self) -> bool:
         """Whether its score is missing: the run's reward gave none, or nothing has scored it or a turn of it."""
         return self.score is None and (self.unscored is not None or not self.turn_scores)
@@ -173,7 +181,9 @@ class Trajectory(msgspec.Struct):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
         own = dict(zip(_PROMPTED, attrgetter(*_PROMPTED)(first), strict=True))
         own |= {"prompt_messages": first.messages, "spent": dict(first.spent)}
-        trajectory = cls(**own, state=first.initial, visits={first.initial: 1}, started_at=first.at, latest_at=first.at)
+        trajectory = cls(
+            **own, state=first.initial, entries={first.initial: 1}, started_at=first.at, latest_at=first.at
+        )
         for event in iterator:
             trajectory.apply(event)
         return trajectory
@@ -321,28 +331,13 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        self._update_turn(event, message).results = self.called = []  # one list for both: the calls made from now on
+        turn = update_turn(self.turn_of, event, message, self.generations)
+        turn.results = self.called = []  # one list for both: the calls made from now on
         self.last, self.attempts = event, event.attempts
         self.response_tokens += len(event.ids)
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
-
-    def _update_turn(self, event: events.Generated, message: Message) -> AssistantTurn:
-        """Begin or continue the turn of a generation that has just ended, and return it."""
-        # 1. A new message, or more of the context's latest.
-        turn = None
-        if event.continued or event.resumed:
-            turn = next((turn for turn in reversed(self.turn_of) if turn.context == event.context), None)
-        if turn is None:
-            turn = AssistantTurn(event.context, event.state, message, event.attempts, event.finish_reason)
-        # 2. What the generation made of it.
-        turn.message, turn.calls, turn.finish_reason = message, event.attempts, event.finish_reason
-        turn.tokens += len(event.ids)
-        if len(self.turn_of) < self.generations:  # else the generation is resumed, and is there already
-            turn.generations.append(len(self.turn_of))
-            self.turn_of.append(turn)
-        return turn
 
     def _call_begun(self, event: events.CallBegun) -> None:
         self.begun_calls.add(event.id)
@@ -375,6 +370,9 @@ class Trajectory(msgspec.Struct):
     def _charged(self, event: events.LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount
 
+    def _refused(self, event: events.Refused) -> None:
+        self.refused[self.state] = self.refused.get(self.state, 0) + 1
+
     def _timed_out(self, event: events.TimedOut) -> None:
         self.time_up = event
         self.visit_events = []
@@ -394,7 +392,7 @@ class Trajectory(msgspec.Struct):
         self.state = event.dest
         if event.stop_reason is not None:
             self.exit = event
-        self.visits[event.dest] = self.visits.get(event.dest, 0) + 1
+        self.entries[event.dest] = self.entries.get(event.dest, 0) + 1
         for limit, amount in event.spent.items():
             self.spent[limit] = self.spent.get(limit, 0) + amount
 
@@ -444,7 +442,7 @@ _APPLY: Mapping[type[events.Event], Callable[[Trajectory, AnyEvent], None]] = {
 # What a handler does through its visit (the glue before a generation is part of that generation).
 DONE_IN_A_VISIT = frozenset({
     events.ContextOpened, events.MessagesAppended, events.Generated, events.CallBegun, events.Called,
-    events.ModelQueried, events.UserReplied, events.LimitCharged, events.Scored,
+    events.ModelQueried, events.UserReplied, events.LimitCharged, events.Scored, events.Refused,
 })  # fmt: skip
 # The fields that it has as `Prompted` has them.
 _PROMPTED = tuple(name for name in events.Prompted.__struct_fields__ if name in Trajectory.__struct_fields__)

@@ -54,16 +54,16 @@ def test_a_counted_limit_of_three_allows_three(limit: str, spent: int, reached: 
 @pytest.mark.parametrize(("visits", "reached"), [(1, None), (2, None), (3, "max_visits")])
 def test_a_state_is_visited_as_often_as_it_may_be(visits: int, reached: str | None) -> None:
     graph, trajectory = standing({"assistant_turns": 9}, max_visits=2)
-    trajectory.visits["GENERATING"] = visits
+    trajectory.entries["GENERATING"] = visits
     assert reached_at(graph, trajectory, None, 103.0) == reached
 
 
 def test_the_order_of_the_table_decides_which_one_is_named() -> None:
     graph, trajectory = standing({"assistant_turns": 0, "wall_seconds": 1.0}, {"assistant_turns": 1}, max_visits=1)
     assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "assistant_turns"
-    trajectory.visits["GENERATING"] = 2
+    trajectory.entries["GENERATING"] = 2
     assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "max_visits"
-    trajectory.visits["GENERATING"], trajectory.spent = 1, {}
+    trajectory.entries["GENERATING"], trajectory.spent = 1, {}
     assert reached_at(graph, trajectory, "assistant_turns", 103.0) == "wall_seconds"
 
 

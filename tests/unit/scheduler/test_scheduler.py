@@ -32,6 +32,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, GlueMismatchError
+from fsm_rollout.jobs.summary import summarize
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
@@ -81,6 +82,29 @@ def test_cancel_keeps_what_was_sampled_and_leaves_the_others_alone() -> None:
 
 def cancel(bench: Bench) -> None:
     bench.scheduler.cancel("p0/0")
+
+
+def ran_twice(trajectory: Trajectory) -> bool:
+    return trajectory.visits[trajectory.state] == 2
+
+
+@pytest.mark.parametrize(
+    "frame", [{"max_visits": 2}, {"limits": {"assistant_turns": 2, "tool_calls": 6, "wall_seconds": 1000.0}}]
+)
+def test_a_visit_that_a_limit_kept_from_running_is_counted_as_an_entry_alone(frame: dict[str, Any]) -> None:
+    routed = changed(
+        TOOLS,
+        f"GENERATING limit_reached TELLING if {HERE}:ran_twice",
+        "TELLING written TERMINATED as told",
+        GENERATING={key: value for key, value in frame.items() if key == "max_visits"},
+        TELLING={"handler": "write", "prompt": "It ran {{ visits.GENERATING }} times.", "max_visits": 1},
+    )
+    limits = {key: value for key, value in frame.items() if key == "limits"}
+    trajectory = only(run(agent(routed, tools=ECHOES, **limits), lambda request: call("echo", "x"))[0])
+    assert trajectory.stop_reason == "told", trajectory.detail
+    assert trajectory.messages[-1]["content"] == "It ran 2 times."
+    assert (trajectory.visits["GENERATING"], trajectory.entries["GENERATING"], trajectory.generations) == (2, 3, 2)
+    assert summarize([trajectory], wall_seconds=1.0)["states"]["GENERATING"] == 2
 
 
 def test_stop_gives_every_prompt_back_started_or_not() -> None:

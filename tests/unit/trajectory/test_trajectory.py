@@ -26,6 +26,7 @@ from fsm_rollout.trajectory.events import (
     MalformedCall,
     MessagesAppended,
     PromptExtended,
+    Refused,
     Scored,
     Suspended,
     ToolCall,
@@ -98,7 +99,8 @@ def test_tokens_and_counts_are_those_of_the_events(events: list[AnyEvent]) -> No
         stretches = [(max(0.0, event.at - event.seconds), event.at) for event in every(kind)]
         assert getattr(trajectory, f"{name}_seconds") == pytest.approx(under_way(stretches))
     assert trajectory.transitions == len(every(Transitioned))
-    assert sum(trajectory.visits.values()) == 1 + len(every(Transitioned))
+    assert sum(trajectory.entries.values()) == 1 + len(every(Transitioned))
+    assert sum(trajectory.refused.values()) == len(every(Refused))
     assert trajectory.state == ([PROMPTED.initial] + [event.dest for event in every(Transitioned)])[-1]
     assert trajectory.turn_scores == [(s.turn, s.value) for s in every(Scored) if s.turn is not None]
     assert trajectory.score == next((s.value for s in reversed(every(Scored)) if s.turn is None), None)
