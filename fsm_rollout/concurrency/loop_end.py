@@ -16,7 +16,9 @@ from typing import TypeVar
 from fsm_rollout.concurrency.threads import DaemonThreads
 
 T = TypeVar("T")
+Ended = tuple[set[asyncio.Task[object]], set[asyncio.Task[object]]]  # tasks that ended, and those that did not
 
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit)  # what a task raises out of its loop
 LEFT_AFTER = 5.0  # seconds that tasks, and then the jobs of `asyncio.to_thread`, have to end when their loop does
 # So many jobs of `asyncio.to_thread` run at once, as is asyncio's own default.
 MOST_THREADS = min(32, (os.cpu_count() or 1) + 4)
@@ -31,11 +33,15 @@ def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLo
     asyncio.set_event_loop(loop)
     threads = DaemonThreads("asyncio", MOST_THREADS)
     loop.set_default_executor(threads)
+    interruption: BaseException | None = None
     try:
         return loop.run_until_complete(work)
+    except INTERRUPTIONS as error:
+        interruption = error
+        raise
     finally:
         try:
-            loop.run_until_complete(_end_tasks())
+            _see_to(end_tasks(loop, LEFT_AFTER, interruption), loop)
             loop.run_until_complete(loop.shutdown_asyncgens())
             if stuck := threads.end(LEFT_AFTER):
                 _logger.warning(
@@ -46,14 +52,32 @@ def run_to_end(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLo
             loop.close()
 
 
-async def _end_tasks() -> None:
-    loop = asyncio.get_running_loop()
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+def end_tasks(loop: asyncio.AbstractEventLoop, seconds: float | None, interruption: BaseException | None) -> Ended:
+    """Cancel what is left on a loop, and return the tasks that ended within so many seconds, and the others.
+
+    An ``interruption`` that one task has raised out of the loop is raised again by each that hands it on, as a task
+    group does; that keeps nobody from ending. Another one (a second Ctrl-C) does.
+    """
+    tasks = asyncio.all_tasks(loop)
+    if not tasks:
+        return set(), set()
     for task in tasks:
         task.cancel()
-    ended, refusing = await asyncio.wait(tasks, timeout=LEFT_AFTER) if tasks else (set(), set())
+    waiting = loop.create_task(asyncio.wait(tasks, timeout=seconds))
+    while True:
+        try:
+            return loop.run_until_complete(waiting)
+        except INTERRUPTIONS as error:
+            if error is not interruption:
+                raise
+
+
+def _see_to(tasks: Ended, loop: asyncio.AbstractEventLoop) -> None:
+    """Say which tasks failed while they ended, and which refuse to."""
+    ended, refusing = tasks
     for task in ended:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, INTERRUPTIONS):  # those have come out of the loop
             loop.call_exception_handler({"message": "a task failed while its loop ended", "exception": error})
     for task in refusing:
         _logger.warning("%s ignores its cancellation (%g s so far) and is left behind", task.get_name(), LEFT_AFTER)

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack
 
+from fsm_rollout.concurrency.loop_end import INTERRUPTIONS, end_tasks
 from fsm_rollout.testing.simulation.source_lines import described, note_start
 
 if TYPE_CHECKING:
@@ -323,7 +324,11 @@ def run_virtual(
     """
     loop = loop or VirtualTimeLoop(patience)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        result = runner.run(main)
+        try:
+            result = runner.run(main)
+        except INTERRUPTIONS as interruption:
+            end_tasks(loop, None, interruption)
+            raise
         loop.run_until_idle()
         count, leaked = len(asyncio.all_tasks(loop)), loop.tasks_left()
     if leaked and leaks == "raise":

@@ -13,6 +13,7 @@ import pytest
 from fsm_rollout.concurrency import loop_end
 from fsm_rollout.concurrency.interruption import Interruptible
 from fsm_rollout.concurrency.loop_thread import LoopThread
+from fsm_rollout.testing import run_virtual
 
 
 def in_a_thread(work: Coroutine[Any, Any, str]) -> str:
@@ -58,15 +59,17 @@ def test_a_thread_that_never_ends_is_named_and_left(
     run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loop_end, "LEFT_AFTER", 0.01)
-    begun, never = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        begun.set()
-        never.wait()
+    never = threading.Event()
 
     async def main() -> str:
-        main.task = asyncio.get_running_loop().create_task(asyncio.to_thread(stuck))  # type: ignore[attr-defined]
-        await asyncio.to_thread(begun.wait)
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def stuck() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            never.wait()
+
+        main.task = loop.create_task(asyncio.to_thread(stuck))  # type: ignore[attr-defined]
+        await begun.wait()  # in no thread: that would have to end in time as well
         return "done"
 
     results: list[str] = []
@@ -96,6 +99,33 @@ def test_jobs_of_a_loop_wait_for_a_few_threads_and_those_that_are_cancelled_mean
 
     assert loop_end.run_to_end(main(), asyncio.new_event_loop()) == loop_end.MOST_THREADS
     assert sorted(done) == list(range(500))
+
+
+@pytest.mark.parametrize("run", [here, run_virtual])
+def test_an_interruption_that_a_task_group_hands_on_leaves_no_task_behind(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """It comes out of the loop twice: of the task that raises it, and of the group's own while that is ended."""
+    tasks: set[asyncio.Task[Any]] = set()
+
+    async def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    async def group() -> None:
+        async with asyncio.TaskGroup() as started:
+            started.create_task(interrupted())
+
+    async def main() -> None:
+        try:
+            await asyncio.gather(group(), asyncio.Event().wait())
+        finally:
+            tasks.update(asyncio.all_tasks())
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main())
+    assert tasks
+    assert all(task.done() for task in tasks)
 
 
 def test_what_ends_when_it_is_cancelled_is_waited_for() -> None:

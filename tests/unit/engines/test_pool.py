@@ -65,6 +65,7 @@ async def test_chunks_name_their_replica_and_its_numbers_add_up(client: EngineCl
     assert Counter(answer.replica for answer in found) == {"replica-0": 3, "replica-1": 3, "replica-2": 3}
     replicas = client.pool.replicas
     assert [replica.requests for replica in replicas] == [3, 3, 3]
+    assert (client.pool.requests, client.pool.dispatches) == (9, 3)
     assert sum(replica.tokens for replica in replicas) == sum(len(answer.ids) for answer in found)
     assert [replica.in_flight for replica in client.pool.replicas] == [0] * len(place.lives)
 
@@ -457,6 +458,17 @@ def test_what_is_asked_of_a_closed_engine_ends_at_once(restarts: bool) -> None:
         assert str(pending.error) == "the pool is closed; build another"
 
     run(Place() if restarts else scripted(Turn(text="yes")), body)
+
+
+def test_a_closed_pool_serves_no_other_loop() -> None:
+    pool = make(Place(), 2)
+    asyncio.run(pool.aclose())
+
+    async def ask_again() -> None:
+        EngineClient(pool).submit(ask("a"))
+
+    with pytest.raises(EngineError, match="the pool is closed; build another"):
+        asyncio.run(ask_again())
 
 
 def test_a_pool_serves_one_loop_after_another() -> None:
