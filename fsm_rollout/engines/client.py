@@ -16,6 +16,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import EngineFacts, Request, TokenSource, Weights
 from fsm_rollout.engines.replica import Placement
+from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
@@ -69,6 +70,8 @@ class EngineClient:
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
         """See :class:`Client`."""
         pending = PendingRequest(request, asyncio.get_running_loop().time(), deadline, client=self)
+        if request.sampling.stop:
+            pending.stops = StopStrings(request, self.pool.tokenizer)
         self.pool.submit(pending)
         return pending
 

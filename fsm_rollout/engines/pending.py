@@ -25,6 +25,7 @@ import numpy as np
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, ReplicaLost, Request
+from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, Note, NoteKind, add_note, as_ids, as_logprobs
@@ -109,6 +110,8 @@ class PendingRequest:
     # When the try is given up if its first chunk has not come by then; `None` from that chunk on.
     silent_until: float | None = None
     client: object = None  # who submitted it
+    stops: StopStrings | None = None  # looks for `sampling.stop`, where that is set
+    stopped: bool = False  # whether it has found one: the last token completes it
     on_tokens: Callable[[], object] | None = None  # called when tokens have come, to show them at once
 
     def keep_time(self) -> None:
@@ -125,6 +128,10 @@ class PendingRequest:
         """Append one chunk; EngineError if no engine may answer so."""
         self.silent_until = None
         ids, logprobs, version, notes = checked(chunk, self.request, self.ids, vocabulary)
+        if self.stops is not None and (end := self.stops.end(ids)) is not None:
+            fed = len(self.request.ids) + len(self.ids) + end
+            ids, logprobs, notes = ids[:end], logprobs[:end], tuple(n for note in notes for n in note.cut(0, fed))
+            self.stopped = True
         if not self.has_chunk or chunk.waits != self.waits:
             self.admitted_at = now if self.admitted_at is None else self.admitted_at
             self.has_chunk, self.waits = True, chunk.waits

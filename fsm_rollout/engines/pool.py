@@ -285,13 +285,16 @@ class EnginePool:
             return
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
-        if chunk.finish_reason is None and chunk.error is None:
-            return
-        if (failure := pending.failed_by(chunk)) is None:
-            assert chunk.finish_reason is not None
-            self.end(pending, FinishReason(chunk.finish_reason))
-        else:
-            self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
+        if pending.stopped:
+            if chunk.finish_reason is None:
+                self._engine_ids.abort_soon(pending.request_id)
+            self.end(pending, FinishReason.STOP)
+        elif chunk.finish_reason is not None or chunk.error is not None:
+            if (failure := pending.failed_by(chunk)) is not None:
+                self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
+            else:
+                assert chunk.finish_reason is not None
+                self.end(pending, FinishReason(chunk.finish_reason))
 
     def leave(self, pending: PendingRequest) -> None:
         """Take a request from where it is: its replica, or the queue."""

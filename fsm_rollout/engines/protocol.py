@@ -66,6 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     extra: Mapping[str, Any] = {}
     """What is handed to the engine's server as it is."""
+    stop: tuple[str, ...] = ()
+    """The request ends with the token that completes one of these in the turn's text. An engine need not know: what it
+    samples beyond is dropped."""
 
     @property
     def cuts(self) -> bool:
@@ -107,6 +110,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """What ``ids`` stand for beside text: pictures, say, in order."""
     trace: str = ""
     """The W3C ``traceparent`` of the span that asks; empty: nobody traces it."""
+    of_turn: int = 0
+    """How many of the last ``ids`` were sampled for the turn that goes on; said where ``sampling.stop`` is set."""
 
     def continued(self, sampled: Ids, request_id: str) -> Request:
         """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
@@ -116,6 +121,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
             request_id=request_id,
             ids=self.ids + sampled,
             sampled=self.sampled + len(sampled),
+            of_turn=self.of_turn + len(sampled),
             sampling=replace(self.sampling, max_tokens=remaining),
         )
 

@@ -136,6 +136,7 @@ def submit(
     seed: int,
     sampled: int = 0,
     routed: int = 0,
+    of_turn: int = 0,
 ) -> PendingRequest:
     """Submit the trajectory's request ``name``; sampling that is not set means temperature 1 over all tokens."""
     trajectory = visit.trajectory
@@ -155,6 +156,7 @@ def submit(
             presence_penalty=settings.presence_penalty or 0.0,
             frequency_penalty=settings.frequency_penalty or 0.0,
             extra=settings.extra or {},
+            stop=settings.stop or (),
         ),
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
@@ -164,6 +166,7 @@ def submit(
         turn=index,
         sampled=sampled,
         routed=routed,
+        of_turn=of_turn,
     )
     return bound.client.submit(request, visit.deadline)
 
@@ -249,7 +252,7 @@ class Generation:
         elif not stream.awaiting and not continued:
             stream = await self._glue(stream, new)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
-        submitted, cut_by = self._submit(stream, sampling, resumed=resumed)
+        submitted, cut_by = self._submit(stream, sampling, continued=continued, resumed=resumed)
         if on_tokens is None and visit.active.live_user is not None:
             on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
         if on_tokens is not None:
@@ -336,7 +339,9 @@ class Generation:
             raise limit_reached(self.visit, self.bound, LimitName.CONTEXT_TOKENS)
         return room
 
-    def _submit(self, stream: Stream, sampling: Sampling | None, *, resumed: bool) -> tuple[PendingRequest, str | None]:
+    def _submit(
+        self, stream: Stream, sampling: Sampling | None, *, continued: bool, resumed: bool
+    ) -> tuple[PendingRequest, str | None]:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = stream.tokens.length
@@ -355,6 +360,7 @@ class Generation:
             max_tokens=max(1, int(bounds[cut_by])),
             seed=derive_seed(trajectory.seed, bound.name, index),
             routed=stream.tokens.routed_length if stream.tokens.notes else 0,
+            of_turn=length - stream.turn_at if continued and settings.stop else 0,
         )  # fmt: skip
         return pending, cut_by
 

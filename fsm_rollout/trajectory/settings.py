@@ -118,6 +118,11 @@ class Sampling(StrictModel):
     max_tokens: AtLeastOne | None = Field(
         None, description="tokens of one generation; without it the trajectory's limits and the engine's window decide"
     )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None,
+        description="a turn ends with the token that completes one of these strings in its text, which stays in the "
+        "turn; `[]`: none ends it",
+    )
     ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
 
     def over(self, base: Sampling) -> Sampling:

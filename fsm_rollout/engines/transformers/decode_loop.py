@@ -25,11 +25,13 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows, Rows
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
@@ -56,6 +58,7 @@ class _Decoding:
     row: int = -1  # its row in the cache, once it has one
     shared: int = 0  # how many of its first tokens it shares: their keys and values are not in its row
     cached: int = 0  # how many of its tokens its row holds, those that it shares counted in
+    stops: StopStrings | None = None  # looks for the request's stop strings, if it has any
     idle: bool = False  # it has ended; its row is kept for the next turn of its session
 
     @property
@@ -76,6 +79,7 @@ class DecodeLoop:
             is longer. Bounds how long running requests stand still for new ones.
         send_every: so many steps pass between two chunks of a request (its last chunk never waits).
         replica: a name that every chunk carries.
+        tokenizer: the model's, for requests that have stop strings.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class DecodeLoop:
         fill_tokens: int,
         send_every: int,
         replica: str = "",
+        tokenizer: Any = None,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
@@ -97,6 +102,7 @@ class DecodeLoop:
         self._fill_tokens = fill_tokens
         self._send_every = send_every
         self._replica = replica
+        self._tokenizer = tokenizer
         self._waiting: deque[_Decoding] = deque()
         self._unfilled: deque[_Decoding] = deque()
         self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
@@ -133,6 +139,8 @@ class DecodeLoop:
         while self._waiting and self.running < self._max_running:
             running = self._waiting.popleft()
             running.tokens = list(running.request.ids)
+            if running.request.sampling.stop:
+                running.stops = StopStrings(running.request, self._tokenizer)
             running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
             self._unfilled.append(running)
             chunks.append(self._chunk(running))
@@ -286,6 +294,7 @@ class DecodeLoop:
             running.room -= 1
             sampling = running.request.sampling
             stopped = token in sampling.stop_ids and not sampling.ignore_eos
+            stopped = stopped or (running.stops is not None and running.stops.end((token,)) is not None)
             if stopped or not running.room:
                 chunks.append(self._chunk(running, FinishReason.STOP if stopped else FinishReason.LENGTH))
                 ended.append(running)

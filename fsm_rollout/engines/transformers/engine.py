@@ -257,6 +257,7 @@ class TransformersEngine:
             fill_tokens=fill_tokens or (2048 if model.device.type == "cpu" else 8192),
             send_every=send_every,
             replica=replica,
+            tokenizer=tokenizer,
         )
         self._thread = _ModelThread(decode)
         self._thread.start()

@@ -52,6 +52,7 @@ class _Turn:
     end: int  # its tokens
     answered: bool = True  # whether it has come to its end; else the rest of it can be sampled
     delivered: bool = True
+    stopped: bool = False  # whether it has ended, be it at a stop string, and was not cut
 
 
 @dataclass(slots=True)
@@ -170,6 +171,7 @@ class AgentHistories:
             branch.asks = False
             branch.chains.append(b"")
         turn = branch.turns[-1]
+        turn.stopped = stream.finish_reason == FinishReason.STOP
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
         branch.chains[-1] = extend_chain(branch.chains[-2], stream.messages[-1])
 
@@ -183,7 +185,7 @@ class AgentHistories:
         assert stream is not None
         turn = branch.turns[number]
         ids = stream.tokens.tail(turn.start)[: turn.end - turn.start]
-        stopped = len(ids) > 0 and ids[-1] in branch.bound.stop_ids
+        stopped = turn.stopped or (len(ids) > 0 and ids[-1] in branch.bound.stop_ids)
 
         def delivered() -> None:
             turn.delivered = True

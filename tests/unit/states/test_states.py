@@ -191,6 +191,25 @@ def test_a_turn_that_stops_without_a_stop_token_is_closed_by_the_template(monkey
     assert (turn.state, glue.state) == ("GENERATING", "PROCESSING_TOOLS")
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut within the string"])
+def test_a_turn_ends_at_a_stop_string_which_stays_in_it(cut: bool) -> None:
+    """The string is found across a cut, what the engine says further is dropped, and the template closes the turn."""
+    said = f"{call('work', 'a')} <answer>5</answer> and more"
+    at = said.index("wer> and") if cut else len(said)
+    turns = [Turn(text=text, chunks=9, delay=1.0) for text in (said[:at], said[at:]) if text]
+    sampling = {"stop": ["</answer>", "\n\n"], "max_tokens": len(tokenizer().encode(said[:at]))}
+    frame = changed(TOOLS, "GENERATING truncated GENERATING", GENERATING={"sampling": sampling})
+    groups, bench = run(agent(frame, tools=TOLD), [*turns, "done"])
+    (stream,) = only(groups).streams
+    assert only(groups).stop_reason == "answered"
+    decode, spans = bench.engine.tokenizer.decode, stream.tokens.spans
+    sampled = [span for span in stream.tokens.sampled() if span.turn < len(turns)]
+    ids = [token for span in sampled for token in stream.tokens.ids[span.start : span.end]]
+    assert decode(ids) == said.removesuffix(" and more")
+    glue = spans[spans.index(sampled[-1]) + 1]
+    assert stream.tokens.ids[glue.start] in bench.engine.eos_ids
+
+
 def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
     """Prompt, sampled turn, tool result, cut turn that goes on: each token is one message's, or the template's own."""
     frame = changed(TOOLS, "GENERATING truncated GENERATING", GENERATING={"sampling": {"max_tokens": 60}})

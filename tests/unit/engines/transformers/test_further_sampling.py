@@ -1,4 +1,7 @@
-"""min_p and penalties: each token's log-prob is that of the distribution it was sampled from, by a plain pass."""
+"""min_p and penalties: each token's log-prob is that of the distribution it was sampled from, by a plain pass.
+
+Stop strings leave the tokens before them as they would be without.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
+from fsm_rollout.trajectory.tokens import as_ids
 from tests.integration.sglang_oracle import ask, expected, request
 from tests.kit import ROOT
 
@@ -43,6 +47,31 @@ def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
         prompt = list(got.request.ids)
         assert got.logprobs == pytest.approx(expected("final", prompt, got.ids, got.request.sampling), abs=1e-4)
     assert rest.ids == whole[2].ids[9:], "what goes on has the penalties of what was said before"
+
+
+def test_no_token_is_sampled_behind_the_one_that_completes_a_stop_string() -> None:
+    engine = TransformersEngine("embedded", threads=1, send_every=8)
+
+    async def answers() -> Any:
+        asked = {"temperature": 1.0, "ignore_eos": True}
+        whole = await ask(engine, *(request(engine, f"whole-{i}", i, 32, seed=i, **asked) for i in range(4)))
+        texts = [engine.tokenizer.decode(got.ids[9:14]) for got in whole]
+        stops = [request(engine, f"stops-{i}", i, 32, seed=i, stop=(texts[i], "never"), **asked) for i in range(4)]
+        stopped = await ask(engine, *stops)  # and what goes on within the string finds it, too
+        rests = [got.request.continued(as_ids(got.ids[:-2]), f"rest-{i}") for i, got in enumerate(stopped)]
+        found = whole, stopped, await ask(engine, *rests)
+        await engine.aclose()
+        return found
+
+    for whole, stopped, rest in zip(*asyncio.run(answers()), strict=True):
+        end = len(stopped.ids)
+        assert stopped.ids == whole.ids[:end]
+        assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
+        (string, _) = stopped.request.sampling.stop
+        assert string in engine.tokenizer.decode(stopped.ids)
+        assert string not in engine.tokenizer.decode(stopped.ids[:-1])
+        assert rest.ids == stopped.ids[-2:]
+        assert (whole.reason, stopped.reason, rest.reason) == ("length", "stop", "stop")
 
 
 def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:
