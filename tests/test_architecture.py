@@ -28,6 +28,7 @@ ORDER = (
     ("chat", "environment", "model"),
     ("engines.protocol",),
     (
+        "engines.stop_strings",
         "engines.pending",
         "engines.client",
         "engines.chunk_stream",
