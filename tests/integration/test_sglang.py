@@ -157,6 +157,28 @@ def test_penalties_are_known_a_token_late_and_do_not_count_the_prompt(
     assert got.logprobs != pytest.approx(expected("final", prompt, got.ids, replace(params, **NONE)), abs=0.05)
 
 
+def test_a_turn_ends_at_a_stop_string_of_which_sglang_is_not_told(served: Served) -> None:
+    """What it samples until it hears of that is dropped; what is kept is what it samples without."""
+
+    async def ended() -> None:
+        asked = {"temperature": 0.0, "ignore_eos": True}
+        (whole,) = await ask(served.engine, request(served.engine, next(names), 2, 200, **asked))
+        decode = served.pool.tokenizer.decode
+        stop = (decode(whole.ids[9:14]),)
+        pending = EngineClient(served.pool).submit(request(served.engine, next(names), 2, 200, stop=stop, **asked))
+        await asyncio.wait_for(pending.done.wait(), PATIENCE)
+        end = len(pending.ids)
+        assert (pending.finish_reason, pending.error) == ("stop", None)
+        assert end <= 14
+        assert pending.ids.tolist() == whole.ids[:end]
+        assert pending.logprobs.tolist() == pytest.approx(whole.logprobs[:end], abs=CLOSE)
+        assert stop[0] in decode(pending.ids)
+        assert stop[0] not in decode(pending.ids[:-1])
+        await served.pool.drain()
+
+    asyncio.run(ended())
+
+
 def test_a_top_k_beyond_what_sglang_can_answer_for_is_refused_alone(engine: SGLangEngine) -> None:
     good, bad = asyncio.run(ask(engine, request(engine, next(names)), request(engine, next(names), top_k=5000)))
     assert good.reason in ("stop", "length")
