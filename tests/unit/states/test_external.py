@@ -72,6 +72,22 @@ def test_a_history_that_only_grows_is_one_row(n: int) -> None:
         assert text.count("42") == 3
 
 
+async def hears_how_it_ended(visit: ForeignVisit) -> None:
+    async with client(visit) as api:
+        reply = await api.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}])
+        SEEN.append((reply.choices[0].message.content, reply.choices[0].finish_reason))
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_turn_that_a_stop_string_ends_was_not_cut(end: str) -> None:
+    sampling = {"max_tokens": len(embedded_tokenizer().encode("one STOP"))} if end == "length" else {"stop": ["STOP"]}
+    engine = ScriptedEngine(["one STOP two"], tokenizer=embedded_tokenizer())
+    with fr.Rollout(agent(f"use: '{HERE}:hears_how_it_ended'"), engine, sampling=sampling) as rollout:
+        rollout.run(["What is 20 + 22?"])
+    (heard,) = SEEN
+    assert heard == ("one STOP", end)
+
+
 async def rewriter(visit: ForeignVisit) -> None:
     async with client(visit) as api:
         messages = [{"role": "user", "content": "one"}]
