@@ -44,6 +44,16 @@ _TRAJECTORIES = "SELECT trajectory_id FROM events GROUP BY trajectory_id ORDER B
 _ENDED = "SELECT trajectory_id, seq, ended, payload, crc FROM events WHERE trajectory_id = ? AND ended"
 
 
+_said: set[str] = set()
+
+
+def warn_once(damage: str) -> None:
+    """Log what is damaged; a command reads a journal many times, and says of each damage once."""
+    if damage not in _said:
+        _said.add(damage)
+        logger.warning("%s", damage)
+
+
 class _Damage(sqlite3.DatabaseError):
     """What SQLite itself does not find."""
 
@@ -55,7 +65,7 @@ class _Damage(sqlite3.DatabaseError):
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def metadata(run: Run, report: Report = logger.warning) -> dict[str, Any]:
+def metadata(run: Run, report: Report = warn_once) -> dict[str, Any]:
     """Return the data that the first journal keeps about its run, ``code_version`` and ``run_id`` among them."""
     journal = JournalFolder(run).first
     found: dict[str, Any] = {}
@@ -69,27 +79,27 @@ def metadata(run: Run, report: Report = logger.warning) -> dict[str, Any]:
     return found
 
 
-def delivered(run: Run, report: Report = logger.warning) -> dict[str, bool]:
+def delivered(run: Run, report: Report = warn_once) -> dict[str, bool]:
     """Return of each group that was delivered whether it still is: it may have been taken up again."""
     query, what = "SELECT group_id, yes, crc FROM delivered", "the delivery of group"
     journals = JournalFolder(run).journals()
     return {group_id: bool(yes) for journal in journals for group_id, yes in _query(journal, query, what, report)}
 
 
-def trajectory_ids(run: Run, report: Report = logger.warning) -> list[str]:
+def trajectory_ids(run: Run, report: Report = warn_once) -> list[str]:
     """Return the ids of all trajectories, in the order in which they began."""
     rows = (row for journal in JournalFolder(run).journals() for row in _query(journal, _TRAJECTORIES, "", report))
     return [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
 
 
-def events(run: Run, trajectory_id: str, report: Report = logger.warning) -> list[AnyEvent]:
+def events(run: Run, trajectory_id: str, report: Report = warn_once) -> list[AnyEvent]:
     """Return the events of one trajectory, in order."""
     for _, history in recordings(run, only=trajectory_id, report=report):
         return history
     raise JournalError(f"{os.fspath(run)} has no trajectory '{trajectory_id}' that can be read")
 
 
-def histories(run: Run, *, unfinished: bool = False, report: Report = logger.warning) -> Iterator[list[AnyEvent]]:
+def histories(run: Run, *, unfinished: bool = False, report: Report = warn_once) -> Iterator[list[AnyEvent]]:
     """Yield the events of every trajectory, in the order in which they began, as they stood when reading began.
 
     ``unfinished``: only of groups that were not delivered, or were while a sample was set aside. A group is marked as
@@ -99,7 +109,7 @@ def histories(run: Run, *, unfinished: bool = False, report: Report = logger.war
     return (history for _, history in recordings(run, unfinished=unfinished, report=report))
 
 
-def read(run: Run, report: Report = logger.warning) -> Iterator[Trajectory]:
+def read(run: Run, report: Report = warn_once) -> Iterator[Trajectory]:
     """Yield every trajectory, in the order in which they began, as it stood when reading began.
 
     The file may still be written to: what is read is one moment of the run.
@@ -107,7 +117,7 @@ def read(run: Run, report: Report = logger.warning) -> Iterator[Trajectory]:
     return (trajectory for trajectory, _ in recordings(run, report=report))
 
 
-def blobs(run: Run, report: Report = logger.warning, only: str | None = None) -> Iterator[tuple[str, bytes]]:
+def blobs(run: Run, report: Report = warn_once, only: str | None = None) -> Iterator[tuple[str, bytes]]:
     """Yield what :meth:`~fsm_rollout.trajectory.journal.writer.Journal.keep` has kept, by name; ``only``: that one."""
     query = "SELECT sha256, data FROM blobs" + (" WHERE sha256 = ?" if only is not None else "")
     for journal in JournalFolder(run).journals():
@@ -118,7 +128,7 @@ def blobs(run: Run, report: Report = logger.warning, only: str | None = None) ->
                 report(f"{journal}: the bytes '{name}' are left out: they are not what was written")
 
 
-def blob(run: Run, name: str, report: Report = logger.warning) -> bytes:
+def blob(run: Run, name: str, report: Report = warn_once) -> bytes:
     """Return the bytes that were kept under a name; JournalError if they are not there, or not what was written."""
     for _, data in blobs(run, report, name):
         return data
@@ -126,7 +136,7 @@ def blob(run: Run, name: str, report: Report = logger.warning) -> bytes:
 
 
 def recordings(
-    run: Run, *, unfinished: bool = False, only: str | None = None, report: Report = logger.warning
+    run: Run, *, unfinished: bool = False, only: str | None = None, report: Report = warn_once
 ) -> Iterator[Recorded]:
     """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
     for journal in JournalFolder(run).journals():

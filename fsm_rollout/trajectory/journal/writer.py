@@ -336,7 +336,9 @@ def _made_sound(path: Path) -> dict[str, int]:
 
 
 def _lengths(connection: sqlite3.Connection) -> dict[str, int] | None:
-    """Return how many events each trajectory has; ``None`` where one is not what was written, or is missing."""
+    """Return how many events each trajectory has; ``None`` where something is not what was written, or is missing."""
+    if not all(is_sound(row) for table in ("run", "delivered") for row in connection.execute(f"SELECT * FROM {table}")):
+        return None
     lengths: dict[str, int] = {}
     for row in connection.execute("SELECT trajectory_id, seq, ended, payload, crc FROM events ORDER BY id"):
         trajectory_id, seq, _, payload, _ = row

@@ -456,6 +456,24 @@ def test_facts_of_the_run_that_nobody_writes_are_left_out_and_said(tmp_path: Pat
         assert why in said[0]
 
 
+def test_a_damaged_fact_is_said_once_and_written_anew_by_who_knows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "j.sqlite"
+    several(path)
+    changed(path, "UPDATE run SET value = replace(value, 'agent: a', 'agent: b') WHERE key = 'agents'")
+    for _ in range(3):
+        assert "agents" not in metadata(path)
+    (said,) = caplog.messages
+    assert "of its run's 'agents' is left out" in said
+    with Journal(path, append=True) as journal:
+        journal.describe({"agents": {"a": "agent: a"}})
+    found: list[str] = []
+    assert metadata(path, found.append)["agents"] == {"a": "agent: a"}
+    assert found == []
+    assert len(list(read(path))) == 20
+
+
 def test_a_new_journal_is_never_empty(tmp_path: Path) -> None:
     """The file appears with its tables and its metadata in it, so that a run can go on from its first moment."""
     path = tmp_path / "j.sqlite"
