@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
-from fsm_rollout.testing.strategies.vocabulary import vocabularies
+from fsm_rollout.testing.strategies.vocabulary import cut_texts, vocabularies
 from fsm_rollout.trajectory.events import PlainData as Data
 
 Turns = Mapping[str, tuple[Turn, ...]]  # what an engine says, by `agent/context`
@@ -51,11 +51,22 @@ def engine_scripts(
     A context that is left out, or a script that ends early, leaves the rest to whoever runs it. ``texts`` are said
     beside what the conditions ask for: those that predicates of the user's own may want.
     """
+    vocabulary = vocabularies(graph, tokenizer, texts)
     contexts = {
         key: st.lists(turns(spoken, failures=failures), max_size=max_turns).map(tuple)
-        for key, spoken in vocabularies(graph, tokenizer, texts).items()
+        for key, spoken in vocabulary.items()
     }
+    # A state that comes late (when a context is nearly full, say) hears a text that is too long for it only where that
+    # ends what has brought the agent there: the same turn again and again.
+    for key, too_long in cut_texts(graph).items():
+        before = st.tuples(turns(vocabulary[key], failures=False), st.integers(1, max_turns // 2))
+        contexts[key] |= st.builds(_repeated, before, st.sampled_from(too_long))
     return st.fixed_dictionaries(contexts).map(lambda script: {key: turns for key, turns in script.items() if turns})
+
+
+def _repeated(before: tuple[Turn, int], last: str) -> tuple[Turn, ...]:
+    turn, times = before
+    return (turn,) * times + (Turn(text=last),)
 
 
 @cache

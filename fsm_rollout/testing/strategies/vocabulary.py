@@ -22,6 +22,7 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.testing.strategies.calls import WRITERS, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.testing.strategies.schema_values import Schema
 from fsm_rollout.tools import Toolbox
+from fsm_rollout.trajectory.enums import Trigger
 
 ANSWERS = ("Done.", "", "The answer is 4.", "é 漢字 🙂 done")
 
@@ -99,8 +100,25 @@ def _texts(graph: AgentGraph) -> list[str]:
         lengths += [length for length in [graph.states[state].sampling.max_tokens] if length is not None]
         if ":" in graph.handler_of(state):
             found += _constants(graph.handler_of(state))
-    found += ["many words " * min(400, max(1, int(length))) for length in lengths]
+    found += map(_words, lengths)
     return list(dict.fromkeys(found))
+
+
+def cut_texts(graph: AgentGraph) -> Mapping[str, list[str]]:
+    """Return texts that are cut in states where transitions take that (``truncated``), by ``agent/context``."""
+    found: dict[str, list[str]] = {}
+    for state in graph.working_states:
+        length = graph.states[state].sampling.max_tokens
+        if length is not None and any(graph.rows_of(state, Trigger.TRUNCATED)):
+            found.setdefault(f"{graph.agent}/{graph.states[state].context}", []).append(_words(length))
+    for tool in graph.tools.values():
+        found |= {} if tool.agent is None else cut_texts(tool.agent)
+    return found
+
+
+def _words(tokens: float) -> str:
+    """Return a text of more tokens, up to a length."""
+    return "many words " * min(400, max(1, int(tokens)))
 
 
 def _patterns(graph: AgentGraph) -> Iterator[st.SearchStrategy[str]]:
