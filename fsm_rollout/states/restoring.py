@@ -16,7 +16,7 @@ from fsm_rollout.errors import describe
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.tools.bound_tools import Holder
 from fsm_rollout.trajectory.enums import Trigger
-from fsm_rollout.trajectory.events import Called, Restored, ToolCall, UserReplied
+from fsm_rollout.trajectory.events import Called, Refused, Restored, ToolCall, UserReplied
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -128,7 +128,9 @@ def _interacting(live: ActiveTrajectory) -> Iterator[str]:
     for state, visits in trajectory.visits.items():
         if state not in graph.states or graph.is_final(state) or live.user_of(state)[1] is None:
             continue
-        open_visit = state == trajectory.state and not any(type(e) is UserReplied for e in trajectory.visit_events)
+        open_visit = state == trajectory.state and not any(
+            type(e) in (UserReplied, Refused) for e in trajectory.visit_events
+        )
         handler = graph.handler_of(state)
         if (handler == "interact" or is_custom(handler)) and visits > open_visit:
             yield state
