@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
 from collections import defaultdict
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from fsm_rollout.adapters.trl import rollout_func_result, score_reward
 from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
 from fsm_rollout.errors import BatchError, RolloutError
 from tests.doc_blocks import run_page
-from tests.kit import CONFIGS, ROOT
+from tests.kit import CONFIGS
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
 
 STEPS, PROMPTS, N = 20, 2, 4
@@ -144,20 +143,3 @@ def test_rollout_func_takes_one_row_each(agent: str) -> None:
             rollout_func_result(rows)
     else:
         assert len(rollout_func_result(rows)["logprobs"]) == 4
-
-
-def test_the_page_about_trl_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/trainers/trl.md").read_text("utf-8"), re.DOTALL)
-    arguments = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, num_generations=2, report_to=[],
-        save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True,
-    )  # fmt: skip
-    prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
-    data = [{"prompt": [dict(m) for m in prompt.messages], "answer": str(prompt.extra["answer"])} for prompt in prompts]
-    names: dict[str, Any] = {
-        "agent": fr.load_agent(CONFIGS / "agents/tool_agent.yaml"), "engine": EMBEDDED, "config": arguments,
-        "dataset": Dataset.from_list(data),
-    }  # fmt: skip
-    exec(code, names)
-    assert names["trainer"].state.global_step == 1
-    names["rollout"].close()

@@ -186,7 +186,8 @@ def test_prompts_longer_than_verls_width_are_an_error_and_not_cut(tmp_path: Path
 
 
 def test_the_page_about_verl_names_what_there_is(tmp_path: Path) -> None:
-    entry, options = re.findall(r"```text\n(.*?)```", (ROOT / "docs/trainers/verl.md").read_text("utf-8"), re.DOTALL)
+    page = (ROOT / "docs/trainers/verl.md").read_text("utf-8")
+    entry, options = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("yaml [^\n]*", "text"))
     (loop,) = yaml.safe_load(entry)
     assert load_class_from_fqn(loop["_target_"], "agent loop") is verl_plug.FSMAgentLoop
     settings = config(tmp_path, CONFIGS / Path(loop["agent"]).relative_to("configs"), reward=loop["reward"])
