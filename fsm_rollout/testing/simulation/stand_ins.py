@@ -75,6 +75,8 @@ _read_fates = lru_cache(maxsize=64)(_reply_fates.validate_json)
 class SimulatedUser:
     """An interaction whose replies are drawn; after the last one the conversation is over."""
 
+    resumable = True  # how many replies there were tells it all
+
     def __init__(self, replies: str = "[]") -> None:
         self._fates = _read_fates(replies)
 
