@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,8 +38,8 @@ def run(
     from fsm_rollout.jobs.runner import execute
 
     look_here()
-    config = load_run(file, overrides or [])
-    _print(config.out, carried_out(config.out, lambda progress: execute(config, progress, replace=replace)))
+    config = load_run(file, changes := overrides or [])
+    _print(config.out, carried_out(config.out, changes, lambda progress: execute(config, progress, replace=replace)))
 
 
 def serve(
@@ -86,11 +87,15 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
 
     look_here()
     out = folder.absolute()
-    _print(out, carried_out(out, lambda progress: continue_run(folder, overrides or [], progress, file=file, say=say)))
+    changes = overrides or []
+    _print(out, carried_out(out, changes, lambda progress: continue_run(folder, changes, progress, file=file, say=say)))
 
 
-def carried_out(out: Path, work: Callable[[Progress], Summary]) -> Summary:
-    """Do a run, or the rest of one, and return its summary; where it is cut off, say how it goes on."""
+def carried_out(out: Path, overrides: Sequence[str], work: Callable[[Progress], Summary]) -> Summary:
+    """Do a run, or the rest of one, and return its summary; where it is cut off, say how it goes on.
+
+    What ``overrides`` name of the user's code is part of that: ``resume`` takes no code from the folder.
+    """
     from rich.console import Console
 
     from fsm_rollout.report.progress import RunProgress, said_while_slow
@@ -98,6 +103,8 @@ def carried_out(out: Path, work: Callable[[Progress], Summary]) -> Summary:
     from fsm_rollout.trajectory.journal import JournalFolder
 
     console = Console(stderr=True)
+    code = [text for text in overrides if text.startswith(("agent", "reward", "track", "group_filter", "engine"))]
+    to_continue = f"to continue: {shlex.join(['fsm-rollout', 'resume', str(short(out)), *code])}"
     try:
         with said_while_slow("reading agents and prompts", console) as read:
 
@@ -109,14 +116,14 @@ def carried_out(out: Path, work: Callable[[Progress], Summary]) -> Summary:
     except KeyboardInterrupt as interruption:
         number = getattr(interruption, "signal", signal.SIGINT)
         by = "" if number == signal.SIGINT else f" by {number.name}"
-        hint = f"; to continue: fsm-rollout resume {short(out)}" if JournalFolder(out).first.exists() else ""
+        hint = f"; {to_continue}" if JournalFolder(out).first.exists() else ""
         typer.echo(f"interrupted{by}{hint}", err=True)
         raise typer.Exit(128 + number) from None
     except TargetNotReached as error:
-        typer.echo(visible(f"{error}; to continue: fsm-rollout resume {short(out)} max_filtered=…"), err=True)
+        typer.echo(visible(f"{error}; {to_continue} max_filtered=…"), err=True)
         raise typer.Exit(1) from None
     except RunStopped as error:
-        typer.echo(f"{error}; to continue: fsm-rollout resume {short(out)}", err=True)
+        typer.echo(f"{error}; {to_continue}", err=True)
         raise typer.Exit(1) from None
 
 

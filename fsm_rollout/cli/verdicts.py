@@ -63,7 +63,7 @@ def evaluate(
     configs = evaluations(file, [*chosen, *(overrides or [])])
     for config in configs:
         carry_out = partial(carry_out_evaluation, config, replace=replace, say=say)
-        end_if_failed(carried_out(config.out, carry_out))
+        end_if_failed(carried_out(config.out, overrides or [], carry_out))
     _print_stats([config.out for config in configs], by or (), k, passes, as_json)
 
 

@@ -33,6 +33,8 @@ def evaluations(file: Path, overrides: Sequence[str]) -> list[RunConfig]:
         raise ConfigError(text)
     data, _ = read_yaml(text, SourceMap(str(file)))
     if isinstance(data, dict) and {"states", "transitions"} <= data.keys():
+        if not any(override.startswith("prompts") for override in overrides):
+            raise ConfigError(Problem("is an agent's, which names no prompts; give them: --data FILE", str(file)))
         configs = [run_of_agent(file, overrides)]
     else:
         config = load_run(file, overrides)

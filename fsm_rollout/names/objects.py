@@ -82,7 +82,7 @@ def _where_looked_for(module: str) -> str:
     hint = close_match(name, (found.name for found in pkgutil.iter_modules(folders)))
     if package:
         return f"there is no module '{name}' in {', '.join(folders or [f'{package}, which is no package'])}{hint}"
-    places = ", ".join([*_folders, "the installed packages"])
+    places = " or ".join([*_folders, "the installed packages"])
     return f"there is no module '{module}' in {places}{hint}"
 
 

@@ -164,8 +164,6 @@ def open_run(path: str | Path) -> RunFolder:
     """Open a run's folder, or the ``journal.sqlite`` in it; ConfigError says what is there instead."""
     path = Path(path)
     place = JournalFolder(path)
-    if not place.first.is_file():
-        raise ConfigError(f"{path} is not a run's folder: {_what_is_there(path)}; give the `out` of a run")
     try:
         notes: list[str] = []
         facts = metadata(path, notes.append)
@@ -208,11 +206,3 @@ def _mapping(text: str | dict[str, Any]) -> Mapping[str, Any]:
 def by_name(graph: AgentGraph) -> dict[str, AgentGraph]:
     """Return an agent and all that it calls as tools, by name; the caller's first where names are shared."""
     return {agent.agent: agent for agent in reversed([*graph.with_sub_agents()])}
-
-
-def _what_is_there(path: Path) -> str:
-    if not path.exists():
-        near = did_you_mean(path.name, [p.name for p in path.absolute().parent.glob("*")])
-        return f"it does not exist{near if near.startswith('; did') else ''}"
-    names = sorted(p.name for p in path.iterdir())[:4]
-    return f"it has no journal.sqlite ({'holds ' + ', '.join(names) if names else 'it is empty'})"

@@ -65,7 +65,10 @@ def _explained(path: ConfigPath, item: ErrorDetails, model: type[BaseModel] | No
         case "extra_forbidden":
             field_names = {field.alias or name for name, field in model.model_fields.items()} if model else set()
             # a custom handler's `options` are written beside the state's other keys, never under that name
-            return path, f"{where}unknown key '{key}'{did_you_mean(str(key), field_names - {'options'})}"
+            known = field_names - {"options"}
+            no_space = str(key).partition(":")[0] in known
+            hint = "; put a space behind its colon" if no_space else did_you_mean(str(key), known)
+            return path, f"{where}unknown key '{key}'{hint}"
         case "missing":
             return above, f"{where}'{key}' is missing"
         case "value_error":

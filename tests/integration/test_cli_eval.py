@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs import runner
+from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.trajectory.journal import metadata, trajectory_ids
 from tests.kit import CONFIGS
 
@@ -48,6 +50,11 @@ def test_variants_run_beside_one_another_each_in_a_folder_of_its_own(place: Path
     assert (right["run"], right["prompts"], right["samples"], right["score"]["value"]) == ("right", 5, 10, 1.0)
     assert (wrong["run"], wrong["prompts"], wrong["samples"], wrong["score"]["value"]) == ("wrong", 5, 5, 0.0)
     assert json.loads(metadata(place / "runs/sums-eval/right")["run"])["validate"] is True
+
+
+def test_an_agent_alone_is_told_how_to_name_prompts(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tool_agent.yaml: is an agent's, which names no prompts; .* --data FILE"):
+        evaluations(CONFIGS / "agents/tool_agent.yaml", ["n=2"])
 
 
 def test_it_ends_when_the_score_is_known_and_the_prompts_of_a_look_are_drawn(place: Path) -> None:

@@ -33,7 +33,7 @@ def apply_overrides(data: ConfigData, overrides: Sequence[str], source: SourceMa
         parts = re.split(r"[.\[]", key.strip().replace("]", ""))
         path: ConfigPath = tuple(int(part) if part.isdecimal() else part for part in parts)
         if not equals or "" in path:
-            problems.append(Problem("is not of the form key=value, say limits.assistant_turns=4", place))
+            problems.append(Problem("is not of the form key=value, say agent.limits.tool_calls=4", place))
             continue
         value, wrong = read_yaml(text, SourceMap(place))
         problems += [Problem(problem.message, place) for problem in wrong]

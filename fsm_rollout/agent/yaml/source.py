@@ -92,6 +92,9 @@ def in_file_order(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(dict.fromkeys(problems), key=lambda problem: (problem.file or "", problem.line or 0))
 
 
+_COLON = "mapping values are not allowed here"  # what the YAML library says of a second `key: ` on a line
+
+
 class _Loader(yaml.SafeLoader):
     pass
 
@@ -123,8 +126,8 @@ def read_text(path: str | Path) -> str | Problem:
 def read_yaml(text: str, source: SourceMap, max_lines: int = MAX_LINES) -> tuple[object, list[Problem]]:
     """Turn YAML into plain data and fill ``source`` with its lines; ``None`` when it cannot be parsed or is empty."""
     line = None
-    if (lines := text.count("\n")) > max_lines:
-        return None, [Problem(f"has {lines:,} lines; at most {max_lines:,} are read", source.file)]
+    if (count := text.count("\n")) > max_lines:
+        return None, [Problem(f"has {count:,} lines; at most {max_lines:,} are read", source.file)]
     try:
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(source)
@@ -136,7 +139,12 @@ def read_yaml(text: str, source: SourceMap, max_lines: int = MAX_LINES) -> tuple
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
         said = ", ".join(part for part in (error.context, error.problem) if part)
-        message = f"not YAML: {_about_indentation(text.splitlines(), line or 0) or said}"
+        lines = text.splitlines()
+        if mark and error.problem == _COLON and re.search(r": +\S", lines[mark.line][: mark.column]):
+            said = "a text with a colon and a space in it must be in quotes, or below a `|`"
+        else:
+            said = _about_indentation(lines, line or 0) or said
+        message = f"not YAML: {said}"
     except RecursionError:
         message = "is nested too deeply to be read"
     except _TooManyError:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.errors import JournalError
+from fsm_rollout.errors import JournalError, close_match
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Prompted, unpack
 from fsm_rollout.trajectory.journal.folder import JournalFolder
 from fsm_rollout.trajectory.journal.log import damage_of
@@ -288,7 +288,9 @@ def opened(journal: Path) -> Iterator[sqlite3.Connection]:
         sqlite3.DatabaseError, UnicodeDecodeError: it is damaged, so far as that is known without reading it.
     """
     if not journal.is_file():
-        raise JournalError(f"there is no journal at {journal}")
+        around = sorted(path.name for path in journal.parent.glob("*"))
+        hint = close_match(journal.name, around) or f"; {journal.parent} holds {', '.join(around[:4])}" * bool(around)
+        raise JournalError(f"there is no journal at {journal} (give the `out` of a run){hint}")
     if damage := damage_of(journal):
         raise _Damage(damage)
     if journal.with_name(f"{journal.name}-journal").exists():

@@ -29,7 +29,7 @@ def refused(path: str) -> str:
 
 def test_a_misspelt_module_is_told_from_those_that_there_are_and_where_it_was_looked_for(folder: Path) -> None:
     assert refused("shop_of_mien:f") == (
-        f"cannot import 'shop_of_mien' (from 'shop_of_mien:f'): there is no module 'shop_of_mien' in {folder}, the "
+        f"cannot import 'shop_of_mien' (from 'shop_of_mien:f'): there is no module 'shop_of_mien' in {folder} or the "
         "installed packages; did you mean 'shop_of_mine'?"
     )
 

@@ -74,8 +74,20 @@ def test_what_comes_before_the_engines_is_said_when_it_takes_long(
             raise KeyboardInterrupt
 
     with pytest.raises(typer.Exit):
-        runs.carried_out(tmp_path, work)
+        runs.carried_out(tmp_path, [], work)
     assert "starting the engines …\n" in lines.getvalue()
+
+
+def test_how_to_go_on_repeats_what_names_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`resume` takes no code because a folder names it, so without `agent=` it would refuse to go on."""
+    (tmp_path / "journal.sqlite").touch()
+
+    def interrupted(make: Progress) -> Summary:
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit):
+        runs.carried_out(tmp_path, ["n=4", "agent=my agent.yaml", "reward=mine:score"], interrupted)
+    assert capsys.readouterr().err.endswith(f"resume {tmp_path} 'agent=my agent.yaml' reward=mine:score\n")
 
 
 @pytest.mark.parametrize("command", ["rescore", "replay"])

@@ -280,8 +280,9 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
         (text, "is not a journal that can be read: file is not a database"),
         (empty, "is not a journal that can be read: it is an SQLite file of something else"),
         (other, "is not a journal that can be read: it is an SQLite file of something else"),
-        (tmp_path, "there is no journal at"),
-        (tmp_path / "missing", "there is no journal at"),
+        (tmp_path, r"there is no journal at .*/journal.sqlite .*; did you mean 'other.sqlite'\?"),
+        (tmp_path / "emty", r"there is no journal at .*/emty .*; did you mean 'empty'\?"),
+        (tmp_path / "8", "there is no journal at .*/8 .*; .* holds empty, notes.txt, other.sqlite"),
     ):
         for use in (lambda p: list(read(p)), lambda p: events(p, "t"), metadata):
             with pytest.raises(JournalError, match=message):
