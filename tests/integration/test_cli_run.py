@@ -275,7 +275,10 @@ def test_a_filter_that_turns_everything_down_fails_the_run(place: Path) -> None:
         place, "target_groups=1", "max_filtered=3", "group_filter=fsm_rollout.rewards:scores_differ", "n=2", code=1
     )
     assert "group filter 'scores_differ' has turned down 4 groups, and 0 of the 1 that were asked for" in shown
-    assert f"to continue: fsm-rollout resume {place / 'out'} max_filtered=" in shown
+    again = (
+        f"to continue: fsm-rollout resume {place / 'out'} group_filter=fsm_rollout.rewards:scores_differ max_filtered=…"
+    )
+    assert again in shown
     assert "Traceback" not in shown
 
 
