@@ -55,7 +55,9 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
     try:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}") from error
+        below = folder / "batch"  # of a run's folder
+        hint = f"; did you mean '{below}'?" if (below / _FACTS).is_file() else ""
+        raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}{hint}") from error
     stored = TensorDict.load_memmap(str(folder))
     by_row = stored.get("rows") if facts["packed"] else stored
     tensors = {key: value for key, value in by_row.items() if key not in NON_TENSOR_KEYS}

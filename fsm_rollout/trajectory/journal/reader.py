@@ -289,7 +289,7 @@ def opened(journal: Path) -> Iterator[sqlite3.Connection]:
     """
     if not journal.is_file():
         around = sorted(path.name for path in journal.parent.glob("*"))
-        hint = close_match(journal.name, around) or f"; {journal.parent} holds {', '.join(around[:4])}" * bool(around)
+        hint = close_match(journal.name, around) or f"; {journal.parent} holds {', '.join(around[:4]) or 'nothing'}"
         raise JournalError(f"there is no journal at {journal} (give the `out` of a run){hint}")
     if damage := damage_of(journal):
         raise _Damage(damage)

@@ -482,6 +482,8 @@ def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:
         with pytest.raises(BatchError, match="is not a saved batch"):
             TrajectoryBatch.load(existing)
     assert (precious / "thesis.tex").read_text() == "…"
+    with pytest.raises(BatchError, match=r"did you mean '.*/deep/batch'\?"):
+        TrajectoryBatch.load(path.parent)
 
 
 def test_repr_says_what_was_left_out() -> None:

@@ -301,7 +301,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "odd/journal.sqlite").write_text("not a database", "utf-8")
     assert "did you mean '12/0'" in refused(str(run), "--trajectory", "12/1")
     assert "did you mean 'run'" in refused(str(tmp_path / "runn"))
-    assert "it is empty" in refused(str(tmp_path / "empty"))
+    assert "empty holds nothing" in refused(str(tmp_path / "empty"))
     assert "not a journal" in refused(str(tmp_path / "odd"))
     assert ".trace.json" in refused(str(run), "-o", str(tmp_path / "x.pdf"))
     (tmp_path / "taken.html").mkdir()
