@@ -97,6 +97,9 @@ def new(
 
     \b
     Example: fsm-rollout new my_agent && cd my_agent && fsm-rollout run run.yaml
+
+    \b
+    The kinds that --from takes:
       tools            calls a tool until it answers
       user             answers, and a user goes on asking
       plan-act-verify  makes a plan, carries it out, and revises its answer until a verifier accepts it
