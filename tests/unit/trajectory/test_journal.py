@@ -400,11 +400,13 @@ def test_what_was_read_before_the_damage_was_met_is_not_missing(tmp_path: Path) 
 
 
 def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Path) -> None:
-    """The ids are in an index of their own; the first to read the table would be the run that goes on."""
+    """The names are in an index of their own; the first to read the table would be the run that goes on."""
     path = tmp_path / "j.sqlite"
     whole = several(path)
+    with Journal(path, append=True) as journal:
+        journal.keep(b"a picture")
     with closing(sqlite3.connect(path)) as connection:
-        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'run'").fetchone()
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'blobs'").fetchone()
         (size,) = connection.execute("PRAGMA page_size").fetchone()
     data = bytearray(path.read_bytes())
     data[(page - 1) * size] = 7  # no kind of page
@@ -412,6 +414,8 @@ def test_a_table_that_only_an_index_still_answers_for_is_made_anew(tmp_path: Pat
     with Journal(path, append=True) as journal:
         assert "7/0" in journal
         journal.append("new/0", prompted("new/0"))
+        name = journal.keep(b"another")
+    assert blob(path, name) == b"another"
     assert {t.trajectory_id for t in read(path)} == {*whole, "new/0"}
 
 
