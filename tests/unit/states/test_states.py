@@ -140,6 +140,15 @@ def test_no_two_turns_share_their_randomness_and_another_run_has_the_same() -> N
     assert not set(seeds()) & set(seeds(seed=1))
 
 
+def test_each_stream_of_a_context_is_a_session_of_its_own() -> None:
+    """A prefix cache lets go of what nothing extends any more."""
+    once_more = {"handler": "generate", "timeout": 100.0, "reset": True, "prompt": "Once more."}
+    lines = ("PENDING prompted GENERATING", "GENERATING generated AGAIN", "AGAIN generated TERMINATED")
+    twice = {"states": {**SINGLE["states"], "AGAIN": once_more}, "transitions": rows(*lines)}
+    _, bench = run(agent(twice), ["one", "two"])
+    assert [request.session for request in bench.asked] == ["p0/0/main/1", "p0/0/main/2"]
+
+
 def test_calls_that_an_earlier_visit_has_finished_are_not_made_again() -> None:
     """The first visit runs out of time with one of two calls done, and a row leads back to the state."""
     twice = {"timeout": 5.0, "max_visits": 2}
