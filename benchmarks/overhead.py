@@ -201,12 +201,12 @@ def ray_pool(options: argparse.Namespace) -> Any:
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
 
     def build(name: str) -> InstantEngine:
-        there = importlib.import_module("overhead")
+        module = importlib.import_module("overhead")
         with tempfile.TemporaryDirectory() as folder:
-            engine: InstantEngine = there.InstantEngine(there.load_work(options, Path(folder)), options.delay)
+            engine: InstantEngine = module.InstantEngine(module.load_work(options, Path(folder)), options.delay)
         return engine
 
-    return EnginePool(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)  # type: ignore[arg-type]  # Engine, but for `load`
+    return EnginePool(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)
 
 
 def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:

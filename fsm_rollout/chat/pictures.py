@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsm_rollout.chat.markers import Encoded, MarkerEncoder
+from fsm_rollout.chat.markers import Encoded, Marker, MarkerEncoder
 from fsm_rollout.chat.messages import PICTURE
 from fsm_rollout.chat.render import Renderer
-from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.errors import ChatTemplateError, PictureError
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.tokens import Ids, MediaSpan, as_ids
 
@@ -49,48 +50,55 @@ class PictureReader:
     def __init__(self, processor: Any, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> None:
         self.processor = processor
         self._seen: WeakKeyDictionary[StoredPicture, Seen] = WeakKeyDictionary()
-        self.placeholder = self._placeholder(renderer, encoder, now)
+        marker = self._placeholder(renderer, encoder, now)
+        self._text = marker.text
+        self.placeholder = marker.id
         """The id that the template writes for a picture."""
         pads = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
         self.pads = frozenset([self.placeholder, *(pad for pad in pads if isinstance(pad, int))])
         """Ids that stand for pictures, and mean nothing anywhere else."""
 
-    def _placeholder(self, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> int:
+    def _placeholder(self, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> Marker:
         """Return the marker that the template writes for a picture and that the processor replaces."""
         import numpy as np
 
-        said = {"type": "text", "text": "x"}
+        text = {"type": "text", "text": "x"}
         shown = [
-            renderer.render([{"role": "user", "content": content}], None, now) for content in ([said], [PICTURE, said])
+            renderer.render([{"role": "user", "content": content}], None, now) for content in ([text], [PICTURE, text])
         ]
         before = [marker.id for _, marker in encoder.find(shown[0])]
         probe = picture_of(np.zeros((_PROBE, _PROBE, 3), np.uint8))
         for _, marker in encoder.find(shown[1]):
-            if marker.id not in before and len(self._ids(marker.text, probe)[0]) > 1:
-                self._text = marker.text
-                return marker.id
+            if marker.id not in before:
+                with suppress(ValueError, IndexError, StopIteration):  # a text without its placeholder
+                    if len(self._made(marker.text, probe).ids) > 1:
+                        return marker
         raise ChatTemplateError(
             "pictures-dropped",
             "the template writes nothing for a picture that the model's processor knows; give one that does",
         )
 
-    def _ids(self, text: str, picture: StoredPicture) -> tuple[list[int], Mapping[str, Any]]:
-        """Return what the processor makes of a text and a picture; one without its placeholder stays as it is."""
-        try:
-            made = dict(
-                self.processor(text=[text], images=[picture.image()], add_special_tokens=False, return_tensors="pt")
-            )
-        except (ValueError, IndexError, StopIteration):  # a text that has no placeholder
-            return [], {}
+    def _made(self, text: str, picture: StoredPicture) -> Seen:
+        """Return what the processor makes of a text and a picture."""
+        made = dict(
+            self.processor(text=[text], images=[picture.image()], add_special_tokens=False, return_tensors="pt")
+        )
         ids = made.pop("input_ids")[0].tolist()
         made.pop("attention_mask", None)
-        return ids, made
+        return Seen(as_ids(ids), made)
 
     def seen(self, picture: StoredPicture) -> Seen:
-        """Return a picture as the model sees it; the first time that takes some milliseconds."""
+        """Return a picture as the model sees it; the first time that takes some milliseconds.
+
+        Raises:
+            PictureError: the processor does not take it; its shape is too long, say.
+
+        """
         if (seen := self._seen.get(picture)) is None:
-            ids, inputs = self._ids(self._text, picture)
-            seen = self._seen[picture] = Seen(as_ids(ids), inputs)
+            try:
+                seen = self._seen[picture] = self._made(self._text, picture)
+            except ValueError as error:
+                raise PictureError(f"{picture} is none that the model's processor takes: {error}") from error
         return seen
 
     def placed(self, encoded: Encoded, pictures: Sequence[StoredPicture]) -> Encoded:

@@ -6,6 +6,7 @@ and said, never filled in. JSON holds all that terminal and page show.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -135,7 +136,7 @@ def _example(prompt: PromptSamples, passes: float, passed: bool) -> Sample:
 
 
 def _finite(value: float) -> float | None:
-    return value if value == value else None  # NaN
+    return None if math.isnan(value) else value
 
 
 # -- where two trajectories part -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
-from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.errors import ChatTemplateError, PictureError
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from tests.embedded import tokenizer
 from tests.vision import FAMILIES
@@ -173,3 +173,17 @@ def test_a_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen.inputs) >= {"pixel_values"}
     monkeypatch.setattr(chat.reference.reader, "processor", None)
     assert chat.reference.reader.seen(new) is seen
+
+
+def test_a_picture_that_the_processor_refuses_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen's takes none that is 200 times as long as it is high."""
+    _, chat = reader("gemma3")
+    assert chat.reference.reader is not None
+
+    def refuse(**_: Any) -> None:
+        raise ValueError("absolute aspect ratio must be smaller than 200")
+
+    monkeypatch.setattr(chat.reference.reader, "processor", refuse)
+    new = picture_of(np.full((2, 900, 3), 7, np.uint8))
+    with pytest.raises(PictureError, match="aspect ratio"):
+        chat.encode_here(Opening([{"role": "user", "content": [{"type": "image", "image": new}]}], None))
