@@ -27,17 +27,20 @@ quick: $(STAMP)  ## the unit tests, under a minute
 test: $(STAMP)  ## all that fits into five minutes: units, laws, one SGLang, one Ray, a browser
 	$(PYTEST) -m "not real"
 
-test-real: $(STAMP)  ## the rest, marked `real`: clusters, servers that are killed, programs of others, training
+test-real: $(STAMP) $(OVER)/vision/.installed  ## the rest, marked `real`: clusters, killed servers, training, and pictures
 	$(PYTEST) -m real
+	$(OVER)/vision/bin/python -m pytest -q tests/pictures tests/unit/chat/test_pictures.py tests/unit/batch/test_media.py \
+		tests/unit/engines/transformers/test_picture_rows.py tests/laws/test_pictures.py
 
 test-trainers: $(TRAINERS:%=$(OVER)/%/.installed)  ## the adapters against the trainers' own packages
 	for trainers in $(TRAINERS); do \
 		$(OVER)/$$trainers/bin/python -m pytest -q -W default tests/trainers || exit 1; \
 	done
 
-$(OVER)/%/.installed: tests/environments/%.txt $(STAMP)
+$(OVER)/%/.installed: tests/environments/%.txt tests/environments/torchvision_ops.py $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv --without-pip $(@D)
-	echo "$$(cd $(VENV) && pwd)/lib/$$(cd $(VENV)/lib && echo python3.*)/site-packages" > $$(echo $(@D)/lib/python3.*/site-packages)/over.pth
+	ln -sf $(abspath tests/environments/torchvision_ops.py) $(@D)/lib/python3.*/site-packages
+	printf '%s\nimport torchvision_ops\n' "$$(cd $(VENV)/lib/python3.*/site-packages && pwd)" > $$(echo $(@D)/lib/python3.*/site-packages)/over.pth
 	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps -r $<
 	touch $@
 
@@ -98,7 +101,7 @@ mutants: $(STAMP)  ## break the code in known ways, and print which law notices
 
 N := 60
 SEED := 1
-mutation: $(STAMP)  ## break the core at random, and print what no test notices
+mutation: $(STAMP) $(TRAINERS:%=$(OVER)/%/.installed)  ## break the core at random, and print what no test notices
 	$(BIN)/python -m tests.mutants.sample $(N) $(SEED)
 
 # What takes long: a run is killed at 200 random moments, its replicas at 20 each, and must come to the same rows each

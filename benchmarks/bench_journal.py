@@ -15,6 +15,7 @@ import time
 from array import array
 from pathlib import Path
 
+from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -23,7 +24,6 @@ from fsm_rollout.trajectory.events import (
     Prompted,
     PromptExtended,
     Transitioned,
-    encode,
 )
 from fsm_rollout.trajectory.journal import Journal
 

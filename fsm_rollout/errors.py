@@ -98,6 +98,12 @@ class PictureError(RolloutError):
     """Something is no picture, is damaged, or is larger than is read."""
 
 
+class PictureSampled(RolloutError):
+    """The model sampled an id that stands for a picture, where there is none; the id is not in the stream."""
+
+    failure = "policy"
+
+
 class GlueMismatchError(ChatTemplateError):
     """Glue from the cache is not what a full render gives; every trajectory that used ``entry`` holds wrong tokens.
 
@@ -205,6 +211,17 @@ FILE_LIKENESS = 0.8
 """How alike names of files must be for a hint: their endings always are."""
 
 
+OTHER_WORDS = {
+    **dict.fromkeys(("samples", "num_samples", "num_generations", "group_size", "num_return_sequences"), "n"),
+    **dict.fromkeys(("max_new_tokens", "max_completion_length", "max_response_length"), "max_tokens"),
+    **dict.fromkeys(("rewards", "reward_fn", "reward_funcs", "compute_score"), "reward"),
+    **dict.fromkeys(("data", "dataset", "train_dataset", "data_path"), "prompts"),
+    **dict.fromkeys(("output", "output_dir"), "out"),
+    **dict.fromkeys(("max_turns", "max_steps"), "assistant_turns"),
+}
+"""What others call our words; where both are known, the word itself is right."""
+
+
 def close_match(word: str, candidates: Iterable[str], likeness: float = 0.6) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, or ``""`` if none is close."""
     close = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=likeness)
@@ -214,6 +231,8 @@ def close_match(word: str, candidates: Iterable[str], likeness: float = 0.6) -> 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest candidate, the short list of them, or ``""``."""
     pool = sorted(set(candidates))
+    if (ours := OTHER_WORDS.get(word)) in pool:
+        return f"; did you mean '{ours}'?"
     if hint := close_match(word, pool):
         return hint
     if 0 < len(pool) <= 12:

@@ -13,10 +13,10 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import dump
@@ -28,23 +28,25 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource, Weights
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
-from fsm_rollout.errors import ConfigError, EngineError, about, check_at_least, check_names, checked_names
+from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
+from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
-from fsm_rollout.scheduler.run_state import PromptQueue
+from fsm_rollout.scheduler.run_state import PromptQueue, one_by_one
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
-from fsm_rollout.scheduler.worker_placement import WorkerPlacement, start_actor, start_process
+from fsm_rollout.scheduler.worker_placement import WorkerPlacement, starter
 from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.trajectory.journal import Journal
-from fsm_rollout.trajectory.prompt import Prompt, as_prompt, as_prompts
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling, as_sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.report.notebook import Page
+    from fsm_rollout.report.tracing import TracingLike
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class Rollout(OwnLoop):
             of which has one slot at least.
         worker_placement: ``local`` for processes of this machine, ``ray`` for actors of a Ray cluster.
         journal: where to keep all events.
+        tracing: where OpenTelemetry's spans go, as in a run YAML: ``{"endpoint": …, "content": "text", "sample":
+            0.05}``; by default what its variables say, if anything; ``False``: nowhere.
         base: what paths in engine specs are relative to; by default the working directory.
         progress: whether ``run`` and ``evaluate`` show how far they are, once they take long; by default in IPython and
             its notebooks.
@@ -116,6 +120,7 @@ class Rollout(OwnLoop):
         workers: int = 1,
         worker_placement: WorkerPlacement = "local",
         journal: Journal | None = None,
+        tracing: TracingLike = None,
         base: Path | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -127,11 +132,9 @@ class Rollout(OwnLoop):
         validation = greedy if validation_sampling is None else as_sampling(validation_sampling, "validation_sampling")
         self._evaluation_sampling = validation.over(training_sampling)
         run_sampling = self._evaluation_sampling if validate else training_sampling
-        check_at_least(1, "process", "workers", workers)
-        if worker_placement not in get_args(WorkerPlacement):
-            raise ConfigError(f"worker_placement must be 'local' or 'ray', got {worker_placement!r}")
+        start = starter(workers, worker_placement)
         # 3. What engines and schedulers are made from; nothing has been started yet.
-        self._closed, self._progress = False, progress
+        self._closed, self._progress, self._tracing = False, progress, RolloutTracing(tracing)
         self._owned: list[EnginePool] = []
         base = base or Path.cwd()
         specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}
@@ -177,10 +180,7 @@ class Rollout(OwnLoop):
             graphs = [agent.graph for agent in self.scheduler.agents.all]  # sub-agents' too
             # The states that are numbered in each batch, alike in every step.
             self._states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
-            self._workers: WorkerPool | None = None
-            if workers > 1 or worker_placement == "ray":
-                start = start_process if worker_placement == "local" else start_actor
-                self._workers = WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
+            self._workers = start and WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
             self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": {name: described(self.engines[name], spec) for name, spec in specs.items()},
@@ -215,6 +215,7 @@ class Rollout(OwnLoop):
         over_sample: float = OVER_SAMPLE,
         max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
+        step: int | None = None,
     ) -> GroupStream:
         """Yield each prompt's group of ``n`` trajectories as it ends, in the order in which groups end.
 
@@ -231,6 +232,7 @@ class Rollout(OwnLoop):
                 number. Beyond that the call fails, and what has run is kept for the next one.
             resume: trajectories that were set aside or cut off, to go on with: those of a journal
                 (``fsm_rollout.journal.histories(path)``), or suspended :class:`Trajectory` objects of this rollout.
+            step: the training step, which the journal keeps and spans say.
 
         Delivery is at least once: with a journal, a group is marked delivered when you ask for the next one, or run
         again. So after a crash ``histories(path, unfinished=True)`` gives each group that is not marked. There is
@@ -244,18 +246,14 @@ class Rollout(OwnLoop):
             TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
-        return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, **options))
+        return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, step=step, **options))
 
     async def _groups_of(
         self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None, **options: Any
     ) -> AsyncGenerator[Group, None]:
         self._check_open()
         for name, client in scheduler.clients.items():
-            if client.pool.serves_another_loop:
-                raise EngineError(
-                    f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
-                    "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
-                )
+            client.check_loop(name)
         groups_in_all = target_groups
         if isinstance(prompts, PromptQueue):
             checked: Iterable[Prompt] = prompts
@@ -264,24 +262,22 @@ class Rollout(OwnLoop):
             scheduler.check(every)
             groups_in_all = min(len(every), target_groups or len(every))
         else:
-            checked = self._one_by_one(scheduler, prompts)
+            checked = one_by_one(prompts, scheduler.check)
         from fsm_rollout.report.progress import shown_where_wanted  # rich: not for a script's first check
 
         wanted = self._progress if options.get("deliver_at_end") and groups_in_all else False
         await scheduler.agents.prepare_tools()
+        lasts = scheduler is self.scheduler
         try:
-            with shown_where_wanted(scheduler.recorder, n * (groups_in_all or 0), wanted):
+            with (
+                shown_where_wanted(scheduler.recorder, n * (groups_in_all or 0), wanted),
+                self._tracing.listens(scheduler.recorder, self.description, lasts=lasts) as options["trace"],
+            ):
                 async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
                     async for group in groups:
                         yield group
         finally:
             await scheduler.agents.close_tools()
-
-    def _one_by_one(self, scheduler: Scheduler, prompts: Iterable[PromptLike]) -> Iterator[Prompt]:
-        for index, item in enumerate(prompts):
-            prompt = as_prompt(item, index)
-            scheduler.check([prompt])
-            yield prompt
 
     async def arun(
         self,
@@ -293,6 +289,7 @@ class Rollout(OwnLoop):
         over_sample: float = OVER_SAMPLE,
         max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
+        step: int | None = None,
         **batch: Any,
     ) -> TrajectoryBatch:
         """Run all prompts (or as many as ``target_groups`` takes) and return one batch, in the order of the prompts.
@@ -301,9 +298,10 @@ class Rollout(OwnLoop):
         ``packed``, …). Whatever weights change meanwhile, no trained token of it is older than ``max_staleness``.
         """
         if batch:
-            check_names("run", batch, ("n", "target_groups", "over_sample", "max_filtered", "resume", *BATCH_OPTIONS))
+            check_names("run", batch, RUN_OPTIONS)
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
-        scheduled = self._groups_of(self.scheduler, prompts, n, target_groups, deliver_at_end=True, **options)
+        options |= {"step": step, "deliver_at_end": True}
+        scheduled = self._groups_of(self.scheduler, prompts, n, target_groups, **options)
         async with aclosing(scheduled) as stream:
             groups = [group async for group in stream]
         log_failures(groups)
@@ -316,9 +314,9 @@ class Rollout(OwnLoop):
         """
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        tokenizer = self.engines[POLICY].facts.tokenizer
-        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return batch_of(groups, **{"state_names": self._states, "pad_id": pad_id or 0} | options)
+        facts = self.engines[POLICY].facts
+        known = {"state_names": self._states, "pad_id": facts.pad_id, "processor": facts.processor}
+        return batch_of(groups, **known | options)
 
     run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
@@ -418,6 +416,7 @@ class Rollout(OwnLoop):
                 await self._workers.aclose()
         finally:
             await self._close_engines()
+            await self._tracing.aclose()
 
     async def _close_engines(self) -> None:
         while self._owned:
@@ -430,7 +429,7 @@ class Rollout(OwnLoop):
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
         self._closed = True
-        self._end_loop(self.aclose if self._owned or self._workers or self.scheduler.carried else None)
+        self._end_loop(self.aclose if self._owned or self._workers or self.scheduler.carried or self._tracing else None)
 
     def __repr__(self) -> str:
         facts = self.description["engines"]
@@ -448,3 +447,4 @@ class Rollout(OwnLoop):
 
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
+RUN_OPTIONS = ("n", "target_groups", "over_sample", "max_filtered", "resume", "step", *BATCH_OPTIONS)

@@ -16,7 +16,8 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
-from fsm_rollout.trajectory.events import AnyEvent, decode, encode
+from fsm_rollout.trajectory.event_bytes import decode, encode
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer

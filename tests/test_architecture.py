@@ -29,6 +29,7 @@ ORDER = (
     ("engines.protocol",),
     (
         "engines.stop_strings",
+        "engines.thinking_budget",
         "engines.pending",
         "engines.client",
         "engines.chunk_stream",
@@ -51,7 +52,7 @@ ORDER = (
     ("diagrams", "report"),
     ("rollout",),
     ("engines", "adapters", "jobs", "testing"),
-    ("serve",),
+    ("serve", "view"),
     ("cli",),
     ("__main__",),
 )
@@ -65,9 +66,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "sglang": ("engines.sglang",),
     "transitions": ("agent.graph", "agent.machine"),
     "typer": ("cli",),
-    "wandb": ("jobs.tracking",),
-    "mlflow": ("jobs.tracking",),
-    "tensorboard": ("jobs.tracking",),
+    "wandb": ("report.readers",),
+    "mlflow": ("report.readers",),
+    "tensorboard": ("report.readers",),
+    "trackio": ("report.readers",),
+    "opentelemetry": ("report.telemetry", "report.tracer", "trajectory.trace_ids"),
     "sqlite3": ("trajectory.journal",),
     "prometheus_client": ("serve.metrics",),
     "mcp": ("tools.mcp_server",),
@@ -180,6 +183,7 @@ def test_the_root_has_eight_modules() -> None:
 
 CONTENT_HOMES = {
     "trajectory.stream": "the accessor itself",
+    "trajectory.pictures": "puts what others write into one form",
     "trajectory.prompt": "checks what users write",
     "chat.messages": "checks what handlers write, and makes copies of it for templates",
     "chat.markers": "reads a tokenizer's added tokens, which are no messages",

@@ -8,16 +8,29 @@ enum members and classes, and from declarations; the types of the batch's tensor
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
-import itertools
-import json
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent))  # where the other modules of the reference are
+
+from reference_python import python_api, python_api_as_text
+from reference_tables import (
+    attribute_docs,
+    docstring,
+    engine_arguments,
+    first_paragraph,
+    keys_table,
+    models,
+    paragraph,
+    shape,
+    table,
+    words_of,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"<!-- reference: (\w+) -->\n(?:.*?<!-- end of reference -->\n)?", re.DOTALL)
@@ -43,7 +56,7 @@ def agent_yaml() -> str:
         "Taskset": "`tools`: `verifiers`",
     }
     rest = {name: f"`{name}`" for name in definitions if name not in places}
-    return _models(places | rest, definitions)
+    return models(places | rest, definitions)
 
 
 def run_yaml() -> str:
@@ -75,17 +88,17 @@ def run_yaml() -> str:
         "Turn",
     }  # on their own page
     rest = {name: f"`{name}`" for name in sorted(definitions.keys() - titles.keys() - engines)}
-    return _models(titles | rest, definitions)
+    return models(titles | rest, definitions)
 
 
 def prompt_fields() -> str:
     """Return the fields of a prompt."""
     from fsm_rollout.trajectory.prompt import Prompt
 
-    said = attribute_docs(Prompt)
+    meanings = attribute_docs(Prompt)
     schema = Prompt.model_json_schema()
     rows = [
-        [f"`{name}`", shape(field, schema), said.get(name) or field.get("description") or ""]
+        [f"`{name}`", shape(field, schema), meanings.get(name) or field.get("description") or ""]
         for name, field in schema["properties"].items()
     ]
     return table(["field", "value", "meaning"], rows)
@@ -100,14 +113,14 @@ def engine_kinds() -> str:
     for kind, spec in specs.KINDS.items():
         schema = spec.model_json_schema()
         own = {name: field for name, field in schema["properties"].items() if name not in specs.EngineSpec.model_fields}
-        parts.append(f"## `kind: {kind}`\n\n{_keys(own, schema, engine_arguments(spec.engine_class))}")
+        parts.append(f"## `kind: {kind}`\n\n{keys_table(own, schema, engine_arguments(spec.engine_class))}")
     common = specs.EngineSpec.model_json_schema()
-    parts.append(f"## Keys of every kind\n\n{_keys(common['properties'], common)}")
+    parts.append(f"## Keys of every kind\n\n{keys_table(common['properties'], common)}")
     for key, model in (("pool", specs.PoolSpec), ("ray", specs.RaySpec)):
         schema = model.model_json_schema()
-        parts.append(f"### `{key}`\n\n{_keys(schema['properties'], schema)}")
+        parts.append(f"### `{key}`\n\n{keys_table(schema['properties'], schema)}")
     schema = script.Turn.model_json_schema()
-    parts.append(f"### A turn of a script\n\n{_keys(schema['properties'], schema)}")
+    parts.append(f"### A turn of a script\n\n{keys_table(schema['properties'], schema)}")
     return "\n\n".join(parts)
 
 
@@ -123,9 +136,9 @@ def handlers() -> str:
         spec = handler_spec(name)
         doc = first_paragraph(load_handler(name)).removeprefix(f"{states.get(name, '')}: ")
         spends = f"`{spec.spends}`" if spec.spends else "–"
-        keys = _words(spec.keys) or "–"
+        keys = words_of(spec.keys) or "–"
         rows.append(
-            [f"`{name}`", f"`{states[name]}`" if name in states else "–", doc, _words(spec.triggers), spends, keys]
+            [f"`{name}`", f"`{states[name]}`" if name in states else "–", doc, words_of(spec.triggers), spends, keys]
         )
     return table(
         ["handler", "state of that name", "what a visit does", "triggers", "spends on entry", "own keys"], rows
@@ -138,11 +151,11 @@ def triggers() -> str:
     from fsm_rollout.agent.words import HANDLERS
     from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 
-    said = attribute_docs(Trigger)
+    meanings = attribute_docs(Trigger)
     rows = []
     for trigger in Trigger:
         raisers = [f"`{name}`" for name in HANDLERS.built_in if trigger in handler_spec(name).triggers]
-        meaning = said[trigger.name].removeprefix("The scheduler: ")
+        meaning = meanings[trigger.name].removeprefix("The scheduler: ")
         implicit = "ends the trajectory" if trigger in IMPLICIT_TRIGGERS else "is a mistake that `check` reports"
         rows.append([f"`{trigger}`", meaning, ", ".join(raisers) or "the scheduler", implicit])
     return table(["trigger", "it says", "raised by", "without a transition it"], rows)
@@ -172,12 +185,12 @@ def limits() -> str:
     from fsm_rollout.agent.limits import LIMITS
     from fsm_rollout.trajectory.enums import LimitName
 
-    said = attribute_docs(LimitName)
+    meanings = attribute_docs(LimitName)
     rows = [
         [
             str(place),
             f"`{name}`",
-            said[LimitName(name).name],
+            meanings[LimitName(name).name],
             f"`{limit.handler}`" if limit.handler else "any",
             "yes" if limit.counted else "no",
         ]
@@ -191,8 +204,8 @@ def stop_reasons() -> str:
     """Return why trajectories end."""
     from fsm_rollout.trajectory.enums import StopReason
 
-    said = attribute_docs(StopReason)
-    rows = [[f"`{reason}`", said[reason.name]] for reason in StopReason]
+    meanings = attribute_docs(StopReason)
+    rows = [[f"`{reason}`", meanings[reason.name]] for reason in StopReason]
     rows += [
         ["`limit:<name>`", "That limit was reached, and no transition took it on."],
         [
@@ -208,8 +221,8 @@ def finish_reasons() -> str:
     """Return why generations end."""
     from fsm_rollout.trajectory.enums import FinishReason
 
-    said = attribute_docs(FinishReason)
-    return table(["finish reason", "meaning"], [[f"`{reason}`", said[reason.name]] for reason in FinishReason])
+    meanings = attribute_docs(FinishReason)
+    return table(["finish reason", "meaning"], [[f"`{reason}`", meanings[reason.name]] for reason in FinishReason])
 
 
 def failure_classes() -> str:
@@ -219,8 +232,8 @@ def failure_classes() -> str:
     classes = getattr(enums, "FailureClass", None)
     if classes is None:
         return ""
-    said = attribute_docs(classes)
-    rows = [[f"`{item}`", said.get(item.name, "")] for item in classes]
+    meanings = attribute_docs(classes)
+    rows = [[f"`{item}`", meanings.get(item.name, "")] for item in classes]
     return f"## Whose failure it was\n\n{first_paragraph(classes)}\n\n{table(['class', 'meaning'], rows)}"
 
 
@@ -376,113 +389,14 @@ def chat_rules() -> str:
     return docstring(chat).partition("\n\n")[2]
 
 
-API: dict[str, tuple[str, ...]] = {
-    "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt"),
-    "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.stream.AssistantTurn", "fr.Group",
-        "fr.Journal",
-    ),
-    "Reading a journal": ("journal.histories", "journal.read", "journal.events", "journal.trajectory_ids",
-        "journal.blob",
-    ),
-    "Rewards": ("rewards.exact_answer", "rewards.first_answer", "rewards.fraction_answered", "rewards.sum_of_turns",
-        "rewards.tool_rewards",
-        "rewards.scores_differ",
-    ),
-    "Tools of your own": ("fr.ToolContext", "fr.ToolResult", "fr.BadArguments", "tools.Tool", "tools.Hidden"),
-    "Handlers of your own": ("fr.State", "fr.Outcome", "states.context.HandlerContext"),
-    "Users of your own": (
-        "interactions.Interaction", "interactions.Conversation", "interactions.Reply",
-        "interactions.ScriptedUser", "interactions.ModelUser",
-    ),
-    "Engines": (
-        "engines.protocol.Engine", "engines.protocol.Request", "engines.protocol.SamplingParams",
-        "engines.protocol.Chunk", "engines.protocol.Load", "engines.router.Router", "fr.ScriptedEngine",
-        "fr.TransformersEngine", "fr.load_model",
-    ),
-    "Agents of others": ("fr.ForeignVisit",),
-    "Agents as data": ("fr.AgentGraph", "fr.verify", "fr.prove"),
-    "Testing": (
-        "testing.check_engine", "testing.check_state", "testing.check_tool", "testing.check_interaction",
-        "testing.check_tool_format", "testing.simulate", "testing.run_virtual",
-    ),
-    "Exact tokens": ("fr.ChatTemplate",),
-    "Errors": ("fr.RolloutError", "fr.ConfigError"),
-}  # fmt: skip
-"""What users import, by what they are about; ``fr.NAME`` is a public name of the package itself."""
-MEMBERS = {
-    "Group": (
-        "group_id",
-        "index",
-        "prompt",
-        "n",
-        "trajectories",
-        "children",
-        "reward_errors",
-        "dropped",
-        "drop_reason",
-    ),
-    "Prompt": ("messages", "prompt_id", "agent", "limits", "sampling", "extra"),
-}
-"""What is shown of classes that have more."""
-
-
-def python_api() -> str:
-    """Return directives for what users import."""
-    import fsm_rollout
-
-    listed = {name for names in API.values() for name in names}
-    further = tuple(f"fr.{name}" for name in fsm_rollout.__all__ if f"fr.{name}" not in listed)
-    parts = []
-    for title, names in [*API.items(), *([("Further", further)] if further else [])]:
-        parts.append(f"## {title}")
-        for name in names:
-            options: dict[str, object] = {"heading_level": 3, "heading": name, "toc_label": name}
-            if name.rpartition(".")[2] in MEMBERS:
-                options["members"] = list(MEMBERS[name.rpartition(".")[2]])
-            lines = "\n".join(f"        {key}: {json.dumps(value)}" for key, value in options.items())
-            parts.append(f"::: {_where_defined(name)}\n    options:\n{lines}")
-    return "\n\n".join(parts)
-
-
-def python_api_as_text() -> str:
-    """Return what users import as the repository shows it: signatures and docstrings (the site has more of each)."""
-    import fsm_rollout
-
-    parts = []
-    for title, names in API.items():
-        parts.append(f"## {title}")
-        for name in names:
-            home, _, own_name = name.rpartition(".")
-            module = fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}")
-            value = getattr(module, own_name)
-            members = MEMBERS.get(own_name) or [key for key in vars(value) if not key.startswith("_")]
-            methods = {
-                key: member
-                for key in members
-                if inspect.isclass(value) and inspect.isfunction(member := getattr(value, key, None))
-            }
-            text = f"{own_name}{_signature(value)}\n\n{docstring(value)}".strip()
-            rows = [[f"`{key}{_signature(method)}`", first_paragraph(method)] for key, method in methods.items()]
-            parts.append(
-                f"### `{name}`\n\n```text\n{text}\n```" + (f"\n\n{table(['method', 'meaning'], rows)}" if rows else "")
-            )
-    return "\n\n".join(parts)
-
-
-def _signature(code: Any) -> str:
-    try:
-        parameters = inspect.signature(code).parameters.values()
-    except (TypeError, ValueError):
-        return ""
-    return f"({', '.join(str(p.replace(annotation=p.empty, default=p.empty)) for p in parameters if p.name != 'self')})"
-
-
 def filled(markdown: str, *, on_site: bool = False) -> str:
     """Return a page with its tables; on the site, the Python API is made by mkdocstrings."""
 
     def content(found: re.Match[str]) -> str:
-        name = "python_api_as_text" if found[1] == "python_api" and not on_site else found[1]
-        return f"<!-- reference: {found[1]} -->\n\n{globals()[name]().strip()}\n\n<!-- end of reference -->\n"
+        made_by: dict[str, Callable[[], str]] = globals() | {
+            "python_api": python_api if on_site else python_api_as_text
+        }
+        return f"<!-- reference: {found[1]} -->\n\n{made_by[found[1]]().strip()}\n\n<!-- end of reference -->\n"
 
     return MARKER.sub(content, markdown)
 
@@ -493,162 +407,6 @@ def write_pages() -> None:
         text = path.read_text("utf-8")
         if (new := filled(text)) != text:
             path.write_text(new, "utf-8")
-
-
-def _where_defined(name: str) -> str:
-    """Return the full path of an object in the module that defines it: what the documentation is read from."""
-    import fsm_rollout
-
-    home, _, own_name = name.rpartition(".")
-    value = getattr(fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}"), own_name)
-    return f"{value.__module__}.{value.__qualname__}"
-
-
-# -- what the tables are made with ---------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    text = re.sub(r"``(.+?)``", r"`\1`", re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text))
-    return " ".join(text.split()).replace("|", r"\|")
-
-
-def _words(words: Iterable[object]) -> str:
-    return ", ".join(f"`{word}`" for word in words)
-
-
-def _models(titles: Mapping[str, str], definitions: Mapping[str, Any]) -> str:
-    known = {name: titles[name] for name in titles if "properties" in definitions.get(name, {})}
-    text = "\n\n".join(_model(title, definitions[name]) for name, title in known.items())
-    for name, title in known.items():
-        anchor = re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
-        text = re.sub(rf"(?:, each entry as|: as|as) `{name}`", f" [{title}](#{anchor})", text)
-    return text.replace("as `Engine`", "as an [engine kind](engines.md) takes it")
-
-
-def _model(title: str, schema: Mapping[str, Any]) -> str:
-    return f"## {title}\n\n{_keys(schema['properties'], schema)}"
-
-
-def _keys(properties: Mapping[str, Any], schema: Mapping[str, Any], said: Mapping[str, str] | None = None) -> str:
-    rows = []
-    for name, field in properties.items():
-        meaning = field.get("description") or (said or {}).get(name, "")
-        default = field.get("default", "")
-        if name in schema.get("required", ()):
-            default = "**required**"
-        elif default is None:
-            default = "–"
-        elif isinstance(default, Mapping) and len(_set(default)) != 1:  # shown where its own keys are
-            default = ""
-        elif default != "":
-            default = f"`{_yaml(default)}`"
-        rows.append([f"`{name}`", shape(field, schema), str(default), _sentence(meaning)])
-    return table(["key", "value", "default", "meaning"], rows)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] if text and not text.startswith("`") else text
-
-
-def _yaml(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(_set(value) if isinstance(value, Mapping) else value)
-
-
-def _set(values: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def shape(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """Return what a schema takes, in words."""
-    if "const" in field:
-        return f"`{field['const']}`"
-    if "enum" in field:
-        return " or ".join(f"`{value}`" for value in field["enum"])
-    if "anyOf" in field or "oneOf" in field:
-        forms = [shape(option, schema) for option in field.get("anyOf", field.get("oneOf", ()))]
-        return " or ".join(dict.fromkeys(form for form in forms if form != "nothing" and form))
-    if "$ref" in field:
-        return f"as `{field['$ref'].rpartition('/')[2]}`"
-    if "allOf" in field:
-        return shape(field["allOf"][0], schema)
-    if "${" in field.get("pattern", "").replace("\\", ""):
-        return ""  # any value may be an interpolation
-    kind = field.get("type")
-    match kind:
-        case "null":
-            return "nothing"
-        case "string":
-            return "`module:name`" if ":[A-Za-z_]" in field.get("pattern", "") else "text"
-        case "integer" | "number":
-            bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-            told = [f"{sign} {field[name]:g}" for name, sign in bounds.items() if name in field and field[name] < 2**53]
-            return f"{'count' if kind == 'integer' else 'number'} {', '.join(told)}".strip()
-        case "boolean":
-            return "`true` or `false`"
-        case "array":
-            items = field.get("items") or {}
-            return f"list of: {shape(items, schema)}" if items else "list"
-        case "object":
-            inner = next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
-            told = shape(inner, schema) if isinstance(inner, Mapping) else ""
-            return f"mapping, each entry {told}" if told else "mapping"
-    return "any"
-
-
-def docstring(obj: object) -> str:
-    """Return a docstring with its indentation taken off."""
-    return inspect.getdoc(obj) or ""
-
-
-def first_paragraph(obj: object) -> str:
-    """Return the first paragraph of a docstring as one line."""
-    return " ".join(docstring(obj).partition("\n\n")[0].split())
-
-
-def paragraph(obj: object) -> str:
-    """Return the docstring's first two paragraphs as one line."""
-    return " ".join(" ".join(docstring(obj).split("\n\n")[:2]).split())
-
-
-def attribute_docs(owner: type) -> dict[str, str]:
-    """Return the docstrings that stand under the attributes of a class, by the attributes' names."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    found: dict[str, str] = {}
-    for statement, following in itertools.pairwise(body):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            for target in targets:
-                if isinstance(target, ast.Name) and isinstance(following.value.value, str):
-                    found[target.id] = " ".join(following.value.value.split())
-    return found
-
-
-def engine_arguments(path: str) -> dict[str, str]:
-    """Return what the docstring of an engine's class says of its arguments."""
-    from pkgutil import resolve_name
-
-    target = resolve_name(path)
-    said: dict[str, str] = {}
-    inside = False
-    name = ""
-    for line in docstring(target).split("\n"):
-        if line == "Args:":
-            inside = True
-        elif inside and (found := re.match(r"^    (\w+): (.*)$", line)):
-            name = found[1]
-            said[name] = found[2]
-        elif inside and line.startswith("        ") and name:
-            said[name] += f" {line.strip()}"
-        elif inside and line.strip():
-            break
-    return said
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fsm_rollout.adapters.requirements import score_of, whole
+from fsm_rollout.adapters.requirements import score_of, text_only, whole
 from fsm_rollout.batch.rows import TrainingRow
 
 TRAINER = "AReaL"
@@ -25,6 +25,7 @@ def trajectory(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor] | None:
     Raises:
         BatchError: a row has no score.
     """
+    text_only(rows, "AReaL")
     if not rows:
         return None
     columns = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsm_rollout.adapters.requirements import trained_turns
+from fsm_rollout.adapters.requirements import text_only, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def training_trace(rows: Sequence[TrainingRow]) -> TrainingTrace:
     A turn's prompt is everything before it, with mask 0. ``metadata`` carries the trajectory's ids, the turn's weight
     versions and the score, which OpenEnv itself takes from the session's ``verify()``.
     """
+    text_only(rows, "OpenEnv")
     from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
     turns = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import whole
+from fsm_rollout.adapters.requirements import text_only, whole
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 
@@ -25,6 +25,7 @@ def training_samples(rows: Sequence[TrainingRow], advantages: Sequence[float] | 
     Raises:
         BatchError: not one advantage per row, or a NaN among them.
     """
+    text_only(rows, "prime-rl")
     if advantages is not None and (len(advantages) != len(rows) or not np.isfinite(advantages).all()):
         raise BatchError(
             f"{len(rows)} rows need as many finite advantages, got {list(advantages)}; leave rows without a score out: "

@@ -25,6 +25,16 @@ def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
             )
 
 
+def text_only(rows: Sequence[TrainingRow], trainer: str) -> None:
+    """Raise BatchError if a row shows pictures, for a trainer that would be given their ids without them."""
+    for row in rows:
+        if row.media:
+            raise BatchError(
+                f"row {row.row_id} shows {len(row.media)} picture{'s' * (len(row.media) > 1)}, and nothing carries "
+                f"them to {trainer} yet; it would train on their ids without them"
+            )
+
+
 def score_of(row: TrainingRow, trainer: str) -> float:
     """Return a row's score; BatchError if it has none, for a trainer that cannot represent that."""
     if row.score is None:

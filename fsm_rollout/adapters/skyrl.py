@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import experts_of, one_row_each, score_of, versions_of
+from fsm_rollout.adapters.requirements import experts_of, one_row_each, score_of, text_only, versions_of
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def generator_output(rows: Sequence[TrainingRow], *, step_wise: bool = False) ->
     Raises:
         BatchError: a row has no score, or (without ``step_wise``) a sample has several rows.
     """
+    text_only(rows, "SkyRL")
     from skyrl.train.generators.base import TrajectoryID
 
     if not step_wise:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsm_rollout.adapters.requirements import experts_of, trained_turns
+from fsm_rollout.adapters.requirements import experts_of, text_only, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.enums import StopReason
 
@@ -22,6 +22,7 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
     from which ids it sampled, those of response token i are ``rollout_top_p_token_ids[offsets[i] : offsets[i + 1]]``.
     Where it told the experts that all tokens were routed to, they are ``rollout_routed_experts``, for router replay.
     """
+    text_only(rows, "slime")
     groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
     rollouts = {name: number for number, name in enumerate(dict.fromkeys((row.group_id, row.sample) for row in rows))}
     return [

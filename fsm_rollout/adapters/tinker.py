@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsm_rollout.adapters.requirements import trained_turns
+from fsm_rollout.adapters.requirements import text_only, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ def trajectories(rows: Sequence[TrainingRow]) -> list[Trajectory]:
     becomes one ``Datum``, because each observation extends what came before. The score is the reward of the last
     transition (0.0 where there is none: leave such rows out), ``metrics`` carry the weight versions.
     """
+    text_only(rows, "tinker")
     from tinker import ModelInput
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import Trajectory, Transition

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import one_row_each, versions_of, whole
+from fsm_rollout.adapters.requirements import one_row_each, text_only, versions_of, whole
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
@@ -30,6 +30,7 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
     Raises:
         BatchError: a sample has several rows.
     """
+    text_only(rows, "TRL")
     one_row_each(rows, TRAINER)
     return {
         "prompt_ids": [row.prompt_ids.tolist() for row in rows],
@@ -62,9 +63,11 @@ def rollout_samples(batch: TrajectoryBatch, *, first_group_id: int = 0) -> list[
     scored = batch.select(~advantages.isnan())
     if len(batch) and not len(scored):
         raise BatchError(f"none of {len(batch)} rows has a score to learn from; give the rollout a reward")
+    rows = scored.rows()
+    text_only(rows, "TRL")
     samples = []
     for row, advantage, group in zip(
-        scored.rows(), scored.advantages().tolist(), scored.tensordict["group_index"].tolist(), strict=True
+        rows, scored.advantages().tolist(), scored.tensordict["group_index"].tolist(), strict=True
     ):
         oldest, newest = versions_of(row)
         samples.append(

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fsm_rollout.adapters.requirements import experts_of, versions_of
 from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.batch.media import TOKEN_TYPES
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 
@@ -38,6 +40,7 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
     outputs = []
     for row in rows:
         end, metrics, experts = _end(row), row.metrics, _experts(row)
+        pictures = [span.picture.image() for span in row.media if span.end <= len(row.prompt_ids) + end]
         outputs.append(
             AgentLoopOutput(
                 prompt_ids=row.prompt_ids.tolist(),
@@ -45,6 +48,7 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
                 response_mask=row.mask[:end].tolist(),
                 response_logprobs=row.logprobs[:end].tolist(),
                 routed_experts=experts,
+                multi_modal_data={"images": pictures} if pictures else None,
                 reward_score=row.score,
                 num_turns=row.num_turns,
                 metrics=AgentLoopMetrics(
@@ -102,13 +106,31 @@ def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = 
     # verl replays what stands in this column, so it gets none where that of a row is not known.
     if "routed_experts" in batch.tensordict and all(_experts(row) is not None for row in rows):
         tensors["routed_experts"] = batch.tensordict["routed_experts"].clamp(min=0)  # verl pads with 0
+    if "mrope_position_ids" in batch.tensordict:  # verl's have the text's positions before the model's three
+        three = batch.tensordict["mrope_position_ids"].transpose(1, 2)
+        tensors["position_ids"] = torch.cat([tensors["position_ids"][:, None], three], dim=1)
     columns: dict[str, list[object]] = {
         "uid": [row.group_id for row in rows],
         "__num_turns__": [row.num_turns for row in rows],
         "agent_name": [row.agent for row in rows],
         "weight_versions": [row.versions.tolist() for row in rows],
     }
+    if "media" in batch.tensordict:
+        columns |= _pictures(batch)
     for key in extra_fields(rows[0]) if rows else ():
         columns[key] = [extra_fields(row)[key] for row in rows]
     non_tensors = {key: np.fromiter(values, dtype=object, count=len(rows)) for key, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=dict(meta_info or {}))
+
+
+def _pictures(batch: TrajectoryBatch) -> dict[str, list[object]]:
+    """Return verl's columns of pictures; types of tokens are only for positions there, which are counted already."""
+    if batch.processor is None:
+        raise BatchError("the rows show pictures; make the batch with the model's `processor`, as `Rollout.run` does")
+    inputs = batch.tensordict.get("multi_modal_inputs").tolist()
+    return {
+        "multi_modal_inputs": [
+            {key: value for key, value in row.items() if not key.endswith(TOKEN_TYPES)} for row in inputs
+        ],
+        "multi_modal_data": batch.tensordict.get("multi_modal_data").tolist(),
+    }

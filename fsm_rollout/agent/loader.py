@@ -29,7 +29,7 @@ from fsm_rollout.agent.verify import findings, verify
 from fsm_rollout.agent.words import HANDLERS, is_custom
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import apply_overrides, in_texts, interpolate, unescape_interpolation
-from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, in_file_order, read_text, read_yaml
+from fsm_rollout.agent.yaml.source import TEXT_FILE, SourceMap, check_kind, in_file_order, read_text, read_yaml
 from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
 from fsm_rollout.names.objects import look_in, path_of
 from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath, describe_path, explanations
@@ -68,11 +68,26 @@ def load_agent(
         try:
             text = json.dumps(source, default=path_of)  # JSON is YAML, too
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the agent's mapping is not plain data: {error}") from error
+            path, value = next(_not_plain(source), ((), error))
+            what = f"{describe_path(path)}: {value!r} is a {type(value).__name__}" if path else f"{error}"
+            may_be = "give text, a number, true or false, a list, a mapping, or a function"
+            raise ConfigError(f"the agent's mapping is not plain data: {what}; {may_be}") from error
         return loads(text, base, overrides, name="the agent's mapping")
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
         return loads(source, base, overrides)
     return _graph(read_agent(source, overrides))
+
+
+def _not_plain(
+    value: object, path: ConfigPath = (), inside: tuple[int, ...] = ()
+) -> Iterator[tuple[ConfigPath, object]]:
+    """Yield what in a value JSON does not have, with its path; ``inside`` are the ids of what it lies in."""
+    if isinstance(value, Mapping | list | tuple):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, entry in entries if id(value) not in inside else ():
+            yield from _not_plain(entry, (*path, key), (*inside, id(value)))
+    elif not isinstance(path_of(value), str | int | float | None):
+        yield path, value
 
 
 def loads(text: str, base: str | Path = ".", overrides: Sequence[str] = (), name: str = "<text>") -> AgentGraph:
@@ -122,9 +137,8 @@ def _read(
             message = "is empty; an agent needs `agent`, `states` and `transitions` (`fsm-rollout new NAME` writes one)"
             problems.append(Problem(message, source.file))
         return Reading(None, source, tuple(problems))
-    if {"prompts", "engine"} <= data.keys():
-        what = "is a run's YAML, which `fsm-rollout run` takes; an agent's is what it names under `agent`"
-        return Reading(None, source, (Problem(what, source.file),))
+    if other := check_kind(data, "agent", source):
+        return Reading(None, source, (other,))
     # 2. What changes it, and the normal form.
     if recorded:
         data = cast(ConfigData, in_texts(unescape_interpolation, data))

@@ -67,10 +67,13 @@ def findings(graph: AgentGraph, *, of_states: bool = False) -> Iterator[Finding]
     unknown = list(transitions.names(structure))
     yield from unknown
     rules = states.RULES if of_states else (*transitions.RULES, *states.RULES, *(() if unknown else paths.RULES))
-    for rule in rules:
-        for found in rule(structure):
-            if not of_states or (found.rule in OF_ONE_STATE and found.path[0] == "states"):
-                yield found
+    found = [finding for rule in rules for finding in rule(structure)]
+    follow = (6, 21) if any(finding.path == ("transitions",) for finding in found) else ()  # where nothing ends it
+    for finding in found:
+        if finding.rule not in follow and (
+            not of_states or (finding.rule in OF_ONE_STATE and finding.path[0] == "states")
+        ):
+            yield finding
     for name, tool in graph.tools.items():
         if tool.agent is not None:
             for finding in findings(tool.agent, of_states=of_states):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.fitting import Overflow, check_fit, check_widths, fitting
+from fsm_rollout.batch.media import batch_inputs, put_inputs
 from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
 from fsm_rollout.batch.storage import load_tensors, save_tensors
-from fsm_rollout.batch.table import data_frame, score_with_error
+from fsm_rollout.batch.table import Columned, data_frame, score_with_error
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.tokens import MediaSpan
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -39,11 +42,9 @@ _FACT_NAMES = (
     "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
 )  # fmt: skip
 
-Overflow = Literal["error", "omit", "truncate"]
-
 
 @dataclass(slots=True, eq=False)
-class TrajectoryBatch:
+class TrajectoryBatch(Columned):
     """Rows as tensors. ``B`` rows, prompts of width ``P`` (padded left), responses of width ``R`` (padded right).
 
     ``tensordict`` holds
@@ -61,6 +62,11 @@ class TrajectoryBatch:
     ``trajectory_scores`` (NaN: no score, which is not 0)         float32   ``[B]``
     ``group_index``, ``sample``                                   int64     ``[B]``
     ============================================================  ========  ==========
+
+    ``mrope_position_ids`` (int64 ``[B, P+R, 3]``), if rows have pictures and the model counts positions in three
+    dimensions, and with pictures also the non-tensors ``media`` (:meth:`media`), ``multi_modal_data``
+    (``{"images": [StoredPicture, …]}``) and ``multi_modal_inputs`` (pixel values, grids and types of tokens, unpadded,
+    as the model's processor gives them: see :meth:`model_inputs`),
 
     ``routed_experts`` (int16 ``[B, P+R, layers, top_k]``, -1 where not said), if the engine says which experts of a
     Mixture-of-Experts model each token was routed to,
@@ -93,6 +99,8 @@ class TrajectoryBatch:
     """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step.step_figures`."""
     folder: Path | None = None
     """Where it was saved, or loaded from."""
+    processor: Any = None
+    """The processor of the model, if it sees pictures."""
 
     @classmethod
     @calm_collection()
@@ -106,12 +114,14 @@ class TrajectoryBatch:
         overflow: Overflow = "error",
         packed: bool = False,
         state_names: Sequence[str] = (),
+        processor: Any = None,
     ) -> TrajectoryBatch:
         """Make a batch of every row of ``trajectories``, in their order; sub-agents' are given as trajectories too.
 
         Without widths, rows are padded to the longest one. ``overflow`` says what becomes of a row that is longer
         than a width given: ``error``; ``omit`` (listed in ``omitted``); ``truncate`` (prompts lose their beginning,
-        responses their end; listed in ``truncated``, or in ``omitted`` when no trained token is left).
+        responses their end; listed in ``truncated``, or in ``omitted`` when no trained token is left; a row with
+        pictures is never cut, but omitted). ``processor`` is the model's, if it sees pictures.
         ``state_names`` as for :func:`fsm_rollout.batch.rows.rows`. No rows at all make a batch of size 0.
 
         Raises:
@@ -131,11 +141,11 @@ class TrajectoryBatch:
         streams = chosen = trained_streams(by_id.values())
         cut: list[Cut] = []
         if prompt_width is not None or response_width is not None:
-            _check_widths(prompt_width, response_width)
-            chosen, cut = _fitting(streams, prompt_width, response_width, overflow)
+            check_widths(prompt_width, response_width)
+            chosen, cut = fitting(streams, prompt_width, response_width, overflow)
         # 3. The batch, and what it says of what is not in it.
-        flat = flat_rows(chosen, among=streams, state_names=state_names)
-        batch = cls._made(flat, pad_id, prompt_width, response_width, packed)
+        flat = flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
+        batch = cls._made(flat, pad_id, prompt_width, response_width, packed, processor)
         for stream in streams:
             by_id.pop(stream.trajectory.trajectory_id, None)
         if by_id:
@@ -157,6 +167,7 @@ class TrajectoryBatch:
         prompt_width: int | None = None,
         response_width: int | None = None,
         packed: bool = False,
+        processor: Any = None,
     ) -> TrajectoryBatch:
         """Make a batch of ``rows`` as they are; they share their ``state_names``. Widths as for trajectories.
 
@@ -164,18 +175,26 @@ class TrajectoryBatch:
             BatchError: a row is longer than a width, or rows number their states differently, or have routed experts
                 in different shapes.
         """
-        _check_widths(prompt_width, response_width)
+        check_widths(prompt_width, response_width)
         lengths = [(row.row_id, len(row.prompt_ids), len(row.response_ids)) for row in rows]
-        _check_fit(lengths, prompt_width, response_width)
+        check_fit(lengths, prompt_width, response_width)
         if any(row.state_names != rows[0].state_names for row in rows):
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
         if len(shapes := {row.routed_experts.shape[1:] for row in rows}) > 1:
             raise BatchError(f"rows have routed experts in the shapes {sorted(shapes)}; make them in one call")
-        return cls._made(joined(rows), pad_id, prompt_width, response_width, packed)
+        if len({row.mrope_position_ids.shape[1] for row in rows}) > 1:
+            raise BatchError("only some rows have positions in three dimensions; make them in one call")
+        return cls._made(joined(rows), pad_id, prompt_width, response_width, packed, processor)
 
     @classmethod
     def _made(
-        cls, rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: int | None, packed: bool
+        cls,
+        rows: FlatRows,
+        pad_id: int,
+        prompt_width: int | None,
+        response_width: int | None,
+        packed: bool,
+        processor: Any,
     ) -> TrajectoryBatch:
         """Make a batch of rows that fit."""
         if packed:
@@ -195,7 +214,30 @@ class TrajectoryBatch:
             tensors[key] = torch.from_numpy(np.array(values, COLUMNS[key].dtype))
         tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
         put_columns(tensordict, rows.facts)
-        return cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores))
+        batch = cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores), processor=processor)
+        put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
+        return batch
+
+    def media(self, row: int) -> list[MediaSpan]:
+        """Return the pictures of a row, by the places of their ids among its own, its padding left out."""
+        media: list[MediaSpan] = self.tensordict.get("media").tolist()[row] if "media" in self.tensordict else []
+        return media
+
+    def model_inputs(self) -> dict[str, torch.Tensor]:
+        """Return what the model's ``forward`` is fed beside ``input_ids`` and ``attention_mask`` for all rows.
+
+        Pixel values and grids of all pictures end to end, and types of tokens ``[B, P+R]``; nothing without pictures.
+
+        Raises:
+            BatchError: the batch is packed, or nobody knows the model's processor.
+        """
+        if "media" not in self.tensordict:
+            return {}
+        if self.packed or self.processor is None:
+            raise BatchError("the batch is packed, or has no `processor`; its rows have `multi_modal_inputs` each")
+        width = self.tensordict.get("input_ids").shape[1]
+        starts = self.tensordict.get("prompts").shape[1] - self._lengths()[0]
+        return batch_inputs(self.tensordict.get("media").tolist(), starts.tolist(), width, self.processor)
 
     def __len__(self) -> int:
         return int(self.tensordict.batch_size[0])
@@ -286,6 +328,7 @@ class TrajectoryBatch:
             truncated=tuple(row_id for row_id in self.truncated if row_id in kept),
             sample_scores=self.sample_scores,
             figures=dict(self.figures),
+            processor=self.processor,
         )
 
     def parts(self, *, max_tokens: int) -> Iterator[TrajectoryBatch]:
@@ -369,8 +412,10 @@ class TrajectoryBatch:
         self.folder = Path(path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TrajectoryBatch:
+    def load(cls, path: str | os.PathLike[str], processor: Any = None) -> TrajectoryBatch:
         """Read what :meth:`save` wrote. Padded tensors stay memory-mapped.
+
+        ``multi_modal_inputs`` are not stored: they are made again by the model's ``processor``, if it is given.
 
         Raises:
             BatchError: there is no saved batch at ``path``.
@@ -379,7 +424,9 @@ class TrajectoryBatch:
         facts |= {name: tuple(RowId(*row) for row in facts[name]) for name in ("omitted", "truncated")}
         facts["state_names"] = tuple(facts["state_names"])
         facts["sample_scores"] = tuple(SampleScore(*sample) for sample in facts["sample_scores"])
-        return cls(tensordict, **facts, folder=Path(path))
+        batch = cls(tensordict, **facts, folder=Path(path), processor=processor)
+        put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
+        return batch
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a table of the rows: who each is, how it ended and scored, its counts of tokens, then all by its key.
@@ -401,50 +448,3 @@ class TrajectoryBatch:
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     return dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
-
-
-def _check_widths(prompt_width: int | None, response_width: int | None) -> None:
-    for name, width in (("prompt_width", prompt_width), ("response_width", response_width)):
-        if width is not None and width < 0:
-            raise BatchError(f"{name} must be 0 or more, or None for the longest row, got {width}")
-
-
-def _fitting(
-    streams: Sequence[Cut], prompt_width: int | None, response_width: int | None, overflow: Overflow
-) -> tuple[list[Cut], list[Cut]]:
-    """Return the streams that go into a batch, cut to its widths where that is asked for, and those that are cut."""
-    prompts = [stream.stream.tokens.prompt_length for stream in streams]
-    if overflow == "error":
-        lengths = [(s.row_id, prompt, s.end - prompt) for s, prompt in zip(streams, prompts, strict=True)]
-        _check_fit(lengths, prompt_width, response_width)
-        return list(streams), []
-    chosen: list[Cut] = []
-    cut: list[Cut] = []
-    for stream, prompt in zip(streams, prompts, strict=True):
-        start = 0 if prompt_width is None else max(0, prompt - prompt_width)
-        end = stream.end if response_width is None else min(stream.end, prompt + response_width)
-        if (start, end) == (0, stream.end):
-            chosen.append(stream)
-        elif overflow == "truncate" and next(stream.stream.tokens.sampled()).start < end:
-            cut.append(stream._replace(start=start, end=end))
-            chosen.append(cut[-1])
-    return chosen, cut
-
-
-def _check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | None, response_width: int | None) -> None:
-    """Raise BatchError for rows that do not fit, of which prompts and responses have some lengths."""
-    widest = (
-        math.inf if prompt_width is None else prompt_width,
-        math.inf if response_width is None else response_width,
-    )
-    misfits = [row for row in lengths if row[1] > widest[0] or row[2] > widest[1]]
-    if not misfits:
-        return
-    (row_id, prompt, response), further = misfits[0], len(misfits) - 1
-    widths = {"prompt_width": prompt_width, "response_width": response_width}
-    requested = " and ".join(f"{name} {width}" for name, width in widths.items() if width is not None)
-    more = f" ({further} more row{'s' * (further > 1)} like it)" if further else ""
-    raise BatchError(
-        f"row {row_id} has a prompt of {prompt} and a response of {response} tokens, which do not fit "
-        f"{requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
-    )

@@ -61,8 +61,9 @@ COLUMNS: Mapping[str, Column] = {
         Column("turn_ids", Along.RESPONSES, np.int32, "turn_ids", np.int32, fill=-1),
         Column("temperatures", Along.RESPONSES, np.float32, "temperatures", np.float32, fill=1),
         Column("sampling_mask_counts", Along.RESPONSES, np.int32, "sampling_mask_counts", np.int32),
-        # The only one with further dimensions; it is left out where they are empty.
+        # These two have further dimensions, and are left out where they are empty.
         Column("routed_experts", Along.INPUT_IDS, np.int16, "routed_experts", np.int16, fill=-1),
+        Column("mrope_position_ids", Along.INPUT_IDS, np.int64, "mrope_position_ids", np.int32),
         Column("trajectory_scores", Along.ROWS, np.float32, "score"),
         Column("group_index", Along.ROWS, np.int64),
         Column("sample", Along.ROWS, np.int64, "sample"),
@@ -71,6 +72,7 @@ COLUMNS: Mapping[str, Column] = {
             for name in (
                 "group_id", "trajectory_id", "stream", "context", "agent", "stop_reason", "failure", "num_turns",
                 "sampling", "sampling_mask", "metrics", "turn_scores", "tool_rewards", "reward_parts", "extra",
+                "media",  # left out where no row has pictures
             )
         ),
     )
@@ -79,5 +81,9 @@ PER_TOKEN: Mapping[str, Column] = {key: column for key, column in COLUMNS.items(
 """The columns with a value for each token: tensors that are padded, or jagged."""
 RAGGED = (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)
 """The dimensions along which rows differ in length."""
-NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None)
-"""The columns that are no tensors: one value per row."""
+FURTHER: Mapping[str, tuple[int, ...]] = {"routed_experts": (0, 0), "mrope_position_ids": (0,)}
+"""The columns with further dimensions, and those while they are empty."""
+MEDIA = "media"
+"""The column of pictures, which is left out where no row has any."""
+NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None and key != MEDIA)
+"""The other columns that are no tensors: one value per row."""

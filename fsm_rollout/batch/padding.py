@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.columns import FURTHER, MEDIA, NON_TENSOR_KEYS, PER_TOKEN, RAGGED, Along
 from fsm_rollout.batch.rows import Array, FlatRows
 
 _SCALARS = (str, int, float, bool, type(None))
@@ -46,7 +46,7 @@ def _by_key(rows: FlatRows) -> dict[str, Array]:
         "position_ids": np.arange(len(input_ids)) - np.repeat(starts, lengths),
     }
     for key, column in PER_TOKEN.items():
-        if column.field and (key != "routed_experts" or rows.arrays[column.field].size):
+        if column.field and (key not in FURTHER or rows.arrays[column.field].size):
             values[key] = rows.arrays[column.field]
     return values
 
@@ -61,7 +61,7 @@ def unpack(
     arrays: dict[str, Array] = {}
     for key, column in PER_TOKEN.items():
         if column.field:
-            flat = values.get(key, np.zeros((offsets[column.along][-1], 0, 0)))  # the experts, which may be left out
+            flat = values.get(key, np.zeros((offsets[column.along][-1], *FURTHER.get(key, ()))))  # it may be left out
             arrays[column.field] = flat.astype(column.row_dtype)
     return FlatRows({along: np.diff(offsets[along]) for along in RAGGED}, arrays, facts, state_names)
 
@@ -130,7 +130,9 @@ def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
     """Add the columns that are no tensors: from each row's facts, those of their names."""
-    for key in NON_TENSOR_KEYS:
+    for key in (*NON_TENSOR_KEYS, MEDIA):
+        if key == MEDIA and not any(row[key] for row in facts):
+            continue
         # Values that are no scalars are wrapped here: the stack would look at each of them for long.
         values = []
         for row in facts:
@@ -142,8 +144,9 @@ def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> N
 
 def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
     """Return what :func:`put_columns` was given."""
-    columns = {key: tensordict.get(key).tolist() for key in NON_TENSOR_KEYS}
-    return [{key: values[row] for key, values in columns.items()} for row in range(tensordict.batch_size[0])]
+    columns = {key: tensordict.get(key).tolist() for key in (*NON_TENSOR_KEYS, MEDIA) if key in tensordict}
+    rows = range(tensordict.batch_size[0])
+    return [{MEDIA: [], **{key: values[row] for key, values in columns.items()}} for row in rows]
 
 
 def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

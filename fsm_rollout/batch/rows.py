@@ -23,7 +23,7 @@ from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import LARGEST_SCORE, Part
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import NoteKind, responses
+from fsm_rollout.trajectory.tokens import MediaSpan, NoteKind, responses
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Array = npt.NDArray[Any]
@@ -69,6 +69,9 @@ class TrainingRow:
     routed_experts: npt.NDArray[np.int16]
     """``[P + R, layers, top_k]``: the experts that each token was routed to when it was fed to the model; -1 where the
     engine does not say, as for the last token, which is not fed. ``[P + R, 0, 0]`` if it says none of any row."""
+    mrope_position_ids: npt.NDArray[np.int32]
+    """``[P + R, 3]``: the positions of tokens in a model that counts them in three dimensions, as its own
+    ``get_rope_index`` does; ``[P + R, 0]`` where it does not, or no row of the batch has pictures."""
     scores: npt.NDArray[np.float32]
     """``[R]``: turn scores on the last token of their turn, the trajectory's on the last trained token; NaN there where
     a score is missing."""
@@ -100,6 +103,8 @@ class TrainingRow:
     tool_rewards: list[float]
     reward_parts: dict[str, Part]
     """What the run's reward said beside the score, by name."""
+    media: list[MediaSpan]
+    """The pictures, by the places of their ids among the prompt's and the response's."""
     extra: dict[str, object]
     """The prompt's extra fields as JSON holds them (tuples become lists, keys text, other things their ``repr``), so
     that a saved batch equals the one in memory."""
@@ -154,10 +159,11 @@ class FlatRows:
 
 
 def joined(rows: Sequence[TrainingRow]) -> FlatRows:
-    """Return rows end to end; they number their states alike, and have routed experts of one shape."""
+    """Return rows end to end; they number their states alike, and have routed experts and positions of one shape."""
     empty = {column.field: np.zeros(0, column.row_dtype) for column in PER_TOKEN.values() if column.field}
     facts = [field.name for field in fields(TrainingRow) if field.name not in (*empty, "state_names")]
     empty["routed_experts"] = np.zeros((0, *(rows[0].routed_experts.shape[1:] if rows else (0, 0))), np.int16)
+    empty["mrope_position_ids"] = np.zeros((0, rows[0].mrope_position_ids.shape[1] if rows else 0), np.int32)
     prompt_lengths = np.array([len(row.prompt_ids) for row in rows], dtype=np.int64)
     response_lengths = np.array([len(row.response_ids) for row in rows], dtype=np.int64)
     return FlatRows(
@@ -207,13 +213,16 @@ def rows(trajectories: Iterable[Trajectory], *, state_names: Sequence[str] = ())
     return flat_rows(trained_streams(trajectories), state_names=state_names).split()
 
 
-def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_names: Sequence[str] = ()) -> FlatRows:
+def flat_rows(
+    cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_names: Sequence[str] = (), processor: Any = None
+) -> FlatRows:
     """Return the rows of some streams end to end; each has a trained token in the part that its row holds.
 
     ``among``: these streams and others, of which all states are numbered, and all routed experts have one shape.
     ``state_names`` numbers the states (say the graph's, so that the numbers are the same for every batch); states it
     leaves out follow in alphabetical order. A turn that is cut short has its score on the last of its tokens that is
     left, and the trajectory's goes to the last trained token that is left.
+    ``processor``: of the model, if it sees pictures.
 
     Raises:
         BatchError: a score is not a finite float32, or routed experts have several shapes.
@@ -266,6 +275,7 @@ def flat_rows(cuts: Sequence[Cut], *, among: Sequence[Cut] | None = None, state_
     arrays["prompt_ids"] = np.concatenate(prompt_ids)
     lengths = dict(zip(RAGGED, (prompts - starts, kept, ends - starts), strict=True))
     arrays |= _noted(cuts, facts, lengths, *shapes)
+    arrays["mrope_position_ids"] = _rope_positions(cuts, facts, processor)
     return FlatRows(lengths, arrays, facts, names)
 
 
@@ -290,6 +300,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "turn_scores": list(map(list, trajectory.turn_scores)),
         "tool_rewards": list(trajectory.tool_rewards),
         "reward_parts": dict(trajectory.reward_parts),
+        "media": [span.moved(-cut.start) for span in stream.media],
         "extra": json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     }
 
@@ -320,6 +331,18 @@ def _noted(
                 for note in whole.cut(cut.start, cut.end):
                     experts[in_experts + note.start : in_experts + note.end] = np.reshape(note.values, (-1, *shape))
     return {"sampling_mask_counts": counts, "routed_experts": experts}
+
+
+def _rope_positions(cuts: Sequence[Cut], facts: Sequence[Mapping[str, Any]], processor: Any) -> Array:
+    """Return the positions ``[tokens, 3]`` of all rows where the model counts so; else none, ``[tokens, 0]``."""
+    if getattr(processor, "get_rope_index", None) is None or not any(row["media"] for row in facts):
+        return np.zeros((sum(cut.end - cut.start for cut in cuts), 0), np.int32)
+    from fsm_rollout.batch.media import rope_positions  # torch
+
+    ids = (np.array(cut.stream.tokens.ids[cut.start : cut.end], np.int32) for cut in cuts)
+    return np.concatenate(
+        [rope_positions(of_row, row["media"], processor) for of_row, row in zip(ids, facts, strict=True)]
+    )
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:

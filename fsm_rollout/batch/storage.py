@@ -18,15 +18,26 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.media import media_of_plain, plain_media
 from fsm_rollout.batch.padding import jagged, plain_columns, put_columns
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.pictures import stored as stored_picture
 
+MADE = ("multi_modal_data", "multi_modal_inputs")  # what follows from pictures, and is made again from them
+_PICTURES = "pictures"  # the folder of their bytes, each once, by their hashes
 _FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
 
 
 def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, object]) -> None:
     """Write a batch's tensors and columns, and what is true of it and of no row; see :meth:`TrajectoryBatch.save`."""
     packed = bool(tensordict.get("responses").is_nested)
+    tensordict = tensordict.exclude(*MADE)
+    pictures: dict[str, StoredPicture] = {}
+    if "media" in tensordict:
+        rows = plain_columns(tensordict)
+        pictures = {span.picture.sha256: span.picture for row in rows for span in row["media"]}
+        put_columns(tensordict, [{**row, "media": plain_media(row["media"])} for row in rows])
     if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
         raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +46,13 @@ def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, objec
         stored = _unjagged(tensordict) if packed else tensordict
         _make_sure_of_room(draft, stored)
         stored.memmap(str(draft), copy_existing=True)
-        (draft / _FACTS).write_text(json.dumps({"packed": packed, **facts}, indent=1), encoding="utf-8")
+        shapes = {name: [picture.mime, picture.width, picture.height] for name, picture in pictures.items()}
+        for name, picture in pictures.items():
+            (draft / _PICTURES).mkdir(exist_ok=True)
+            (draft / _PICTURES / name).write_bytes(picture.data)
+        (draft / _FACTS).write_text(
+            json.dumps({"packed": packed, "pictures": shapes, **facts}, indent=1), encoding="utf-8"
+        )
         draft.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)
@@ -64,7 +81,12 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
     if facts["packed"]:
         tensors |= jagged(*({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets")))
     tensordict = TensorDict(tensors, batch_size=by_row.batch_size)
-    put_columns(tensordict, plain_columns(by_row))  # TensorDict reads equally long lists as more batch dimensions
+    pictures = {
+        name: stored_picture((folder / _PICTURES / name).read_bytes(), *shape)
+        for name, shape in facts.pop("pictures", {}).items()
+    }
+    rows = [{**row, "media": media_of_plain(row["media"], pictures)} for row in plain_columns(by_row)]
+    put_columns(tensordict, rows)  # TensorDict reads equally long lists as more batch dimensions
     del facts["packed"]
     return tensordict, facts
 

@@ -7,21 +7,66 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.batch.advantages import SampleScore
-from fsm_rollout.batch.columns import PER_TOKEN
+from fsm_rollout.batch.columns import COLUMNS, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 from fsm_rollout.statistics.estimates import error_of_mean
 
 if TYPE_CHECKING:
     import pandas as pd
+    from tensordict import TensorDict
 
 TENSORS: Mapping[str, str] = {column.field: key for key, column in PER_TOKEN.items() if column.field}
 """What the arrays of a row are called in a batch, and wherever its rows are columns."""
+
+
+class Columned:
+    """What a batch is in Python: its columns by their keys, and its rows one after the other."""
+
+    __slots__ = ()
+    tensordict: TensorDict
+
+    def rows(self) -> list[TrainingRow]:
+        """Return the rows."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: object) -> Any:
+        """Return a column: ``batch["responses"]`` is ``batch.tensordict["responses"]``."""
+        if not isinstance(key, str):
+            raise BatchError(f"batch[{key!r}]: a batch has columns by name; rows are batch.select([…]) or batch.rows()")
+        if key not in self.tensordict:
+            raise BatchError(f"the batch has no column '{key}'{column_like(key, self.tensordict.keys())}")
+        return self.tensordict[key]
+
+    def __iter__(self) -> Iterator[TrainingRow]:
+        return iter(self.rows())
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what the attribute that is not there may be."""
+        hint = column_like(name, COLUMNS) if not name.startswith("_") else ""
+        raise AttributeError(f"a batch has no '{name}'{hint}", name=name, obj=self)
+
+
+OTHER_KEYS = {
+    **dict.fromkeys(("score", "scores", "reward", "rewards"), "trajectory_scores"),
+    **dict.fromkeys(("logprobs", "log_probs", "old_log_probs"), "rollout_log_probs"),
+    **dict.fromkeys(("mask", "loss_mask", "env_mask"), "response_mask"),
+    **dict.fromkeys(("completions", "completion_ids", "response_ids"), "responses"),
+}
+"""What others call columns, and what a row calls its own."""
+
+
+def column_like(word: str, keys: Iterable[str]) -> str:
+    """Return ``; did you mean batch["trajectory_scores"]?`` for the column that a word may stand for, or them all."""
+    keys = list(map(str, keys))
+    meant = [OTHER_KEYS[word]] if word in OTHER_KEYS else get_close_matches(word, keys, n=1)
+    return f'; did you mean batch["{meant[0]}"]?' if meant else f"; its columns are {', '.join(keys)}"
 
 
 def score_with_error(scores: Iterable[SampleScore]) -> str:

@@ -8,6 +8,7 @@ What the template does:
 - ``template-raised``: it raises on these messages (role order, parallel calls, call ids, …).
 - ``no-close-token``: it writes no token that ends the assistant's turn.
 - ``tools-not-shown``: it writes nothing of the tools that an agent's model is to call.
+- ``no-thinking``: it writes no thinking that could be closed (``thinking_tokens``).
 - ``message-dropped``, ``message-altered``: the text of a message is not in what it writes.
 - ``turn-dropped``: neither the text nor the calls of the last turn are in what it writes.
 - ``text-moved``: text is not where its tokens are: a message stands before the turn it follows, or the turn's close

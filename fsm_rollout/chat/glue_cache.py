@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsm_rollout.chat.derive import Pieces, filled
 from fsm_rollout.chat.markers import CacheEntry, Encoded, Injection, MarkerEncoder, Part, Place, parts_at, places_of
-from fsm_rollout.chat.messages import Messages, made_id
+from fsm_rollout.chat.messages import Messages, made_id, shows_pictures, texts_and_form
 from fsm_rollout.chat.reference import Reference
 from fsm_rollout.chat.render import Tools
-from fsm_rollout.trajectory.stream import only_text_of
+from fsm_rollout.trajectory.stream import only_text_of, text_of
 from fsm_rollout.trajectory.tokens import Ids, MessagePart, as_ids
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class Shape(NamedTuple):
 
     key: Hashable
     general: Hashable
-    texts: list[str]  # what fills the slots: each message's text, then each one's tool call id
+    # What fills the slots: each message's text (or each of its texts, where pictures stand between them), then each
+    # one's tool call id.
+    texts: list[str]
 
 
 class GlueTemplate(CacheEntry):
@@ -58,8 +60,9 @@ class GlueTemplate(CacheEntry):
     only. Where it holds other markers than the chat template's (``_markers``), all is encoded the long way, through
     :meth:`MarkerEncoder.encode_parts`.
 
-    ``fixed`` is where text of further messages stands in the first piece. The first ``dropped`` ids are encoded with
-    the rest, but are not part of the result: the close token that was sampled already.
+    ``owners`` are the messages that the first texts are of, ``fixed`` is where text of further messages stands in the
+    first piece. The first ``dropped`` ids are encoded with the rest, but are not part of the result: the close token
+    that was sampled already.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class GlueTemplate(CacheEntry):
         encoder: MarkerEncoder,
         injection: Injection,
         probes: Sequence[Sequence[str]],
+        owners: Sequence[int],
         fixed: Sequence[Place] = (),
         dropped: int = 0,
     ) -> None:
@@ -79,6 +83,7 @@ class GlueTemplate(CacheEntry):
         # The ids of short middles that came before, and their parts in the whole.
         self._known: dict[str, tuple[Ids, tuple[MessagePart, ...]]] = {}
         self.pieces = pieces
+        self._owners = owners
         first, last = str(pieces[0]), str(pieces[-1])
         self._first = list(_cut_at(first, fixed))
         whole = [self.encode(probe) for probe in probes]
@@ -105,7 +110,7 @@ class GlueTemplate(CacheEntry):
             if known is None:
                 encoding = self._encoder.encode(middle)
                 if self._encoder.markers_of(encoding.ids) == self._markers:
-                    parts = parts_at(places_of(filled(self._middle, texts)), encoding.offsets)
+                    parts = parts_at(places_of(filled(self._middle, texts, (), self._owners)), encoding.offsets)
                     known = as_ids(encoding.ids), (*self._head_parts, *(part.moved(len(self._head)) for part in parts))
                     if len(middle) <= SHORT:
                         if len(self._known) >= MOST_ENTRIES:
@@ -114,7 +119,7 @@ class GlueTemplate(CacheEntry):
             if known is not None:
                 ids, message_parts = known
                 return Encoded(self._head + ids + self._tail, parts=message_parts, entry=self)
-        filled_parts = [*self._first, *filled(self.pieces[1:], texts)]
+        filled_parts = [*self._first, *filled(self.pieces[1:], texts, (), self._owners)]
         encoded = self._encoder.encode_parts(filled_parts, self._injection).after(self._dropped)
         encoded.entry = self
         return encoded
@@ -136,11 +141,12 @@ class GlueCache:
     def __init__(self, reference: Reference) -> None:
         self._renderer = reference.deriver.renderer
         self._tested, self._compared = tested_texts(self._renderer.trees())
+        self._sees = reference.reader is not None
         self._distrusted = False
         self._forget()
 
     def _forget(self) -> None:
-        self.histories = Histories()
+        self.histories = Histories(self._sees)
         # By shape (with tools and order, and without) and by prompt key. None: only the reference can serve it.
         self.templates: dict[Hashable, GlueTemplate | None] = {}
         self._tools: dict[tuple[int, ...], tuple[bytes, tuple[object, ...]]] = {}
@@ -190,8 +196,7 @@ class GlueCache:
             if turn["role"] != "assistant" or not turn.keys() <= _TURN_KEYS or not new_messages:
                 return None
             # 1. The turn: its keys, whether it says anything, the names of its calls.
-            said, *contents = map(only_text_of, (turn, *new_messages))
-            key: list[Hashable] = [sampled, tuple(turn), bool(said)]
+            key: list[Hashable] = [sampled, tuple(turn), bool(only_text_of(turn))]
             call_ids: list[str] = []
             for number, call in enumerate(turn.get("tool_calls") or ()):
                 function = call["function"]
@@ -205,12 +210,15 @@ class GlueCache:
             # 2. The new messages: roles, keys, names, whether they say anything, how long their ids are.
             open_ids = call_ids.copy()
             ids: list[str] = []
-            for index, (message, content) in enumerate(zip(new_messages, contents, strict=True), position + 1):
+            contents: list[str] = []
+            for index, message in enumerate(new_messages, position + 1):
+                texts, form = texts_and_form(message, self._sees)
+                contents += texts
                 role = message["role"]
                 name, id_ = message.get("name"), message.get("tool_call_id")
                 if type(role) is not str or not (name is None or type(name) is str):
                     return None
-                if role == "assistant" or content.isspace() or not message.keys() <= _NEW_KEYS:
+                if role == "assistant" or any(map(str.isspace, texts)) or not message.keys() <= _NEW_KEYS:
                     return None
                 if role != "tool" and id_ is not None:
                     return None
@@ -219,7 +227,7 @@ class GlueCache:
                 elif id_ in open_ids:
                     open_ids.remove(id_)
                 ids.append(id_ or "")
-                key.append((role, tuple(message), name, bool(content), len(ids[-1])))
+                key.append((role, tuple(message), name, form, len(ids[-1])))
             # 3. Which ids are the same.
             every_id = call_ids + ids
             key.append(tuple([every_id.index(id_) for id_ in every_id]))
@@ -265,7 +273,8 @@ class Histories:
     new messages. Histories are recognised by the identity of their assistant turns, which are kept alive here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sees: bool) -> None:
+        self._sees = sees  # whether the model sees pictures
         self._seen: dict[tuple[int, int], tuple[Mapping[str, object], Pairs]] = {}
         self._characters = 0
 
@@ -289,9 +298,9 @@ class Histories:
                     break
         if start > last:
             return known_pairs
-        texts = list(map(only_text_of, history[start:]))
-        previous_kind = _kind(history[start - 1]) if start else ""
-        new_pairs = tuple(pairwise([previous_kind, *map(_kind, history[start:])]))
+        texts = list(map(text_of, history[start:]))
+        kinds = [_kind(message, self._sees) for message in history[max(0, start - 1) :]]
+        new_pairs = tuple(pairwise(kinds if start else ["", *kinds]))
         pairs = known_pairs if known_pairs.issuperset(new_pairs) else known_pairs.union(new_pairs)
         self._characters += MESSAGE_CHARACTERS + len(texts[-1])
         if self._characters > MOST_CHARACTERS or len(self._seen) > MOST_ENTRIES:
@@ -301,10 +310,12 @@ class Histories:
         return pairs
 
 
-def _kind(message: Mapping[str, Any]) -> str:
+def _kind(message: Mapping[str, Any], sees: bool) -> str:
     role = message["role"]
     if type(role) is not str:
         raise TypeError("so is this")
+    if shows_pictures(message, sees):
+        role += "*"
     calls = message.get("tool_calls")
     if not calls:
         return role

@@ -16,11 +16,13 @@ from datetime import timedelta
 from fsm_rollout.chat.derive import Glue, Slot, Step, draw_word, fit
 from fsm_rollout.chat.glue_cache import GlueCache, GlueTemplate, Shape
 from fsm_rollout.chat.markers import Encoded, Place, places_of
+from fsm_rollout.chat.messages import PICTURE, with_texts
 from fsm_rollout.chat.reference import FollowUp, Opening, PromptParts, Reference
 from fsm_rollout.chat.render import shown_tools
 from fsm_rollout.chat.turn_ends import probe_histories
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 # White space, quotes and escapes around a probe's word: they tell a trimmed slot from a JSON-encoded one.
 BEFORE, AFTER = "\n \t", ' "q\\ \n\né\' <b>& {"a": [1]}  \n\n'
@@ -32,11 +34,14 @@ class GlueLearner:
     def __init__(self, cache: GlueCache, reference: Reference) -> None:
         self._cache, self._reference, self._deriver = cache, reference, reference.deriver
 
-    def learn(self, shape: Shape, asked: Opening | FollowUp) -> Encoded:
-        """Answer by the reference, and learn from it for the next question of the shape."""
+    def learn(self, shape: Shape, asked: Opening | FollowUp) -> Encoded | None:
+        """Answer by the reference, and learn from it for the next question of the shape.
+
+        Pictures are their placeholders still. ``None``: nothing is to be learned of the shape.
+        """
         cache = self._cache
         if shape.key in cache.templates:
-            return self._reference.encode(asked)  # for good
+            return None
         encoder, injection = self._deriver.encoder, self._reference.injection
         if isinstance(asked, Opening):
             prompt = self._reference.prompt(asked)
@@ -63,11 +68,8 @@ class GlueLearner:
         word = draw_word()
 
         def saying(before: str, after: str) -> Step:
-            new = [
-                {**message, "content": f"{before}{word}{index}m{after}" if text_of(message) else ""}
-                for index, message in enumerate(named.new)
-            ]
-            return replace(named, new=new)
+            words = {i: f"{before}{word}{i}m{after}" if text else "" for i, text in enumerate(named.texts.texts)}
+            return replace(named, new=with_texts(named.new, words))
 
         plain, decorated = saying("", ""), saying(BEFORE, AFTER)
         # 2. The glue must be the same after every history, whatever the turn said, and whenever.
@@ -83,8 +85,8 @@ class GlueLearner:
         # 3. Later texts are written in the way in which these words were.
         shown = (glue.close.text + same.text, glue.close.text + dressed.text)
         words = _texts(plain), _texts(decorated)
-        count, dropped = len(step.new), int(glue.close_sampled)
-        return self._fitted(shown, words, _texts(step), result, messages=count, dropped=dropped)
+        dropped = int(glue.close_sampled)
+        return self._fitted(shown, words, _texts(step), result, owners=step.texts.owners, dropped=dropped)
 
     def _fitted(
         self,
@@ -93,28 +95,32 @@ class GlueLearner:
         texts: list[str],
         result: Encoded,
         *,
-        messages: int,
+        owners: Sequence[int],
         fixed: Sequence[Place] = (),
         dropped: int = 0,
     ) -> GlueTemplate | None:
         """Return the template that shows plain and decorated words so, if it gives ``result`` for the real texts.
 
-        The first so many texts are the ``messages``'.
+        The first texts are those of the messages that are their ``owners``.
         """
         pieces = fit(_split(shown[0], words[0]), words[1], shown[1])
         if pieces is None:
             return None
         pieces = [
-            replace(piece, is_message=False) if isinstance(piece, Slot) and piece.index >= messages else piece
+            replace(piece, is_message=False) if isinstance(piece, Slot) and piece.index >= len(owners) else piece
             for piece in pieces
         ]
         probes = [texts, *words, [f" {word}" for word in words[0]]]
-        template = GlueTemplate(pieces, self._deriver.encoder, self._reference.injection, probes, fixed, dropped)
+        encoder, injection = self._deriver.encoder, self._reference.injection
+        template = GlueTemplate(pieces, encoder, injection, probes, owners, fixed, dropped)
         return template if template.encode(texts) == result else None
 
     def _same_everywhere(self, step: Step) -> Glue | None:
         """Return the glue if it is the same after all probe histories, last turns and clocks, else None."""
-        histories = probe_histories(self._reference.dialect, tools=bool(step.tools))
+        histories = list(probe_histories(self._reference.dialect, tools=bool(step.tools)))
+        if any(map(media_of, step.new)):  # a template may count pictures
+            seen: Message = {"role": "user", "content": [PICTURE, PICTURE, {"type": "text", "text": "u"}]}
+            histories.append([seen, {"role": "assistant", "content": "a"}, seen])
         variants = [replace(step, base=base) for base in histories]
         probe, content = variants[0], text_of(step.turn)
         variants.append(replace(probe, now=step.now + timedelta(days=400)))
@@ -152,7 +158,7 @@ class GlueLearner:
         except ChatTemplateError:
             return None
         fixed = [place for place in places_of(prompt.parts) if place[0] < len(before)]
-        return self._fitted((plain, dressed), words, texts, result, messages=len(prompt.messages), fixed=fixed)
+        return self._fitted((plain, dressed), words, texts, result, owners=range(len(prompt.messages)), fixed=fixed)
 
 
 # --- probes

@@ -98,6 +98,35 @@ def pictures_of(messages: Messages) -> list[StoredPicture]:
     return [picture_of(part) for message in messages for part in media_of(message) if is_picture(part)]
 
 
+def shows_pictures(message: Mapping[str, Any], sees: bool) -> bool:
+    """Return whether a message shows pictures.
+
+    Raises:
+        TypeError: it holds parts of other kinds, or pictures although the model does not see (``sees``).
+
+    """
+    if type(message.get("content")) is str or not (media := media_of(message)):
+        return False
+    if not (sees and all(map(is_picture, media))):
+        raise TypeError("a part that the model does not read")
+    return True
+
+
+def texts_and_form(message: Mapping[str, Any], sees: bool) -> tuple[list[str], object]:
+    """Return the texts of a message, and its form: which of its parts are pictures, and which say something.
+
+    Raises:
+        TypeError: as for :func:`shows_pictures`.
+
+    """
+    if not shows_pictures(message, sees):
+        text = text_of(message)
+        return [text], bool(text)
+    parts = message["content"]
+    form = tuple([None if is_picture(part) else bool(part["text"]) for part in parts])
+    return [part["text"] for part in parts if not is_picture(part)], form
+
+
 class Texts(NamedTuple):
     """The texts of messages end to end: one of each message or, where it shows pictures, one of each text part."""
 
@@ -195,8 +224,10 @@ def roles_of(messages: Messages) -> list[object]:
     return [message.get("role") for message in messages]
 
 
-def check_written(messages: Messages) -> None:
+def check_written(messages: Messages, *, sees: bool) -> None:
     """Refuse messages that no template can be given, where they are written instead of where they are rendered.
+
+    ``sees``: the model sees pictures.
 
     Raises:
         ChatTemplateError: ``multimodal-content`` or ``malformed-message``.
@@ -209,9 +240,10 @@ def check_written(messages: Messages) -> None:
             raise malformed(index, f"has the unknown role {message['role']!r}{did_you_mean(message['role'], ROLES)}")
         if messages[index].get("content") is None and "tool_calls" not in message:
             raise malformed(index, "has no content")
-        for part in media_of(messages[index]):  # engines do not take them yet
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ChatTemplateError("multimodal-content", f"message {index} holds a part of type {kind!r}; give text")
+        if media_of(messages[index]) and not sees:
+            raise ChatTemplateError(
+                "multimodal-content", f"message {index} holds a picture, and this model reads text only"
+            )
 
 
 def _is_plain(message: Mapping[str, object]) -> bool:

@@ -9,9 +9,10 @@ as long as the picture is.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,8 +34,59 @@ class Seen(NamedTuple):
     """What the model is fed beside ids, as the processor gives it: pixel values, grids, tensors all."""
 
 
+class Looker:
+    """What a processor makes of pictures: each once, kept as long as the picture is. Made by :func:`looker_of`."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._looking = Lock()  # a processor's tokenizer serves one thread at a time
+        self._seen: WeakKeyDictionary[StoredPicture, dict[str, Seen]] = WeakKeyDictionary()
+
+    def knows(self, picture: StoredPicture, placeholder: str) -> bool:
+        """Say whether a picture was seen, so that :meth:`seen` answers at once."""
+        return placeholder in self._seen.get(picture, ())
+
+    def seen(self, picture: StoredPicture, placeholder: str) -> Seen:
+        """Return a picture as the model sees it where a text has ``placeholder``; the first time takes milliseconds.
+
+        Raises:
+            PictureError: the processor does not take it; its shape is too long, say.
+
+        """
+        if (seen := self._seen.get(picture, {}).get(placeholder)) is not None:
+            return seen
+        with self._looking:
+            kept = self._seen.setdefault(picture, {})
+            if placeholder not in kept:
+                try:
+                    kept[placeholder] = self.made(picture, placeholder)
+                except ValueError as error:
+                    raise PictureError(f"{picture} is none that the model's processor takes: {error}") from error
+            return kept[placeholder]
+
+    def made(self, picture: StoredPicture, placeholder: str) -> Seen:
+        """Return what the processor makes of a placeholder and a picture, which need not fit."""
+        made = dict(
+            self._processor(text=[placeholder], images=[picture.image()], add_special_tokens=False, return_tensors="pt")
+        )
+        ids = made.pop("input_ids")[0].tolist()
+        made.pop("attention_mask", None)
+        return Seen(as_ids(ids), made)
+
+
+_LOOKERS: WeakKeyDictionary[Any, Looker] = WeakKeyDictionary()
+
+
+def looker_of(processor: Any) -> Looker:
+    """Return the one that looks through a processor, for all who ask in this process."""
+    looker = _LOOKERS.get(processor)
+    if looker is None:
+        looker = _LOOKERS.setdefault(processor, Looker(processor))
+    return looker
+
+
 class PictureReader:
-    """What one model's processor makes of pictures.
+    """Where pictures stand in what one chat template writes, and what stands there.
 
     Args:
         processor: a transformers processor with an image processor.
@@ -48,8 +100,7 @@ class PictureReader:
     """
 
     def __init__(self, processor: Any, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> None:
-        self.processor = processor
-        self._seen: WeakKeyDictionary[StoredPicture, Seen] = WeakKeyDictionary()
+        self._looker = looker_of(processor)
         marker = self._placeholder(renderer, encoder, now)
         self._text = marker.text
         self.placeholder = marker.id
@@ -71,35 +122,26 @@ class PictureReader:
         for _, marker in encoder.find(shown[1]):
             if marker.id not in before:
                 with suppress(ValueError, IndexError, StopIteration):  # a text without its placeholder
-                    if len(self._made(marker.text, probe).ids) > 1:
+                    if len(self._looker.made(probe, marker.text).ids) > 1:
                         return marker
         raise ChatTemplateError(
             "pictures-dropped",
             "the template writes nothing for a picture that the model's processor knows; give one that does",
         )
 
-    def _made(self, text: str, picture: StoredPicture) -> Seen:
-        """Return what the processor makes of a text and a picture."""
-        made = dict(
-            self.processor(text=[text], images=[picture.image()], add_special_tokens=False, return_tensors="pt")
-        )
-        ids = made.pop("input_ids")[0].tolist()
-        made.pop("attention_mask", None)
-        return Seen(as_ids(ids), made)
+    def knows(self, picture: StoredPicture) -> bool:
+        """Say whether a picture was seen, so that :meth:`seen` answers at once."""
+        return self._looker.knows(picture, self._text)
+
+    def see(self, pictures: Iterable[StoredPicture]) -> None:
+        """See pictures, in a thread: what is wrong with one is told where it is placed."""
+        for picture in pictures:
+            with suppress(PictureError):
+                self.seen(picture)
 
     def seen(self, picture: StoredPicture) -> Seen:
-        """Return a picture as the model sees it; the first time that takes some milliseconds.
-
-        Raises:
-            PictureError: the processor does not take it; its shape is too long, say.
-
-        """
-        if (seen := self._seen.get(picture)) is None:
-            try:
-                seen = self._seen[picture] = self._made(self._text, picture)
-            except ValueError as error:
-                raise PictureError(f"{picture} is none that the model's processor takes: {error}") from error
-        return seen
+        """Return a picture as the model sees it; see :meth:`Looker.seen`."""
+        return self._looker.seen(picture, self._text)
 
     def placed(self, encoded: Encoded, pictures: Sequence[StoredPicture]) -> Encoded:
         """Return the ids with each picture's own instead of its placeholder.
@@ -122,7 +164,7 @@ class PictureReader:
         for index, picture in zip(at, pictures, strict=True):
             seen = self.seen(picture)
             ids += encoded.ids[start:index]
-            spans.append(MediaSpan(len(ids), len(seen.ids), picture))
+            spans.append(MediaSpan(len(ids), len(seen.ids), picture, self.placeholder))
             ids += seen.ids
             moved.append(moved[-1] + len(seen.ids) - 1)
             start = index + 1

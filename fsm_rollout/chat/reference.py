@@ -71,16 +71,18 @@ class Reference:
 
     def encode(self, asked: Opening | FollowUp) -> Encoded:
         """Answer; ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`."""
-        before: Messages = ()
         if isinstance(asked, Opening):
-            messages = asked.messages
             encoded = self.deriver.encoder.encode_parts(self.prompt(asked).parts, self.injection)
         else:
-            before, messages = asked.history, asked.new
             encoded = self.glue(asked)[1].encode(self.deriver.encoder, self.injection)
+        return self.with_pictures(encoded, asked)
+
+    def with_pictures(self, encoded: Encoded, asked: Opening | FollowUp) -> Encoded:
+        """Return the answer with the pictures' own ids instead of their placeholders."""
         if self.reader is not None:
-            return self.reader.placed(encoded, pictures_of(messages))
-        for place, message in enumerate([*before, *messages]):
+            return self.reader.placed(encoded, pictures_of(asked.messages if isinstance(asked, Opening) else asked.new))
+        messages = asked.messages if isinstance(asked, Opening) else [*asked.history, *asked.new]
+        for place, message in enumerate(messages):
             if media_of(message):
                 raise ChatTemplateError(
                     "multimodal-content", f"message {place} holds a picture, and this model reads text only"

@@ -12,19 +12,21 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsm_rollout.chat.derive import Deriver
 from fsm_rollout.chat.glue_cache import GlueCache, Shape
 from fsm_rollout.chat.glue_learning import GlueLearner
 from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
-from fsm_rollout.chat.messages import Messages, roles_of
+from fsm_rollout.chat.messages import Messages, pictures_of, roles_of
 from fsm_rollout.chat.pictures import PictureReader
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
+from fsm_rollout.chat.thinking import ThinkingTags, find_thinking
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
-from fsm_rollout.trajectory.stream import media_of, text_of
+from fsm_rollout.trajectory.stream import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +43,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: a transformers fast tokenizer.
-        chat_template: used instead of the tokenizer's own: text, texts by name, or the name of one of its own.
+        chat_template: used instead of the processor's or tokenizer's own: text, texts by name, or the name of one of
+            the tokenizer's.
         template_kwargs: further variables of the template, e.g. ``enable_thinking``.
         close_tokens: tokens (text or ids) that end an assistant turn, beside those found out.
         injection: what to do with control tokens in message text: ``guard`` (encode them as plain text), ``allow``
@@ -75,6 +78,7 @@ class ChatTemplate:
         self._encoder = encoder_for(tokenizer)
         self.decode = self._encoder.decode
         """Returns the text of ids, control tokens included; incomplete UTF-8 becomes U+FFFD."""
+        chat_template = chat_template or getattr(processor, "chat_template", None)
         self._renderer = Renderer(tokenizer, chat_template, template_kwargs)
         configured_stops = self._known_stops(close_tokens)
         dialect = learn_dialect(self._renderer, self.now)
@@ -84,6 +88,8 @@ class ChatTemplate:
         self.close_ids: frozenset[int] = closes.ids
         self.stop_ids: frozenset[int] = configured_stops | closes.ids
         reader = PictureReader(processor, self._renderer, self._encoder, self.now) if processor is not None else None
+        self.pads: frozenset[int] = frozenset() if reader is None else reader.pads
+        """Ids that stand for pictures, and mean nothing where none stands; none: the model reads text only."""
         self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
@@ -104,6 +110,11 @@ class ChatTemplate:
         """The template's own text, as used where there are tools."""
         return self._renderer.source
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees pictures."""
+        return self.reference.reader is not None
+
     def hidden_tools(self, system: str | None, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the names of tools that stand nowhere in a prompt that has them."""
         if not tools:
@@ -114,6 +125,11 @@ class ChatTemplate:
         except ChatTemplateError:
             return []  # what it refuses is told where it is used
         return [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
+
+    @cached_property
+    def thinking(self) -> ThinkingTags:
+        """How the model's thinking stands in its turn; ChatTemplateError ``no-thinking``: nowhere."""
+        return find_thinking(self._renderer, self._encoder, self.stop_ids, self.now)
 
     # --- prompts and glue
 
@@ -161,7 +177,10 @@ class ChatTemplate:
         shape = self._shape(asked)
         messages = asked.messages if isinstance(asked, Opening) else asked.new
         length = sum(map(len, map(text_of, messages) if shape is None else shape.texts))
-        if length > LONG_TEXT or (shape is None and any(map(media_of, messages))):
+        reader = self.reference.reader
+        if reader is not None and (new := [picture for picture in pictures_of(messages) if not reader.knows(picture)]):
+            await asyncio.to_thread(reader.see, new)
+        if length > LONG_TEXT:
             return await asyncio.to_thread(self.reference.encode, asked)
         return self._encoded(asked, shape)
 
@@ -179,7 +198,9 @@ class ChatTemplate:
             return self.reference.encode(asked)
         learned = self._cache.templates.get(shape.key)
         encoded = learned.encode(shape.texts) if learned is not None else self._learner.learn(shape, asked)
-        return encoded if self.reference.reader is None else self.reference.reader.placed(encoded, [])
+        if encoded is None:
+            return self.reference.encode(asked)
+        return encoded if self.reference.reader is None else self.reference.with_pictures(encoded, asked)
 
     # --- policy, audit
 

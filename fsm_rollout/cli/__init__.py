@@ -6,6 +6,7 @@ needs is imported inside it, so that each starts as fast as it can.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from fsm_rollout.cli.agents import check, draw, new, schema
-from fsm_rollout.cli.results import export, replay, rescore, show
+from fsm_rollout.cli.results import export, replay, rescore, show, view
 from fsm_rollout.cli.runs import resume, run, serve
 from fsm_rollout.cli.verdicts import compare, evaluate, stats
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, close_match
 
 
 class _Commands(TyperGroup):
@@ -25,6 +26,10 @@ class _Commands(TyperGroup):
         """End the program with exit code 2 where the input is wrong; every problem is a line of its own."""
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            takes_keys = error.ctx and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
+            error.message = _in_plain_words(error.message, getattr(error, "option_name", "") if takes_keys else "")
+            raise
         except RolloutError as error:
             problems = error.problems if isinstance(error, ConfigError) else (error,)
             from fsm_rollout.report.texts import visible
@@ -32,6 +37,24 @@ class _Commands(TyperGroup):
             for line in dict.fromkeys(" ".join(str(problem).split("\n")) for problem in problems):
                 typer.echo(visible(line), err=True)  # names come from files
             raise typer.Exit(2) from None
+
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which typer may have brought along
+_ONE_OF = re.compile(r"'(?P<given>.*)' is not one of (?P<words>.*)\.$")
+
+
+def _in_plain_words(message: str, option: str) -> str:
+    """Return what is wrong with an option, and the right spelling where there is one."""
+    message = message.removeprefix("Value error, ").removeprefix("Input ")  # pydantic's, to which typer hands values
+    if found := _ONE_OF.search(message):
+        words = re.findall("'(.*?)'", found["words"])
+        return message.rstrip(".") + close_match(found["given"], words)
+    if key := option.lstrip("-"):
+        from fsm_rollout.jobs.run_config import KEYS
+
+        if key in KEYS:
+            return f"{message}: keys of the run are written without dashes: {key}=…"
+    return message
 
 
 app = typer.Typer(
@@ -65,15 +88,14 @@ def _commands(
       fsm-rollout new my_agent                 writes the project my_agent, an agent with all that it needs
       cd my_agent
       fsm-rollout check agent.yaml             proves that it ends
-      fsm-rollout draw agent.yaml -o a.mmd     draws it
+      fsm-rollout draw agent.yaml              draws it
       fsm-rollout run run.yaml                 runs it on prompts
       fsm-rollout show runs/first              shows what happened
     """  # noqa: D301  # click wants the character itself
 
 
-for _command in (check, draw, run, serve, resume, show, stats, compare, export, rescore, replay, schema, new):
+for _command in (check, draw, run, serve, resume, show, view, stats, compare, export, rescore, replay, schema, new):
     app.command()(_command)
-app.command("eval")(evaluate)
 app.command("eval")(evaluate)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from fsm_rollout.cli.terminal import look_here, short
+from fsm_rollout.cli.terminal import STANDARD_OUTPUT, look_here, short
 from fsm_rollout.errors import ConfigError, Problem
 
 
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="YAML...", help="agent files", show_default=False)],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="YAML...", help="files of agents, runs, scripts", show_default=False)
+    ],
 ) -> None:
-    """Verify agents and print how long each can run at most.
+    """Verify agents and print how long each can run at most; runs and scripts are checked, and not run.
 
     \b
     Example: fsm-rollout check configs/agents/*.yaml
@@ -24,31 +27,56 @@ def check(
     Below stands what to know of its tools and users. Every problem is printed with its file, line and rule, and the
     exit code is 2.
     """  # noqa: D301  # click wants the character itself
-    from fsm_rollout.agent.loader import read_agent
-    from fsm_rollout.agent.proof import prove
-    from fsm_rollout.tools.notes import notes
-
     look_here()
     problems: list[Problem] = []
     for file in files:
-        reading = read_agent(file)
-        problems += reading.problems
-        if reading.graph is not None and not reading.problems:
-            try:
-                typer.echo(f"{reading.graph.agent} ({file}): {prove(reading.graph)}")
-                for note in chain.from_iterable(map(notes, reading.graph.with_sub_agents())):
-                    typer.echo(f"  {note}")
-            except ConfigError as error:
-                problems += error.problems
+        try:
+            for line in _checked(file):
+                typer.echo(line)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def _checked(file: Path) -> Iterator[str]:
+    """Yield what is to be known of a YAML that is sound; ConfigError: it is not."""
+    from fsm_rollout.agent.loader import load_agent
+    from fsm_rollout.agent.yaml.source import MAX_VALUES, SourceMap, kind_of, read_text, read_yaml
+
+    text = read_text(file)
+    match kind_of(read_yaml(text, SourceMap(), max_lines=MAX_VALUES)[0]) if isinstance(text, str) else None:
+        case "run":
+            from fsm_rollout.jobs.checking import check_run
+
+            yield from check_run(file)
+        case "script":
+            from fsm_rollout.engines.scripted.script import read_script
+
+            script = read_script(file)
+            turns = script.values() if isinstance(script, Mapping) else [script]
+            yield f"{file}: a script of {sum(map(len, turns)):,} turns"
+        case _:
+            from fsm_rollout.agent.proof import prove
+            from fsm_rollout.tools.notes import notes
+
+            graph = load_agent(file)
+            yield f"{graph.agent} ({file}): {prove(graph)}"
+            for note in chain.from_iterable(map(notes, graph.with_sub_agents())):
+                yield f"  {note}"
 
 
 def draw(
     file: Annotated[Path, typer.Argument(metavar="AGENT.yaml", help="agent file", show_default=False)],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="F", help="the picture: .svg, .png, .dot or .mmd (Mermaid)")
-    ],
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="F",
+            help="the picture: .svg, .png, .dot or .mmd (Mermaid); -: to stdout (default: beside the YAML)",
+        ),
+    ] = None,
     implicit: Annotated[
         bool,
         typer.Option("--implicit", help="also show the ends that need no transition: failed, timed_out, limits, ..."),
@@ -62,8 +90,18 @@ def draw(
     from fsm_rollout.diagrams import draw as diagrams
 
     look_here()
-    diagrams.form_of(output)  # before any work
-    diagrams.draw(load_agent(file), output, implicit=implicit)
+    if output == STANDARD_OUTPUT:
+        typer.echo(diagrams.to_mermaid(load_agent(file), implicit=implicit))
+        return
+    if output is not None:
+        diagrams.form_of(output)  # before any work
+    graph = load_agent(file)
+    try:
+        output = diagrams.draw(graph, output or file.with_suffix(".svg"), implicit=implicit)
+    except diagrams.DrawingError:  # there is no Graphviz
+        if output is not None:
+            raise
+        output = diagrams.draw(graph, file.with_suffix(".mmd"), implicit=implicit)
     typer.echo(f"{short(output)} written")
 
 

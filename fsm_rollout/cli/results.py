@@ -1,4 +1,4 @@
-"""Commands about what a run has left in its folder: ``show | export | rescore | replay``."""
+"""Commands about what runs have left in their folders: ``show | view | export | rescore | replay``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fsm_rollout.cli.terminal import Folder, RunFile, look_here, say, short, watched
+from fsm_rollout.cli.terminal import STANDARD_OUTPUT, Folder, RunFile, look_here, say, short, watched
 from fsm_rollout.errors import ConfigError
 
 
@@ -41,10 +41,48 @@ def show(
         typer.echo(f"{short(output)} written")
 
 
+def view(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a run's folder, or one in which runs have theirs")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option("--port", metavar="N", help="where to listen; 0: any that is free")] = 7070,
+    open_: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
+) -> None:
+    """Look at runs in a browser, also while they run: pages on this machine, which change as the runs do.
+
+    \b
+    Example: fsm-rollout view runs
+    Then http://127.0.0.1:7070 lists the runs in the folder. A run's page finds trajectories by what was said in
+    them, agent, state, stop reason, tool error and score; a trajectory's page grows as it does. Two samples, or two
+    trajectories of a prompt, are shown side by side; two runs are compared.
+
+    It reads journals and writes nothing; only this machine is answered. Ctrl-C ends it. `fsm-rollout show` makes the
+    same pages as files.
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.concurrency.interruption import interruptible
+    from fsm_rollout.view.runs import Runs
+    from fsm_rollout.view.server import serve_view
+
+    runs = Runs(folder)
+
+    def ready(url: str) -> None:
+        typer.echo(f"{url} shows the runs in {short(runs.folder)}; Ctrl-C ends it")
+        if open_:
+            import webbrowser
+
+            webbrowser.open(url)
+
+    try:
+        with interruptible() as main:
+            main.run(serve_view(runs, port, ready))
+    except KeyboardInterrupt:
+        typer.echo("ended", err=True)
+
+
 def export(
     folder: Folder,
     kind: Annotated[
-        Literal["jsonl", "parquet"], typer.Option("--format", metavar="FORMAT", help="jsonl or parquet")
+        Literal["jsonl", "parquet", "otlp"], typer.Option("--format", metavar="FORMAT", help="jsonl, parquet or otlp")
     ] = "jsonl",
     output: Annotated[
         Path | None,
@@ -54,17 +92,38 @@ def export(
         Path | None,
         typer.Option("--scores", metavar="F", help="scores of `rescore`, for the run's own", show_default=False),
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option("--endpoint", metavar="URL", help="otlp: the collector (default: the run's)", show_default=False),
+    ] = None,
+    use: Annotated[
+        str | None, typer.Option("--use", metavar="READER", help="otlp: mlflow, phoenix or weave", show_default=False)
+    ] = None,
+    content: Annotated[
+        Literal["none", "text", "tokens"] | None,
+        typer.Option("--content", metavar="WHAT", help="otlp: none, text or tokens", show_default=False),
+    ] = None,
 ) -> None:
     """Write a run's rows: ids, mask, logprobs, weight versions, scores, messages and text, by the names of the batch.
 
     Example: fsm-rollout export runs/demo --format parquet
 
     One row per trained stream of each ended trajectory. The run may still be going on, and what is damaged is said.
+    With --format otlp all spans go to a collector of OpenTelemetry's; a second time that changes nothing.
     """
+    if kind == "otlp":
+        from fsm_rollout.jobs.export_spans import send_spans
+
+        if output is not None or scores is not None:
+            raise ConfigError("spans go to a collector (--endpoint), as the run was; leave out -o and --scores")
+        settings = {"endpoint": endpoint, "use": use, "content": content}
+        sent = send_spans(folder, {k: v for k, v in settings.items() if v is not None}, report=say, watch=watched)
+        say(f"{sent.where}: {sent.spans:,} spans of {sent.trajectories:,} trajectories")
+        return
     from fsm_rollout.jobs import export as exporting
     from fsm_rollout.jobs.rescore import read_scores
 
-    stream = sys.stdout if output == Path("-") else None
+    stream = sys.stdout if output == STANDARD_OUTPUT else None
     if stream is not None and kind != "jsonl":
         raise ConfigError("only lines of JSON go to the terminal; give -o F.parquet")
     own = None if scores is None else read_scores(scores)
@@ -78,7 +137,8 @@ def rescore(
     folder: Folder,
     reward: Annotated[str, typer.Option("--reward", metavar="module:function", help="the reward", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="F", help="the file (default: scores/ in the run's folder)")
+        Path | None,
+        typer.Option("-o", "--output", metavar="F", help="the file, or - (default: scores/ in the run's folder)"),
     ] = None,
 ) -> None:
     """Judge a run's trajectories with another reward, without generating anything.
@@ -95,10 +155,13 @@ def rescore(
 
     look_here()
     with said_while_slow("judging again", Console(stderr=True)):
-        path, scores = judge_again(folder, reward, output, report=say)
+        stream = sys.stdout if output == STANDARD_OUTPUT else None
+        path, scores = judge_again(folder, reward, output, report=say, stream=stream)
     before, after = (mean_of(getattr(score, name) for score in scores) for name in ("recorded", "score"))
     changed = sum(score.recorded != score.score for score in scores)
-    typer.echo(f"{short(path)}: {len(scores):,} scores, {changed:,} of them changed; mean {before} to {after}")
+    what = "standard output" if path is None else f"{short(path)}"
+    line = f"{what}: {len(scores):,} scores, {changed:,} of them changed; mean {before} to {after}"
+    typer.echo(line, err=path is None)
     errors = dict.fromkeys(score.error for score in scores if score.error is not None)
     if errors:
         failed = sum(score.error is not None for score in scores)

@@ -61,6 +61,7 @@ def serve(
     `rescore`. Ctrl-C ends it; conversations that wait go on when it is started again.
     """  # noqa: D301  # click wants the character itself
     from fsm_rollout.jobs.run_config import load_run
+    from fsm_rollout.trajectory.journal import JournalFolder
 
     try:
         from fsm_rollout.serve.command import serve as serve_agents
@@ -72,7 +73,8 @@ def serve(
     try:
         serve_agents(config, lambda url, agents: typer.echo(f"{url} serves {', '.join(agents)}; Ctrl-C ends it"))
     except KeyboardInterrupt:
-        typer.echo(f"ended; what was said: fsm-rollout show {out}", err=True)
+        said = JournalFolder(out).first.exists()
+        typer.echo(f"ended; what was said: fsm-rollout show {out}" if said else "ended before it served", err=True)
 
 
 def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) -> None:
@@ -91,10 +93,13 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
     _print(out, carried_out(out, changes, lambda progress: continue_run(folder, changes, progress, file=file, say=say)))
 
 
-def carried_out(out: Path, overrides: Sequence[str], work: Callable[[Progress], Summary]) -> Summary:
+def carried_out(
+    out: Path, overrides: Sequence[str], work: Callable[[Progress], Summary], again: str | None = None
+) -> Summary:
     """Do a run, or the rest of one, and return its summary; where it is cut off, say how it goes on.
 
-    What ``overrides`` name of the user's code is part of that: ``resume`` takes no code from the folder.
+    That is by the command ``again``, or by ``resume``, which takes no code from the folder: what ``overrides`` name of
+    the user's code is part of it.
     """
     from rich.console import Console
 
@@ -104,12 +109,15 @@ def carried_out(out: Path, overrides: Sequence[str], work: Callable[[Progress], 
 
     console = Console(stderr=True)
     code = [text for text in overrides if text.startswith(("agent", "reward", "track", "group_filter", "engine"))]
-    to_continue = f"to continue: {shlex.join(['fsm-rollout', 'resume', str(short(out)), *code])}"
+    to_continue = f"to continue: {again or shlex.join(['fsm-rollout', 'resume', str(short(out)), *code])}"
     try:
         with said_while_slow("reading agents and prompts", console) as read:
 
             def progress(total: int, done: int) -> RunProgress:
                 read()
+                if console.is_terminal:
+                    hint = shlex.join(["fsm-rollout", "view", str(short(out.parent))])
+                    console.print(f"in a browser, while it runs: {hint}", style="dim", markup=False, highlight=False)
                 return RunProgress(total, done, console)
 
             return work(progress)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False)]
+STANDARD_OUTPUT = Path("-")  # what `-o -` names
+
+
+def _no_yaml(given: Any) -> Any:
+    """Refuse a YAML where runs' folders are wanted, and say which folder a run's YAML writes."""
+    from fsm_rollout.errors import ConfigError, Problem
+
+    for path in given if isinstance(given, list) else [given]:
+        if isinstance(path, Path) and path.suffix in (".yaml", ".yml") and path.is_file():
+            from fsm_rollout.jobs.run_config import load_run
+
+            raise ConfigError(Problem(f"is a YAML; give the run's folder, {short(load_run(path).out)}", str(path)))
+    return given
+
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False, callback=_no_yaml)]
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="runs' folders", show_default=False, callback=_no_yaml)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="changes to the run's keys", show_default=False)
 ]
@@ -23,6 +42,19 @@ def look_here() -> None:
     from fsm_rollout.names.objects import look_in
 
     look_in(Path.cwd())
+
+
+def typed_again(context: typer.Context) -> str:
+    """Return the command that was given, without ``--replace``."""
+    words = ["fsm-rollout", context.info_name or ""]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value in (None, (), [], parameter.default) or parameter.name == "replace":
+            continue
+        option = [parameter.opts[0]] if parameter.param_type_name == "option" else []
+        for part in value if isinstance(value, list) else [value]:
+            words += option if part is True else [*option, str(part)]
+    return shlex.join(words)
 
 
 def short(path: Path) -> Path:

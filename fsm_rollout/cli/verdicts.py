@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from fsm_rollout.cli.runs import carried_out, end_if_failed
-from fsm_rollout.cli.terminal import Folder, Overrides, look_here, say, short
+from fsm_rollout.cli.terminal import Folder, Folders, Overrides, look_here, say, short, typed_again
 from fsm_rollout.errors import ConfigError
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="runs' folders", show_default=False)]
 Passes = Annotated[float, typer.Option("--passes", metavar="SCORE", help="the least score of a sample that passes")]
 By = Annotated[
     list[str] | None, typer.Option("--by", metavar="FIELD", help="also by a field of the prompts", show_default=False)
@@ -27,6 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead")]
 
 
 def evaluate(
+    context: typer.Context,
     file: Annotated[
         Path, typer.Argument(metavar="AGENT.yaml|RUN.yaml", help="an agent's or a run's file", show_default=False)
     ],
@@ -51,8 +51,9 @@ def evaluate(
     Example: fsm-rollout eval run.yaml --data held_back.jsonl -n 4 --until 0.02
     An agent's file runs on the embedded model unless it is told: engine.model=... reward=module:function
 
-    It is a run (`validate: true`: greedy, unless validation_sampling says otherwise) in a folder of its own, OUT-eval,
-    which `stats`, `compare`, `show` and `resume` take. The same command goes on where it was interrupted.
+    It is a run (`validate: true`: greedy where -n is 1, else sampled as the agent says, unless validation_sampling
+    says how) in a folder of its own, OUT-eval, which `stats`, `compare` and `show` take. The same command goes on where
+    it was interrupted.
     """  # noqa: D301  # click wants the character itself
     from fsm_rollout.jobs.evaluate import evaluate as carry_out_evaluation
     from fsm_rollout.jobs.evaluate import evaluations
@@ -63,11 +64,11 @@ def evaluate(
     configs = evaluations(file, [*chosen, *(overrides or [])])
     for config in configs:
         carry_out = partial(carry_out_evaluation, config, replace=replace, say=say)
-        end_if_failed(carried_out(config.out, overrides or [], carry_out))
+        end_if_failed(carried_out(config.out, overrides or [], carry_out, again=typed_again(context)))
     _print_stats([config.out for config in configs], by or (), k, passes, as_json)
 
 
-def stats(runs: Runs, by: By = None, k: Counts = "", passes: Passes = 1.0, as_json: Json = False) -> None:
+def stats(runs: Folders, by: By = None, k: Counts = "", passes: Passes = 1.0, as_json: Json = False) -> None:
     """Print what runs came to: score, pass@k, pass^k, turns, tokens, errors, with standard errors and intervals.
 
     Example: fsm-rollout stats runs/early runs/final --by difficulty
@@ -102,7 +103,7 @@ def _counts(k: str) -> list[int]:
 
 def compare(
     first: Folder,
-    others: Annotated[list[Path], typer.Argument(metavar="RUN...", help="what to compare with it", show_default=False)],
+    others: Folders,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="F.html", help="write a page as well", show_default=False)
     ] = None,

@@ -17,6 +17,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import EngineFacts, Request, TokenSource, Weights
 from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.stop_strings import StopStrings
+from fsm_rollout.engines.thinking_budget import ThinkingBudget
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
@@ -61,6 +62,14 @@ class EngineClient:
         """How many policy updates the present weights have had."""
         return self.pool.weight_version
 
+    def check_loop(self, name: str) -> None:
+        """Raise EngineError where the engine of that name belongs to another event loop."""
+        if self.pool.serves_another_loop:
+            raise EngineError(
+                f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
+                "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
+            )
+
     def call_before_dispatch(self, prepare: Callable[[], object] | None) -> None:
         """Have something called before requests go out, which must not block or raise; ``None``: nothing any more."""
         self.pool.before_dispatch.pop(self, None)
@@ -71,7 +80,14 @@ class EngineClient:
         """See :class:`Client`."""
         pending = PendingRequest(request, asyncio.get_running_loop().time(), deadline, client=self)
         if request.sampling.stop:
-            pending.stops = StopStrings(request, self.pool.tokenizer)
+            pending.stops = StopStrings.of(request, self.pool.tokenizer)
+        if request.sampling.thinking is not None:
+            pending.thinking = ThinkingBudget(request, self.pool.tokenizer)
+            if pending.thinking.due:  # before anything is sampled
+                pending.close_thinking()
+                if (ended := pending.ended_as) is not None:
+                    asyncio.get_running_loop().call_soon(self.pool.end, pending, ended)
+                    return pending
         self.pool.submit(pending)
         return pending
 
@@ -100,7 +116,7 @@ class EngineClient:
         """Return, by trajectory and context, the oldest weight version among the tokens of generations under way."""
         oldest: dict[tuple[str, str], int] = {}
         for pending in self.pool.under_way(self):
-            for _, version in pending.versions:
+            if (version := pending.oldest_version) is not None:
                 name = pending.request.trajectory_id, pending.request.context
                 oldest[name] = min(version, oldest.get(name, version))
         return oldest

@@ -22,13 +22,25 @@ from operator import contains, index
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, ReplicaLost, Request
 from fsm_rollout.engines.stop_strings import StopStrings
+from fsm_rollout.engines.thinking_budget import ThinkingBudget
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, Logprobs, Note, NoteKind, add_note, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import (
+    LAST_VERSION,
+    NO_VERSION,
+    Ids,
+    Logprobs,
+    Note,
+    NoteKind,
+    add_note,
+    as_ids,
+    as_logprobs,
+)
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.replica import Replica
@@ -80,7 +92,8 @@ class PendingRequest:
     deadline: Deadline | None = None
     ids: Ids = field(default_factory=partial(array, "i"))
     logprobs: Logprobs = field(default_factory=partial(array, "f"))  # type: ignore[arg-type]  # the code says which
-    versions: list[tuple[int, int]] = field(default_factory=list)  # run lengths `(tokens, weight version)` over `ids`
+    # Run lengths `(tokens, weight version)` over `ids`; -1 where they close its thinking, and were not sampled.
+    versions: list[tuple[int, int]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)  # as in `Chunk`
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
@@ -112,6 +125,8 @@ class PendingRequest:
     client: object = None  # who submitted it
     stops: StopStrings | None = None  # looks for `sampling.stop`, where that is set
     stopped: bool = False  # whether it has found one: the last token completes it
+    thinking: ThinkingBudget | None = None  # keeps `sampling.thinking`, where that is set
+    in_parts: bool = False  # whether the latest chunk ended the present try as it was to, and the rest is still to come
     on_tokens: Callable[[], object] | None = None  # called when tokens have come, to show them at once
 
     def keep_time(self) -> None:
@@ -128,10 +143,11 @@ class PendingRequest:
         """Append one chunk; EngineError if no engine may answer so."""
         self.silent_until = None
         ids, logprobs, version, notes = checked(chunk, self.request, self.ids, vocabulary)
-        if self.stops is not None and (end := self.stops.end(ids)) is not None:
-            fed = len(self.request.ids) + len(self.ids) + end
-            ids, logprobs, notes = ids[:end], logprobs[:end], tuple(n for note in notes for n in note.cut(0, fed))
-            self.stopped = True
+        for finder in (self.thinking, self.stops) if self.thinking is not None or self.stops is not None else ():
+            if finder is not None and (end := finder.end(ids)) is not None:
+                fed = len(self.request.ids) + len(self.ids) + end
+                ids, logprobs, notes = ids[:end], logprobs[:end], tuple(n for note in notes for n in note.cut(0, fed))
+                self.stopped = finder is self.stops
         if not self.has_chunk or chunk.waits != self.waits:
             self.admitted_at = now if self.admitted_at is None else self.admitted_at
             self.has_chunk, self.waits = True, chunk.waits
@@ -149,15 +165,71 @@ class PendingRequest:
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         if self.at is None or not self.at.name:  # else that is what it is called here
             self.replica = chunk.replica or self.replica
+        if self.thinking is not None:
+            self.in_parts = not self.stopped and self._is_part(chunk)
         if ids and self.on_tokens is not None:
             try:
                 self.on_tokens()
             except Exception:  # a reader of the tokens must not harm the generation
                 logger.exception("tokens of request %s could not be shown as they came", self.request_id)
 
+    def take_back(self) -> int:
+        """Take the last token back, which is not to stand anywhere, and return it."""
+        token = self.ids.pop()
+        self.logprobs.pop()
+        *before, (count, version) = self.versions
+        self.versions = [*before, (count - 1, version)] if count > 1 else before
+        end = len(self.request.ids) + len(self.ids)
+        self.notes = [kept for note in self.notes for kept in note.cut(0, end)]
+        return token
+
     def begin_again(self, request_id: str) -> None:
         """Have another id, and ask for the rest."""
-        self.request_id, self.rest = request_id, self.request.continued(self.ids, request_id)
+        written = sum([count for count, version in self.versions if version == NO_VERSION])
+        self.request_id, self.rest = request_id, self.request.continued(self.ids, request_id, written)
+        if self.notes:  # nobody need say again what is known
+            ends = [note.end for note in self.notes if note.kind is NoteKind.ROUTED_EXPERTS]
+            self.rest = replace(self.rest, routed=max(ends, default=self.rest.routed))
+
+    # -- thinking -----------------------------------------------------------------------------------------------------
+
+    def bound_thinking(self) -> None:
+        """Ask for no more than may come before its thinking has to be closed."""
+        assert self.thinking is not None
+        bound, sampling = self.thinking.bound, self.rest.sampling
+        if bound is not None and bound < sampling.max_tokens:
+            self.rest = replace(self.rest, sampling=replace(sampling, max_tokens=bound))
+
+    def _is_part(self, chunk: Chunk) -> bool:
+        """Whether a chunk that was taken ends a part of the request: its thinking was bounded, or is closed now."""
+        assert self.thinking is not None
+        if self.thinking.due:
+            stops = chunk.finish_reason == FinishReason.STOP and not self.thinking.cut
+            if stops or self.ended_as in (FinishReason.STOP, FinishReason.ABORT):
+                return False
+            self.close_thinking()
+            return True
+        taken = len(self.request.ids) + len(self.ids) - len(self.rest.ids)
+        bounded = taken == self.rest.sampling.max_tokens and len(self.ids) < self.request.sampling.max_tokens
+        return bounded and chunk.finish_reason == FinishReason.LENGTH
+
+    def close_thinking(self) -> None:
+        """Write what closes the thinking, unless that leaves no room for a token: then the request has ended."""
+        assert self.thinking is not None
+        ids = self.thinking.thinking.close
+        if len(self.ids) + len(ids) < self.request.sampling.max_tokens:
+            self.thinking.close()
+            self.stopped = self.stops is not None and self.stops.end(ids) is not None
+            self.ids += ids
+            self.logprobs.extend([0.0] * len(ids))
+            self.versions.append((len(ids), NO_VERSION))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that have sampled for it; ``None``: none have."""
+        return min([version for _, version in self.versions if version != NO_VERSION], default=None)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
 
     def failed_by(self, chunk: Chunk) -> EngineError | None:
         """Return how a chunk that was taken fails the try; ``None``: not at all."""
@@ -173,11 +245,12 @@ class PendingRequest:
     def ended_as(self) -> FinishReason | None:
         """How the request has ended, if only its last chunk is missing; ``None``: it has not."""
         sampling = self.request.sampling
-        if self.aborted:
+        if self.aborted and not self.stopped:
             return FinishReason.ABORT
-        if self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids:
+        if self.stopped or (self.ids and not sampling.ignore_eos and self.ids[-1] in sampling.stop_ids):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.ids) >= sampling.max_tokens else None
+        no_room = self.thinking is not None and self.thinking.due
+        return FinishReason.LENGTH if no_room or len(self.ids) >= sampling.max_tokens else None
 
     def end(self, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End the request; only the first call counts."""

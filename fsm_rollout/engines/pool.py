@@ -159,12 +159,13 @@ class EnginePool:
         if pending.done.happened:  # ended between two tries
             return
         request, request_id = pending.request, pending.request.request_id
-        if pending.attempt > 1 or request_id in self.sent or request_id in self._engine_ids:
+        if pending.attempt > 1 or pending.ids or request_id in self.sent or request_id in self._engine_ids:
             pending.begin_again(self._engine_ids.unused(request_id, pending.attempt, self.sent))
         else:
             pending.request_id, pending.rest = request_id, request
-        bisection = self._retries.bisection
-        if bisection.busy and bisection.isolates and not on_trial:
+        if pending.thinking is not None:
+            pending.bound_thinking()
+        if (bisection := self._retries.bisection).busy and bisection.isolates and not on_trial:
             bisection.hold(pending)
             return
         pending.lane = 0 if pending.attempt > 1 or request.sampled else 1 if request.turn else 2
@@ -285,16 +286,15 @@ class EnginePool:
             return
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
-        if pending.stopped:
+        if pending.stopped or pending.in_parts:
             if chunk.finish_reason is None:
                 self._engine_ids.abort_soon(pending.request_id)
-            self.end(pending, FinishReason.STOP)
+            self._retries.go_on(pending)
         elif chunk.finish_reason is not None or chunk.error is not None:
             if (failure := pending.failed_by(chunk)) is not None:
                 self._retries.failed(pending, failure, maybe_shared=isinstance(failure, ReplicaLost))
             else:
-                assert chunk.finish_reason is not None
-                self.end(pending, FinishReason(chunk.finish_reason))
+                self.end(pending, FinishReason(chunk.finish_reason or FinishReason.ABORT))
 
     def leave(self, pending: PendingRequest) -> None:
         """Take a request from where it is: its replica, or the queue."""

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,23 @@ class ReplicaLost(EngineError):
 
     A last chunk whose ``error`` names this class says so of one request.
     """
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """How much a turn may think, and how its thinking is told from the rest of its text."""
+
+    tokens: int
+    """So many tokens of the turn are sampled within it; then it is closed."""
+    inside: bool
+    """Whether the turn begins in it; else the turn may open it."""
+    opening: str
+    """The text that opens it."""
+    closing: str
+    """The text that ends it."""
+    close: Ids
+    """What closes it, with the chat template's own line breaks."""
+    lead: int = 0
+    """How many tokens a turn that opens it at once says before; 0: it begins in it, or is not expected to open it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop: tuple[str, ...] = ()
     """The request ends with the token that completes one of these in the turn's text. An engine need not know: what it
     samples beyond is dropped."""
+    thinking: Thinking | None = None
+    """The budget of the turn's thinking, which the ledger of requests keeps: no engine need know."""
 
     @property
     def cuts(self) -> bool:
@@ -103,18 +122,21 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     turn: int = 0
     """Index of this generation within its trajectory's context: 0, 1, …"""
     sampled: int = 0
-    """How many of the last ``ids`` were sampled for this very generation, by requests that this one continues."""
+    """How many of the last ``ids`` are of this very generation: sampled for it by requests that this one continues, or
+    written to close its thinking."""
     routed: int = 0
     """How many of the first ``ids`` have their routed experts already: an engine that says these begins there."""
-    media: tuple[object, ...] = ()
-    """What ``ids`` stand for beside text: pictures, say, in order."""
+    media: tuple[MediaSpan, ...] = ()
+    """Which of the ``ids`` are pictures, in order."""
     trace: str = ""
     """The W3C ``traceparent`` of the span that asks; empty: nobody traces it."""
     of_turn: int = 0
-    """How many of the last ``ids`` were sampled for the turn that goes on; said where ``sampling.stop`` is set."""
+    """How many of the last ``ids`` are of the turn that goes on."""
+    written: int = 0
+    """How many of the ``sampled`` ones were not: they close its thinking."""
 
-    def continued(self, sampled: Ids, request_id: str) -> Request:
-        """Return the request for the rest of this one, after ``sampled`` tokens of it have been streamed."""
+    def continued(self, sampled: Ids, request_id: str, written: int = 0) -> Request:
+        """Return the request for the rest of this one, behind the tokens ``sampled``, ``written`` of them not by it."""
         remaining = self.sampling.max_tokens - len(sampled)
         return replace(
             self,
@@ -122,6 +144,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
             ids=self.ids + sampled,
             sampled=self.sampled + len(sampled),
             of_turn=self.of_turn + len(sampled),
+            written=self.written + written,
             sampling=replace(self.sampling, max_tokens=remaining),
         )
 
@@ -167,7 +190,13 @@ class EngineFacts:
     vocabulary: int | None = None
     """How many tokens the model has; ``None``: nobody knows."""
     processor: Any = None
-    """What turns pictures into ids; ``None``: the model reads text only."""
+    """A transformers processor, which turns pictures into ids; ``None``: the model reads text only."""
+
+    @property
+    def pad_id(self) -> int:
+        """What batches are padded with."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(id_ for id_ in ids if id_ is not None)
 
 
 @runtime_checkable
@@ -265,12 +294,15 @@ class Process(Protocol):
 
 
 def facts_of(engine: TokenSource) -> EngineFacts:
-    """Return the facts of an engine; its vocabulary is as large as its tokenizer knows where it does not say more."""
-    if isinstance(engine, Described):
-        return engine.facts
+    """Return the facts of an engine, as far as it says them."""
+    return engine.facts if isinstance(engine, Described) else basic_facts(engine)
+
+
+def basic_facts(engine: TokenSource, processor: Any = None) -> EngineFacts:
+    """Return what every engine says of its model, whose vocabulary is as large as its tokenizer knows."""
     tokenizer = engine.tokenizer
     try:
         vocabulary = max(len(tokenizer), 1 + max(getattr(tokenizer, "added_tokens_decoder", {}), default=-1))
     except TypeError:  # a tokenizer of the user's own, without a length
         vocabulary = None
-    return EngineFacts(tokenizer, engine.max_context, engine.eos_ids, vocabulary)
+    return EngineFacts(tokenizer, engine.max_context, engine.eos_ids, vocabulary, processor)

@@ -79,20 +79,32 @@ class Retries:
         if not maybe_shared and (isinstance(error, PromptTooLong) or error.kind in FOR_GOOD):
             self._requests.end(pending, FinishReason.ABORT, error)
             return
-        self._requests.leave(pending)
         pending.lost = isinstance(error, ReplicaLost)
-        if (ended := pending.ended_as) is not None:  # all tokens have arrived; only the finish reason was lost
-            self._requests.end(pending, ended)
+        if not self._taken_back(pending):  # all tokens have arrived; only the finish reason was lost
             return
-        pending.waits = True
-        pending.keep_time()
-        pending.started = pending.has_chunk = pending.has_tokens = False
         if maybe_shared and (self._requests.sent or self.bisection.busy):
             self.bisection.add(pending, error)
             if not self._requests.sent:  # there is nobody left who could fail with it
                 self.bisection.judge()
         else:
             self.failed_alone(pending, error)
+
+    def _taken_back(self, pending: PendingRequest) -> bool:
+        """Take a request from where it is; end it if all of it is there, else let it wait for its next try."""
+        self._requests.leave(pending)
+        if (ended := pending.ended_as) is not None:
+            self._requests.end(pending, ended)
+            return False
+        pending.waits = True
+        pending.keep_time()
+        pending.started = pending.has_chunk = pending.has_tokens = False
+        return True
+
+    def go_on(self, pending: PendingRequest) -> None:
+        """Ask for the rest of a request of which a part has come, as it was to."""
+        if self._taken_back(pending):
+            self.next_try(pending)
+            self._send(pending, 0.0)
 
     def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
         """Count a failure as the request's own, and try it again unless it has been tried often enough."""
@@ -123,7 +135,9 @@ class Retries:
             level = logging.INFO if error.kind in self._warned else logging.WARNING
             self._warned.add(error.kind)
             logger.log(level, "request %s failed (%s); trying again", failed_id, str(error).partition("\n")[0])
-        delay = 0.0 if pending.lost else self.backoff * 2 ** max(0, pending.failures - 1)
+        self._send(pending, 0.0 if pending.lost else self.backoff * 2 ** max(0, pending.failures - 1))
+
+    def _send(self, pending: PendingRequest, delay: float) -> None:
         if pending in self.bisection:  # it may harm others
             self.bisection.queue([pending], delay)
         elif delay:

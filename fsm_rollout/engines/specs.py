@@ -19,7 +19,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.router import Router
 from fsm_rollout.engines.scripted.script import Turns, read_script
 from fsm_rollout.errors import ConfigError, EngineError
-from fsm_rollout.model.folders import load_tokenizer, local_folder, model_folder
+from fsm_rollout.model.folders import load_processor, load_tokenizer, local_folder, model_folder
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
@@ -168,11 +168,14 @@ class ScriptedSpec(ModelSpec):
         return self
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
-        """Read the script and the tokenizer."""
+        """Read the script, the tokenizer and, of a model that sees, the processor."""
         arguments = super().engine_arguments(base)
         del arguments["script"]
         turns = self.turns if self.script is None else read_script(base / self.script)
-        return arguments | {"turns": turns, "tokenizer": load_tokenizer(Path(str(arguments["tokenizer"])))}
+        folder = Path(str(arguments["tokenizer"]))
+        return arguments | {
+            "turns": turns, "tokenizer": load_tokenizer(folder), "processor": load_processor(folder)
+        }  # fmt: skip
 
 
 class ReplaySpec(EngineSpec):

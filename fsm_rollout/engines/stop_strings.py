@@ -1,4 +1,4 @@
-"""Where a turn's text first holds a stop string, found from its tokens as they come.
+"""Where a turn's text first holds a string, found from its tokens as they come.
 
 Invariant: the answer is the fewest tokens of the turn whose text holds one of the strings, however they come in pieces;
 so whoever looks (an engine while it samples, the ledger of requests) finds the same end.
@@ -13,21 +13,26 @@ from fsm_rollout.engines.protocol import Request
 
 
 class StopStrings:
-    """Looks for a request's ``sampling.stop`` in what is sampled for it.
+    """Looks for strings in what is sampled.
 
     Args:
-        request: strings that its turn has had before do not count; one that begins there does.
+        strings: at least one.
         tokenizer: the model's.
+        before: the tokens of the turn before; strings that those hold do not count, one that begins there does.
     """
 
-    def __init__(self, request: Request, tokenizer: Any) -> None:
-        self._strings, self._tokenizer = request.sampling.stop, tokenizer
+    def __init__(self, strings: Sequence[str], tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._strings, self._tokenizer = strings, tokenizer
         # As many tokens before as a string can begin in: a character is at most four of them.
-        self._reach = 4 * max(map(len, self._strings))
-        begun = len(request.ids) - min(request.of_turn, self._reach)
-        self._before: list[int] = list(request.ids[begun:])
+        self._reach = 4 * max(map(len, strings))
+        self._before: list[int] = list(before[-self._reach :])
         while self._before and self._holds(self._before):
             del self._before[0]
+
+    @classmethod
+    def of(cls, request: Request, tokenizer: Any) -> StopStrings:
+        """Return what looks for a request's ``sampling.stop``."""
+        return cls(request.sampling.stop, tokenizer, request.ids[len(request.ids) - request.of_turn :])
 
     def end(self, ids: Sequence[int]) -> int | None:
         """Take the next tokens; return how many of them it takes to complete a string, ``None``: none is."""

@@ -4,7 +4,7 @@ Invariant: unpacking gives back what was packed, field by field, whatever came b
 see the same blocks in the same order, each with a :class:`Contexts` of its own that began empty.
 
 A request that extends what its session last sent (the usual case: a conversation goes on) travels as what is new, so a
-turn costs about the same at 64k tokens of context as at 1k.
+turn costs about the same at 64k tokens of context as at 1k. A picture travels once, and then as its hash.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.events import array_of, plain_array
+from fsm_rollout.trajectory.event_bytes import array_of, plain_array
+from fsm_rollout.trajectory.pictures import StoredPicture, stored
 from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
+PICTURE_BYTES = 256 * 2**20  # bytes of pictures that each end keeps per replica
+_WHOLE, _KNOWN = 1, 2  # MessagePack's codes of a picture that travels with its bytes, and of one that has
 
 
 class Extension(msgspec.Struct, frozen=True, array_like=True):
@@ -49,18 +52,54 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     load: Load
 
 
-_encode = pack_flush = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
-_extensions = msgspec.msgpack.Decoder(list[Extension], dec_hook=array_of)
+pack_flush = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
 unpack_flush = msgspec.msgpack.Decoder(Flush, dec_hook=array_of).decode
 
 
 class Contexts:
-    """The latest input of each session, the least recent forgotten beyond ``capacity`` tokens."""
+    """What both ends remember: the latest input of each session, and pictures; each the least recent forgotten first.
 
-    def __init__(self, capacity: int = REMEMBERED) -> None:
+    Args:
+        capacity: how many tokens of inputs.
+        picture_bytes: how many bytes of pictures.
+    """
+
+    def __init__(self, capacity: int = REMEMBERED, picture_bytes: int = PICTURE_BYTES) -> None:
         self.capacity = capacity
         self.tokens = 0
         self._ids: OrderedDict[str, Ids] = OrderedDict()
+        self._picture_capacity = picture_bytes
+        self._picture_bytes = 0
+        self._pictures: OrderedDict[str, StoredPicture] = OrderedDict()
+        self.encode = msgspec.msgpack.Encoder(enc_hook=self._plain).encode
+        self.decode = msgspec.msgpack.Decoder(list[Extension], dec_hook=array_of, ext_hook=self._picture).decode
+
+    def _remember(self, picture: StoredPicture) -> bool:
+        """Remember a picture; say whether it was known."""
+        is_known = self._pictures.pop(picture.sha256, None) is not None
+        self._pictures[picture.sha256] = picture
+        self._picture_bytes += 0 if is_known else len(picture.data)
+        while self._picture_bytes > self._picture_capacity:
+            self._picture_bytes -= len(self._pictures.popitem(last=False)[1].data)
+        return is_known
+
+    def _plain(self, value: object) -> object:
+        """Return what MessagePack can have; hook of the encoder."""
+        if not isinstance(value, StoredPicture):
+            return plain_array(value)
+        if self._remember(value):
+            return msgspec.msgpack.Ext(_KNOWN, value.sha256.encode())
+        whole = (value.data, value.mime, value.width, value.height)
+        return msgspec.msgpack.Ext(_WHOLE, msgspec.msgpack.encode(whole))
+
+    def _picture(self, code: int, data: memoryview) -> StoredPicture:
+        """Return the picture that travels; hook of the decoder."""
+        if code == _WHOLE:
+            picture = stored(*msgspec.msgpack.decode(data, type=tuple[bytes, str, int, int]))
+        else:
+            picture = self._pictures[bytes(data).decode()]
+        self._remember(picture)
+        return picture
 
     def get(self, session: str) -> Ids:
         """Return the session's latest input; nothing when it is not known any more."""
@@ -92,13 +131,13 @@ def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:
         shared = contexts.shared_length(request.session, request.ids)
         contexts.put(request.session, request.ids)
         extensions.append(Extension(shared, replace(request, ids=request.ids[shared:]) if shared else request))
-    return _encode(extensions)
+    return contexts.encode(extensions)
 
 
 def unpack_requests(block: bytes, contexts: Contexts) -> list[Request]:
     """Return a block's requests; EngineError if one goes on from what this end lacks: the ends saw different blocks."""
     requests = []
-    for extension in _extensions.decode(block):
+    for extension in contexts.decode(block):
         shared, request = extension.shared, extension.request
         if shared:
             past = contexts.get(request.session)

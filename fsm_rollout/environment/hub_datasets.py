@@ -6,11 +6,10 @@ Invariant: rows are taken as they are; which of their columns a prompt's fields 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.trajectory.dataset_rows import in_our_words, rows_of_table
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 
 
 def prompts(
@@ -21,7 +20,7 @@ def prompts(
     limit: int | None = None,
     options: Mapping[str, Any] | None = None,
     **columns: str,
-) -> list[dict[str, object]]:
+) -> list[Prompt]:
     """Return the rows of a data set as prompts, at most ``limit`` of them.
 
     Args:
@@ -34,7 +33,7 @@ def prompts(
         columns: of a prompt's fields, which column they are: ``messages="question"``.
 
     Raises:
-        ConfigError: ``datasets`` is not installed, or cannot load it; or it has no such column.
+        ConfigError: ``datasets`` is not installed, or cannot load it; or rows of it are no prompts.
     """
     try:
         from datasets import load_dataset
@@ -47,4 +46,4 @@ def prompts(
         raise ConfigError(
             f"data set '{path}': {type(error).__name__}: {error}; to have it in the cache: {fetch}"
         ) from error
-    return [in_our_words(row, columns) for row in islice(rows_of_table(table), limit) if isinstance(row, Mapping)]
+    return as_prompts(table, limit, columns=columns)

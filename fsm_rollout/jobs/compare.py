@@ -63,7 +63,7 @@ def comparison_of(
     counts = {
         key: {name: [ofs[name] for ofs in both_runs] for name in {**both_runs[0], **both_runs[1]}}
         for key, both_runs in {
-            "stop_reasons": [run.counted(lambda sample: [sample.stop_reason]) for run in (first, second)],
+            "stop_reasons": [run.counted(lambda sample: [sample.ending]) for run in (first, second)],
             "states": [run.counted(lambda sample: sample.visits) for run in (first, second)],
         }.items()
     }
@@ -126,7 +126,7 @@ def _flip(name: str, before: PromptSamples, after: PromptSamples, passes: float)
         "difference": shares[1] - shares[0],
         "passed": shares,
         "trajectories": [example.trajectory_id for example in examples],
-        "stop_reasons": [example.stop_reason for example in examples],
+        "stop_reasons": [example.ending for example in examples],
     }
 
 
@@ -234,25 +234,44 @@ def write_comparison(comparison: dict[str, Any], runs: tuple[Path, Path], out: P
         ConfigError: a page cannot be written.
     """
     opened = open_run(runs[0]), open_run(runs[1])
+
+    def link(run: RunFolder, trajectory_id: str) -> str | None:
+        path = page_path(run.folder, trajectory_id)
+        write_page(path, page_of_run(run, trajectory_id, Links(run.folder, path)))
+        return Links(run.folder, out).to(trajectory_id)
+
+    write_page(out, comparison_page(comparison, opened, link))
+
+
+def comparison_page(
+    comparison: dict[str, Any],
+    runs: tuple[RunFolder, RunFolder],
+    link: Callable[[RunFolder, str], str | None],
+    both: Callable[[Sequence[str]], str] | None = None,
+    homes: Sequence[str] = (),
+    version: str = "",
+) -> str:
+    """Return the page of a comparison.
+
+    ``link``: to the page of a run's trajectory; ``both``: to one of a trajectory of either run, side by side;
+    ``homes``: to what either run is listed by; ``version``: see :func:`~fsm_rollout.report.pages.render_page`.
+    """
     flips = []
     for flip in comparison["flips"][:FLIPS_SHOWN]:
-        at = parting(*opened, flip["trajectories"])
+        at = parting(*runs, flip["trajectories"])
         anchor = "" if at is None else f"#token-{at.stream}-{at.position}"
-        links = []
-        for run, trajectory_id in zip(opened, flip["trajectories"], strict=True):
-            path = page_path(run.folder, trajectory_id)
-            write_page(path, page_of_run(run, trajectory_id, Links(run.folder, path)))
-            links.append(f"{Links(run.folder, out).to(trajectory_id)}{anchor}")
-        flips.append((flip, links, at))
-    page = render_page(
+        links = [f"{link(run, id_)}{anchor}" for run, id_ in zip(runs, flip["trajectories"], strict=True)]
+        flips.append((flip, links, at, None if both is None else both(flip["trajectories"])))
+    return render_page(
         "compare.html.jinja",
         title=f"{comparison['first']} and {comparison['second']}",
         states=[],
         data={"kind": "compare"},
+        version=version,
         notes=[line.plain for line in _left_out(comparison)],
         comparison=comparison,
         changes=_changes(comparison),
         flips=flips,
+        homes=homes,
         shown_estimate=shown,
     )
-    write_page(out, page)

@@ -18,6 +18,7 @@ from fsm_rollout.jobs.run_folder import SUMMARY
 from fsm_rollout.jobs.runner import Progress, execute, resume
 from fsm_rollout.jobs.summary import Summary
 from fsm_rollout.trajectory.journal import JournalFolder, metadata
+from fsm_rollout.trajectory.settings import Sampling
 
 
 def evaluations(file: Path, overrides: Sequence[str]) -> list[RunConfig]:
@@ -39,6 +40,13 @@ def evaluations(file: Path, overrides: Sequence[str]) -> list[RunConfig]:
     else:
         config = load_run(file, overrides)
         configs = [load_run(file, overrides, variant=name) for name in config.variants] or [config]
+    # Greedy samples are all alike, so several of a prompt are sampled as the agent says, unless the run says how.
+    configs = [
+        config.model_copy(update={"validation_sampling": Sampling()})
+        if config.n > 1 and "validation_sampling" not in config.model_fields_set
+        else config
+        for config in configs
+    ]
     if any(override.startswith("out=") for override in overrides):
         return configs
     own = configs[0].out if len(configs) == 1 and not configs[0].variants else configs[0].out.parent
@@ -54,6 +62,6 @@ def evaluate(config: RunConfig, progress: Progress, *, replace: bool, say: Calla
     try:
         summary: Summary = msgspec.json.decode((config.out / SUMMARY).read_bytes())
     except FileNotFoundError:
-        return resume(config.out, [], progress, file=config.file, say=say)
+        return resume(config.out, [], progress, own=config, say=say)
     say(f"{config.out.name}: finished before, under the same configuration")
     return summary

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fsm_rollout.batch.columns import PER_TOKEN
+from fsm_rollout.batch.columns import FURTHER, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.batch.table import TENSORS, row_data
 from fsm_rollout.errors import ConfigError
@@ -141,7 +141,7 @@ def _write_table(found: Iterator[Mapping[str, Any]], path: Path) -> None:
 
 def _schema(pa: Any) -> pa.Schema:
     """Return the table's columns: tensors as lists of their own type, other numbers and texts as such, data as JSON."""
-    arrays = {key: column.row_dtype for key, column in PER_TOKEN.items() if column.field and key != "routed_experts"}
+    arrays = {key: column.row_dtype for key, column in PER_TOKEN.items() if column.field and key not in FURTHER}
     scalars = {"int": pa.int64(), "str": pa.string(), "str | None": pa.string(), "float | None": pa.float64()}
     columns = []
     for field in fields(TrainingRow):

@@ -15,7 +15,7 @@ from pathlib import Path
 from fsm_rollout.engines.specs import ENGINES, ROUTERS
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.run_config import RunConfig, load_run, recorded_run
-from fsm_rollout.jobs.tracking import TRACKERS
+from fsm_rollout.report.readers import READERS
 from fsm_rollout.trajectory.journal import JournalFolder
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ def recorded_config(
     overrides: Sequence[str],
     file: Path | None = None,
     say: Callable[[str], None] = logger.info,
+    own: RunConfig | None = None,
 ) -> RunConfig:
     """Return the config that the journal in ``folder`` records, with ``overrides`` laid over it.
 
@@ -38,6 +39,7 @@ def recorded_config(
         overrides: as for :func:`~fsm_rollout.jobs.run_config.load_run`; they may name code.
         file: the run's YAML; by default the one that the journal names.
         say: hears as which file names it code is imported.
+        own: what the user's own files say, instead of the run's YAML.
 
     Raises:
         ConfigError: ``fsm-rollout run`` did not write the journal, its config is damaged, the YAML cannot be found, or
@@ -52,8 +54,8 @@ def recorded_config(
         )
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
-    yaml_file = _own_file(folder, recorded, file)
-    own = load_run(yaml_file, overrides)
+    yaml_file = _own_file(folder, recorded, file) if own is None else own.file or "the command line"
+    own = own or load_run(yaml_file, overrides)
     in_yaml, in_journal = dict(_code(own)), dict(_code(config))
     for override in config.agent_overrides:
         key, _, value = override.partition("=")
@@ -100,7 +102,7 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"agent.{name}" if name else "agent", str(path)
     for number, reward in enumerate(config.reward):
         yield ("reward" if len(config.reward) == 1 else f"reward.{number}.use"), reward.use
-    if config.track is not None and config.track.use not in TRACKERS.built_in:
+    if config.track is not None and config.track.use not in READERS.built_in:
         yield "track", config.track.use
     if config.group_filter is not None:
         yield "group_filter", config.group_filter

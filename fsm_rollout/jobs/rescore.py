@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -36,7 +37,9 @@ class Score(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Report) -> tuple[Path, list[Score]]:
+def rescore(
+    folder: Path, reward: str, out: Path | None = None, *, report: Report, stream: TextIO | None = None
+) -> tuple[Path | None, list[Score]]:
     """Judge the ended samples of a run with another reward, write the scores, and return where they are, and them.
 
     A reward of a group judges groups whose samples have all ended; of the others there is no score yet.
@@ -46,6 +49,7 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         reward: ``module:function``.
         out: the file; by default ``scores/module.function.jsonl`` in the run's folder.
         report: is told what is damaged.
+        stream: takes the lines instead of a file; they are nowhere else then.
 
     Raises:
         ConfigError: the reward cannot be imported, or the file not be written.
@@ -66,8 +70,12 @@ def rescore(folder: Path, reward: str, out: Path | None = None, *, report: Repor
         judged.append(ended)
     with interruptible() as main:
         scores = main.run(_scores(judge, judged))
+    lines = b"".join(msgspec.json.encode(score) + b"\n" for score in scores)
+    if stream is not None:
+        stream.write(lines.decode())
+        return None, scores
     with written_whole(out, "; give -o F") as partial:
-        partial.write_bytes(b"".join(msgspec.json.encode(score) + b"\n" for score in scores))
+        partial.write_bytes(lines)
     return out, scores
 
 

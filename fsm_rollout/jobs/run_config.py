@@ -29,12 +29,13 @@ from pydantic import (
 from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.words import gathered, named_by_one_word
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
-from fsm_rollout.agent.yaml.source import SourceMap, in_file_order, read_text, read_yaml
+from fsm_rollout.agent.yaml.source import SourceMap, check_kind, in_file_order, read_text, read_yaml
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.names.objects import look_in
 from fsm_rollout.names.registry import Registry
+from fsm_rollout.report.readers import TracingLike
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
@@ -196,8 +197,13 @@ class RunConfig(StrictModel):
     failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
     track: TrackLike | None = Field(
         None,
-        description="where the figures go: wandb, mlflow, tensorboard, or `module:Class` of a "
-        "`fsm_rollout.jobs.tracking.Tracker`; with keys of its own: `{use: wandb, project: mine}`",
+        description="where the figures go: wandb, mlflow, tensorboard, trackio, or `module:Class` of a "
+        "`fsm_rollout.report.readers.Tracker`; with keys of its own: `{use: wandb, project: mine}`",
+    )
+    tracing: TracingLike | None = Field(
+        None,
+        description="where the spans go: a collector's address, mlflow, phoenix or weave; with more: `{endpoint: …, "
+        "content: text, sample: 0.05}`; default: what OpenTelemetry's variables say, if anything",
     )
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
     workers: AtLeastOne = Field(1, description="processes that run the trajectories; 1: the run's own")
@@ -302,7 +308,7 @@ def _with_key_of(own: Mapping[str, object], spec: Mapping[str, object]) -> Mappi
     return {API_KEY: own[API_KEY], **spec} if has_key else spec
 
 
-_KEYS = frozenset(field.alias or name for name, field in RunConfig.model_fields.items())
+KEYS = frozenset(field.alias or name for name, field in RunConfig.model_fields.items())
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), *, variant: str | None = None) -> RunConfig:
@@ -324,11 +330,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), *, variant: str | 
         needs = "`agent`, `prompts`, `engine` and `out`"
         got = "a list" if isinstance(data, list) else f"a {type(data).__name__}"
         empty = Problem(f"is empty; a run needs {needs}", str(path))
-        other = Problem(f"a run is a mapping with {needs}, got {got}", str(path), 1)
-        raise ConfigError(problems or [empty if data is None else other])
-    if {"states", "transitions"} <= data.keys():
-        what = "is an agent's YAML, which `fsm-rollout check` takes; a run's names it under `agent`"
-        raise ConfigError(Problem(what, str(path)))
+        no_mapping = Problem(f"a run is a mapping with {needs}, got {got}", str(path), 1)
+        raise ConfigError(problems or [empty if data is None else no_mapping])
+    if other := check_kind(data, "run", source):
+        raise ConfigError(other)
     base = Path(path).absolute().parent
     look_in(base)
     if variant is not None:
@@ -381,7 +386,7 @@ def _config(
     for_agent: list[str] = []
     for override in overrides:
         key = re.split(r"[.=\[]", override, maxsplit=1)[0].strip()
-        is_agents = key in AgentGraph.model_fields and key not in _KEYS
+        is_agents = key in AgentGraph.model_fields and key not in KEYS
         (for_agent if is_agents and not override.startswith(AGENT) else for_run).append(override)
     problems += [Problem(f"is the agent's; write {AGENT}{text}", f"override '{text}'") for text in for_agent]
     problems += apply_overrides(data, [text for text in for_run if not text.startswith(AGENT)], source)
@@ -391,7 +396,7 @@ def _config(
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         for path, message in explanations(error, RunConfig):
-            of_agent = len(path) == 1 and path[0] in AgentGraph.model_fields and path[0] not in _KEYS
+            of_agent = len(path) == 1 and path[0] in AgentGraph.model_fields and path[0] not in KEYS
             if of_agent:
                 where = f"set it in the agent's YAML, or on the command line: {AGENT}{path[0]}…"
                 message = f"'{path[0]}' is the agent's, not the run's; {where}"

@@ -81,6 +81,19 @@ def _locked(folder: Path) -> int:
             raise
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a process is writing into a run's folder; one on another machine is believed to go on."""
+    try:
+        _, process, _, host = (folder / LOCK).read_text("utf-8").split()
+        if host == socket.gethostname():
+            os.kill(int(process), 0)
+    except PermissionError:  # somebody else's process
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

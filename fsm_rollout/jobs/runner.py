@@ -33,8 +33,9 @@ from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, PromptFile, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.summary import Summary, summarize
-from fsm_rollout.jobs.tracking import Tracker, Tracking, build_tracker, check_tracker
+from fsm_rollout.jobs.tracking import Tracking, build_tracker, check_tracker
 from fsm_rollout.names.objects import load_object
+from fsm_rollout.report.readers import Tracker
 from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
@@ -61,7 +62,7 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
         EngineError: an engine cannot start; nothing has been written.
         Interrupted: a signal has ended it; what ran is suspended.
     """
-    agents, prompts = load_agents(config), _prompts(config)
+    agents, prompts = load_agents(config), prompts_of(config)
     with interruptible() as main, claimed(config.out):
         check_free(config.out, replace=replace)
         return _carry_out(main, config, agents, prompts, progress)
@@ -73,6 +74,7 @@ def resume(
     progress: Progress,
     *,
     file: Path | None = None,
+    own: RunConfig | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Summary:
     """Continue the run in a folder, interrupted or cut off, to its end, and return the summary.
@@ -80,7 +82,7 @@ def resume(
     Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
     ``overrides`` change the run, its engine say, but not its agents, which must be what they were, nor a reward that
     has scored something. Code is imported as the run's YAML names it (``file``; by default the one with which the run
-    began), see :mod:`fsm_rollout.jobs.recorded_config`; ``say`` hears which file that is.
+    began) or the config ``own`` does, see :mod:`fsm_rollout.jobs.recorded_config`; ``say`` hears which file that is.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
@@ -93,10 +95,10 @@ def resume(
     if SERVED in recorded:
         file = file or Path(recorded.get("file", "RUN.yaml"))
         raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {file}")
-    config = recorded_config(folder, recorded, overrides, file, say)
+    config = recorded_config(folder, recorded, overrides, file, say, own)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
-        agents, prompts, earlier = load_agents(config), _prompts(config), list(read(folder))
+        agents, prompts, earlier = load_agents(config), prompts_of(config), list(read(folder))
         changed = [
             f"agent '{name}' is not what it was"
             for name in agents
@@ -161,7 +163,8 @@ def start_lines(graphs: Iterable[AgentGraph]) -> Iterator[str]:
                 yield f"{name} {at_start()}"
 
 
-def _prompts(config: RunConfig) -> list[Prompt]:
+def prompts_of(config: RunConfig) -> list[Prompt]:
+    """Read the run's prompts, from their file or from what gives them; ConfigError: there are none, or wrong ones."""
     source = config.prompts
     if isinstance(source, Path):
         return read_prompts(source, limit=config.limit)
@@ -190,31 +193,33 @@ def _carry_out(
     earlier: Sequence[Trajectory] | None = None,
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
-    _check_parts(config, prompts)
+    check_parts(config, prompts)
     for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
     ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
-        rollout = Rollout(
+        rollout = rollout_of(
+            config,
             agents,
-            config.engine,
-            engines=config.engines,
-            base=config.base,
-            seed=config.seed,
-            sampling=config.sampling,
-            validate=config.validate_run,
-            validation_sampling=config.validation_sampling,
             reward=config.rewards,
-            concurrency=config.concurrency,
             workers=config.workers,
             worker_placement=config.worker_placement,
-            queue_timeout=config.queue_timeout,
-            failures=config.failures,
             group_filter=config.group_filter,
             on_event=[listener],
+            tracing=config.tracing,
         )
         return main.run(_run(rollout, config, prompts, earlier))
+
+
+def rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments: Any) -> Rollout:
+    """Make a run's rollout, with its engines; ``arguments`` are further ones, or others than the config's."""
+    common: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("engines", "base", "seed", "sampling", "validation_sampling", "concurrency", "queue_timeout")
+    }
+    common |= {"validate": config.validate_run, "failures": config.failures}
+    return Rollout(agents, config.engine, **common | arguments)
 
 
 async def _run(
@@ -273,7 +278,7 @@ def _tracker(config: RunConfig) -> Tracker | None:
     return build_tracker(config.track, config.out.name, config.out, json.loads(config.to_json()))
 
 
-def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+def check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError, with lines, for all that is wrong with a run and can be said before an engine is started."""
     problems: list[Problem] = []
 
@@ -293,6 +298,9 @@ def _check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     if config.track is not None:
         with of("track"):
             check_tracker(config.track)
+    if config.tracing is not None:
+        with of("tracing"):
+            config.tracing.destination()
     problems += engine_problems(config)
     if problems:
         raise ConfigError(in_file_order(problems))

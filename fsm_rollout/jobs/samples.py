@@ -1,43 +1,66 @@
-"""The samples of a run, by prompt: what is counted when runs are judged or compared.
+"""The reader of runs, and the samples of one, by prompt: what is listed, judged and compared.
 
-Invariant: of each sample the latest attempt stands, if it has ended; sub-agents' trajectories, which have their
-callers' scores, are no samples. What is kept of one is small, so a run of any size is read in one pass.
+Invariant: what is kept of a trajectory is small, so a run of any size is read in one pass, and one that goes on is read
+on from there. Of each sample the latest attempt counts, if it has ended; sub-agents' trajectories, which have their
+callers' scores, are no samples.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
-from fsm_rollout.jobs.latest_attempts import latest_attempts
+from fsm_rollout.jobs.latest_attempts import latest_of
 from fsm_rollout.jobs.run_folder import SUMMARY
+from fsm_rollout.report.recording import OPEN, Recording
 from fsm_rollout.statistics.estimates import CONFIDENCE
-from fsm_rollout.trajectory.journal import JournalFolder, Report
+from fsm_rollout.trajectory.event_bytes import comparable
+from fsm_rollout.trajectory.events import Called
+from fsm_rollout.trajectory.journal import JournalFolder, Report, changed, recordings
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 @dataclass(slots=True)
 class Sample:
-    """What is kept of one sample."""
+    """What is kept of one trajectory: a sample's, or a sub-agent's (``parent_id``)."""
 
     trajectory_id: str
+    group_id: str
+    parent_id: str | None
+    agent: str
+    state: str
+    ending: str
+    """The stop reason; ``suspended`` or ``unfinished`` while there is none."""
+    detail: str | None
     score: float | None
-    stop_reason: str
     visits: Mapping[str, int]
+    failures: Sequence[str]
+    """What kinds of failures its tool calls had."""
     figures: Mapping[str, float]
     """What it took, by the names of :data:`FIGURES`."""
+    events: int
+    """How many it has so far."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Sample:
-        """Return what is kept of an ended trajectory."""
-        figures = {name: float(figure(trajectory)) for name, figure in FIGURES.items()}
-        reason = trajectory.stop_reason or ""
-        return cls(trajectory.trajectory_id, trajectory.score, reason, dict(trajectory.visits), figures)
+    def of(cls, recording: Recording) -> Sample:
+        """Return what is kept of a trajectory."""
+        t, history = recording.trajectory, recording.events
+        failures = {event.failure: None for event in history if isinstance(event, Called) and event.failure is not None}
+        figures = {name: float(figure(t)) for name, figure in FIGURES.items()}
+        return cls(
+            t.trajectory_id, t.group_id, t.parent_id, t.agent, t.state, recording.ending, t.detail, t.score,
+            dict(t.visits), tuple(failures), figures, len(history),
+        )  # fmt: skip
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has a stop reason."""
+        return self.ending not in OPEN
 
 
 FIGURES: Mapping[str, Callable[[Trajectory], float]] = {
@@ -45,7 +68,7 @@ FIGURES: Mapping[str, Callable[[Trajectory], float]] = {
     "tokens": lambda trajectory: trajectory.response_tokens,
     "tool calls": lambda trajectory: trajectory.calls_seen,
     "tool errors": lambda trajectory: trajectory.calls_failed,
-    "seconds": lambda trajectory: trajectory.wall_seconds or 0.0,
+    "seconds": lambda trajectory: trajectory.elapsed(trajectory.ended_at or trajectory.latest_at),
 }
 """What a sample took, beside its score."""
 
@@ -101,26 +124,74 @@ class RunSamples:
         return Counter(word for sample in self.samples for word in what(sample))
 
 
+class RunReader:
+    """Reads a run, and later what has come since: :meth:`read` until it says that there is no more."""
+
+    def __init__(self, run: Path, report: Report) -> None:
+        self.run = run
+        self.trajectories: dict[str, Sample] = {}
+        """All trajectories that were read, in the order in which they began."""
+        self.version = 0
+        """Grows with everything that is read."""
+        self._report = report
+        self._prompts: dict[str, PromptSamples] = {}
+        self._seen: dict[Path, int] = {}
+        self._news: deque[str] = deque()
+
+    @property
+    def unread(self) -> int:
+        """How many trajectories there is more of, as far as is known."""
+        return len(self._news)
+
+    def read(self, most: int | None = None) -> bool:
+        """Read what there is, of so many trajectories at most; return whether anything was.
+
+        Raises:
+            JournalError: there is no journal that can be read.
+        """
+        if not self._news:
+            found = changed(self.run, self._seen, self._report)
+            if found is None:
+                self.trajectories, self._prompts, self.version = {}, {}, self.version + 1
+                found = changed(self.run, self._seen, self._report)
+            self._news.extend(found or ())
+        ids = [self._news.popleft() for _ in range(min(most or len(self._news), len(self._news)))]
+        # All at once is read as one moment of the run, and says what is gone without a trace.
+        only = ids if self.version or self._news else None
+        for trajectory, history in recordings(self.run, only=only, report=self._report) if ids else ():
+            self.trajectories[trajectory.trajectory_id] = Sample.of(Recording(trajectory, history))
+            name = prompt_name(trajectory)
+            if trajectory.parent_id is None and name not in self._prompts:
+                digest = sha256(msgspec.msgpack.encode(comparable(trajectory.prompt_messages))).digest()
+                self._prompts[name] = PromptSamples(digest, dict(trajectory.extra))
+        self.version += len(ids)
+        return bool(ids)
+
+    def samples(self) -> RunSamples:
+        """Return the samples of what was read."""
+        own = [each for each in latest_of(list(self.trajectories.values())) if each.parent_id is None]
+        prompts = {name: PromptSamples(prompt.digest, prompt.columns) for name, prompt in self._prompts.items()}
+        for sample in own:
+            if sample.ended:
+                prompts[prompt_name(sample)].samples.append(sample)
+        place = JournalFolder(self.run).folder
+        return RunSamples(place.absolute(), prompts, sum(not each.ended for each in own), _confidence(place))
+
+
+def prompt_name(trajectory: Trajectory | Sample) -> str:
+    """Return what a trajectory's prompt is called."""
+    return trajectory.group_id.removeprefix("evaluation/")
+
+
 def read_samples(folder: Path, report: Report) -> RunSamples:
     """Read the samples of a run, finished or not; ``report`` is told what is damaged.
 
     Raises:
         JournalError: there is no journal that can be read.
     """
-    prompts: dict[str, PromptSamples] = {}
-    unfinished = 0
-    for trajectory, _ in latest_attempts(folder, report):
-        if trajectory.parent_id is not None:
-            continue
-        unfinished += not trajectory.ended
-        name = trajectory.group_id.removeprefix("evaluation/")
-        if name not in prompts:
-            digest = sha256(msgspec.msgpack.encode(list(trajectory.prompt_messages))).digest()
-            prompts[name] = PromptSamples(digest, dict(trajectory.extra))
-        if trajectory.ended:
-            prompts[name].samples.append(Sample.of(trajectory))
-    place = JournalFolder(folder).folder
-    return RunSamples(place.absolute(), prompts, unfinished, _confidence(place))
+    reader = RunReader(folder, report)
+    reader.read()
+    return reader.samples()
 
 
 def _confidence(folder: Path) -> float:

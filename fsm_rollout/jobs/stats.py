@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -51,7 +52,7 @@ def stats_of(
         "pass@k": {str(count): told(pass_at(passed, count, confidence)) for count in counts},
         "pass^k": {str(count): told(pass_all(passed, count, confidence)) for count in counts},
         "figures": {name: told(mean([prompt.took(name) for prompt in prompts], confidence)) for name in FIGURES},
-        "stop_reasons": dict(run.counted(lambda sample: [sample.stop_reason]).most_common()),
+        "stop_reasons": dict(run.counted(lambda sample: [sample.ending]).most_common()),
         "by": {column: _by(column, prompts, confidence) for column in by},
     }
 
@@ -80,10 +81,9 @@ def shown(estimate: Mapping[str, float | None]) -> str:
     return f"{number(value)} ± {number(error)} [{number(low)}, {number(high)}]"
 
 
-def stats_table(all_stats: Sequence[Mapping[str, Any]]) -> Table:
-    """Return what some runs came to as a table for people: a column for each."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", caption_justify="left")
-    table.caption = Text("\n".join(map(visible, _caption(all_stats))))
+def stats_table(all_stats: Sequence[Mapping[str, Any]]) -> Group:
+    """Return what some runs came to as a table for people, a column for each, and below it what a reader must know."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
     for stats in all_stats:
         table.add_column(Text(visible(stats["run"])))
@@ -110,7 +110,7 @@ def stats_table(all_stats: Sequence[Mapping[str, Any]]) -> Table:
             row(f"{column} {value}", [_part(stats["by"].get(column, {}).get(value)) for stats in all_stats])
         if len(values) > MOST_VALUES:
             row(f"{column} …", [f"{len(values) - MOST_VALUES:,} more values: --json has them"])
-    return table
+    return Group(table, Text("\n".join(map(visible, _caption(all_stats))), style="dim italic"))
 
 
 def _part(estimate: Mapping[str, Any] | None) -> str:

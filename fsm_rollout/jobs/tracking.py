@@ -1,40 +1,30 @@
-"""Figures of a run for the experiment trackers that people use: wandb, mlflow, TensorBoard, or one of their own.
+"""Figures of a run for the experiment trackers that people use, or one of their own.
 
 Invariant: a tracker that cannot start is found before anything runs, and one that fails later costs its figures and
-nothing else. It is called in a thread, one call at a time, so the run does not wait for it. Each is its own package,
-imported only where a run names it.
+nothing else. It is called in a thread, one call at a time, so the run does not wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.summary import Summary, summarize
-from fsm_rollout.names.registry import Registry
+from fsm_rollout.report.readers import COLLECTORS, READERS, TRACKERS, Figures, Tracker
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.settings import StrictModel
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-Figures = Mapping[str, float]
-
-TRACKERS = Registry(
-    "tracker",
-    "fsm_rollout.trackers",
-    {name.lower(): f"{__name__}:{name}" for name in ("Wandb", "MLflow", "TensorBoard")},
-)
 MOST_STEPS = 1_000  # steps of one run: of more groups, several make one step
 
 
@@ -44,106 +34,24 @@ class Track(StrictModel):
     model_config = ConfigDict(extra="allow")
 
     use: str = Field(
-        description="wandb, mlflow, tensorboard, or your own `module:Class`; further keys are the tracker's"
+        description="wandb, mlflow, tensorboard, trackio, or your own `module:Class`; further keys are the tracker's"
     )
-
-
-class Tracker(Protocol):
-    """What receives the figures of a run.
-
-    One of your own (``track: module:Class``) is made as ``Class(name, folder, config, **keys)``: the run's name, its
-    folder, its configuration as plain data, and the further keys of ``track``.
-    """
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Take the figures of a step; ``step`` is how many groups have come so far."""
-
-    def close(self) -> None:
-        """Write what is left. Called once, also when the run was interrupted."""
-
-
-class Wandb:
-    """A run of Weights & Biases; keys are those of ``wandb.init`` (``project``, ``tags``, ``mode``, …)."""
-
-    def __init__(self, name: str, folder: Path, config: Mapping[str, object], **keys: Any) -> None:
-        import wandb
-
-        defaults: dict[str, Any] = {"project": "fsm-rollout", "name": name, "dir": str(folder), "config": dict(config)}
-        self._run = wandb.init(**defaults | keys)
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Log a step."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class MLflow:
-    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` says; keys: ``uri`` and ``experiment``."""
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        config: Mapping[str, object],
-        uri: str | None = None,
-        experiment: str = "fsm-rollout",
-    ) -> None:
-        from mlflow import MlflowClient
-
-        self._client = MlflowClient(uri)
-        known = self._client.get_experiment_by_name(experiment)
-        where = self._client.create_experiment(experiment) if known is None else known.experiment_id
-        self._run_id = self._client.create_run(where, run_name=name).info.run_id
-        for key, value in config.items():
-            self._client.log_param(self._run_id, key, json.dumps(value)[:500])
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Log a step."""
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        names = {name: re.sub(r"[^\w.\- :/]", "_", name) for name in figures}
-        metrics = [Metric(names[name], value, now, step) for name, value in figures.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._client.set_terminated(self._run_id)
-
-
-class TensorBoard:
-    """Event files in the run's folder, under ``tensorboard/``; key: ``folder``, another place for them."""
-
-    def __init__(self, name: str, run_folder: Path, config: Mapping[str, object], folder: str | None = None) -> None:
-        from tensorboard.summary import Writer
-
-        self._writer = Writer(str(run_folder / "tensorboard" if folder is None else Path(folder)))
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Log a step."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
 
 
 def check_tracker(track: Track) -> None:
     """Raise ConfigError unless there is such a tracker, a class, and its package; it is not started."""
-    if not callable(TRACKERS.find(track.use)):
+    if track.use in COLLECTORS and track.use not in TRACKERS:
+        raise ConfigError(f"track: {track.use} takes spans, not figures; write it under `tracing`")
+    if not callable(READERS.find(track.use)):
         raise ConfigError(f"track: '{track.use}' is no class")
-    if track.use in TRACKERS.built_in and find_spec(track.use) is None:
+    if track.use in TRACKERS and find_spec(track.use) is None:
         raise ConfigError(f"track: {track.use} is not installed: pip install 'fsm-rollout[{track.use}]'")
 
 
 def build_tracker(track: Track, name: str, folder: Path, config: Mapping[str, object]) -> Tracker:
     """Start the tracker of a run; ConfigError if :func:`check_tracker` finds none, or it cannot start."""
     check_tracker(track)
-    make: Any = TRACKERS.find(track.use)
+    make: Any = READERS.find(track.use)
     try:
         tracker: Tracker = make(name, folder, config, **(track.model_extra or {}))
     except Exception as error:  # it is other people's code, which may want a login, a server, other keys

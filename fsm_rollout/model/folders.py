@@ -6,7 +6,9 @@ Invariant: nothing here imports torch or runs code that lies in a model's folder
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,11 +23,15 @@ from fsm_rollout.model import CHECKPOINTS, embedded_model
 from fsm_rollout.model.hub import hub_folder, is_hub_name
 from fsm_rollout.trajectory.journal import metadata
 
+logger = logging.getLogger(__name__)
+
 EMBEDDED = "embedded"
 REPLAYS = 100  # a journal whose engine was a replay leads to another journal, so many times at most
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class in transformers 5
 # What transformers reads tokenizers of GGUF files with; it imports torch.
 _GGUF = "transformers.modeling_gguf_pytorch_utils"
+# transformers' names come from a module that is made while it is imported: two threads at once do not find them all.
+_importing = threading.Lock()
 
 
 def model_folder(
@@ -86,12 +92,37 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         if _is_plain(folder):
             return plain_tokenizers().from_pretrained(folder, local_files_only=True)
-        from transformers import AutoTokenizer  # imports every kind of model there is, and torch's compiler
+        with _importing:
+            from transformers import AutoTokenizer  # imports every kind of model there is, and torch's compiler
 
         # Said out loud: where nothing is said, transformers asks on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
         raise EngineError(f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the processor of a model that sees pictures, ``None`` for one that does not.
+
+    Where the model counts positions in its own way, the processor has its ``get_rope_index``, as verl's have.
+
+    One that cannot be loaded, because packages are missing, is logged: its model then reads text only.
+    """
+    if not any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        return None
+    try:
+        from transformers import AutoProcessor
+
+        from fsm_rollout.model.rope_index import rope_index  # torch, as a processor imports too
+
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (counts := rope_index(folder)) is not None and processor is not None:
+            processor.get_rope_index = counts  # where verl's processors have it, too
+    except Exception as error:  # whatever a missing package or a broken file makes transformers raise
+        why = " ".join(str(error).split())[:300]
+        logger.warning("the model in '%s' reads text only: its processor cannot be loaded (%s)", folder, why)
+        return None
+    return processor if getattr(processor, "image_processor", None) is not None else None
 
 
 def plain_tokenizers() -> Any:
@@ -103,14 +134,15 @@ def plain_tokenizers() -> Any:
     vars(stand_in)["__getattr__"] = lambda name: (
         lambda *arguments, **keywords: getattr(import_module(_GGUF), name)(*arguments, **keywords)
     )
-    needed = "torch" not in sys.modules and _GGUF not in sys.modules
-    if needed:
-        sys.modules[_GGUF] = stand_in
-    try:
-        from transformers import PreTrainedTokenizerFast
-    finally:
+    with _importing:
+        needed = "torch" not in sys.modules and _GGUF not in sys.modules
         if needed:
-            del sys.modules[_GGUF]
+            sys.modules[_GGUF] = stand_in
+        try:
+            from transformers import PreTrainedTokenizerFast
+        finally:
+            if needed:
+                del sys.modules[_GGUF]
     return PreTrainedTokenizerFast
 
 

@@ -180,8 +180,8 @@ def _from_spans(recording: Recording) -> list[Card]:
         answers = iter([m for m in stream.messages[stream.opening :] if m.get("role") == "assistant"])
         latest: Card | None = None
         for span in stream.tokens.spans:
-            if latest is not None and latest.kind == span.owner.value == "model" and latest.turn == span.turn:
-                latest.end = span.end  # the weights changed within the turn
+            if latest is not None and latest.kind == "model" and latest.turn == span.turn:
+                latest.end = span.end  # the weights changed within the turn, or its thinking was closed
                 continue
             messages: list[Message] = []
             if span.owner is Owner.PROMPT:

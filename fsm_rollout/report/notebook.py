@@ -11,6 +11,7 @@ tokens as ids, and its messages.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,12 @@ SHOWN_ROWS = 20  # of a batch
 
 
 def register(ipython: object) -> None:
-    """Tell IPython's shell how agents and trajectories are shown; ``None`` (no shell is running) is told nothing."""
+    """Tell IPython's shell how agents and trajectories are shown; ``None`` (no shell is running) is told nothing.
+
+    Where ipywidgets is missing, libraries' progress bars are lines of text, which nobody need be warned of.
+    """
+    if ipython is not None:
+        warnings.filterwarnings("ignore", message="IProgress not found")
     formatters = getattr(getattr(ipython, "display_formatter", None), "formatters", {})
     for form, module, name, show in (
         ("image/svg+xml", "fsm_rollout.agent.graph", "AgentGraph", agent_picture),

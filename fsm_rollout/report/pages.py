@@ -16,11 +16,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -39,16 +39,25 @@ LONGEST_NAME = 150  # characters of a page's name; file systems take 255 in all
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def render_page(template: str, *, title: str, states: Sequence[str], data: object, **values: object) -> str:
-    """Return the page that ``template`` (a file in ``page/``) makes of ``values``, with ``data`` for its script."""
-    script, style = _source("page.js"), state_styles(states) + _source("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def render_page(
+    template: str, *, title: str, states: Sequence[str], data: Mapping[str, object], version: str = "", **values: object
+) -> str:
+    """Return the page that ``template`` (a file in ``page/``) makes of ``values``, with ``data`` for its script.
+
+    ``version``: a server makes it, says so of what it shows, and is asked for what has changed since.
+    """
+    style, scripts = state_styles(states) + _source("page.css"), [_source("page.js")]
+    if version:
+        scripts.insert(0, _source("live.js"))
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'"
     page = {
         "title": title,
-        "policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
+        "policy": f"{policy}; connect-src 'self'; form-action 'self'" if version else policy,
         "style": Markup(style),
-        "script": Markup(script),
-        "data": _embedded(data),
+        "scripts": [Markup(script) for script in scripts],
+        "data": _embedded({**data, "version": version} if version else data),
     }
     return render_template(template, page | values)
 
@@ -85,15 +94,21 @@ class Links:
 
     folder: Path
     page: Path
-    planned: Collection[Path] = ()  # pages that are being written along with this one
+    planned: Container[Path] = ()  # pages that are being written along with this one
+    version: str = ""  # of what a server shows (see `render_page`)
 
     def to(self, trajectory_id: str) -> str | None:
         """Return the relative URL of a trajectory's page; ``None`` where it has none."""
         return self._relative(page_path(self.folder, trajectory_id))
 
     def report(self) -> str | None:
-        """Return the relative URL of the run's report; ``None`` where there is none."""
-        return self._relative(self.folder / REPORT)
+        """Return the relative URL of the run's report, or of a server's list; ``None`` where there is none."""
+        return self._relative(self.folder / ("" if self.version else REPORT))
+
+    def beside(self, trajectory_id: str, other: str) -> str | None:
+        """Return the relative URL of a page that shows two trajectories side by side; only a server has it."""
+        query = urlencode([("id", trajectory_id), ("id", other)])
+        return f"../beside.html?{query}" if self.version else None
 
     def command(self, trajectory_id: str) -> str:
         """Return the shell command that makes a trajectory's page."""
@@ -102,7 +117,8 @@ class Links:
     def _relative(self, path: Path) -> str | None:
         if path not in self.planned and not path.is_file():
             return None
-        return quote(os.path.relpath(path.absolute(), self.page.absolute().parent).replace(os.sep, "/"))
+        relative = os.path.relpath(path.absolute(), self.page.absolute().parent).replace(os.sep, "/")
+        return quote(relative) + ("/" if path == self.folder else "")
 
 
 def page_path(folder: Path, trajectory_id: str) -> Path:

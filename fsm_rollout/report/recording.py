@@ -29,6 +29,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 MOST_NOTES = 50
+NOT_ENDED = "the run has not ended (or was cut off): this is what its journal held at the time of reading"
 OPEN = ("suspended", "unfinished")  # what a page calls a trajectory that has no stop reason
 _OUTCOMES = [*map(Outcome, IMPLICIT_TRIGGERS), Outcome(Trigger.FAILED, error="PromptTooLong")]
 _CUT = {outcome.stop_reason.partition(":")[0] for outcome in _OUTCOMES}
@@ -184,9 +185,13 @@ def open_run(path: str | Path) -> RunFolder:
     summary: Mapping[str, Any] | None = None
     try:
         summary = _mapping((place.folder / "summary.json").read_text("utf-8"))
+        if "served_seconds" in summary:
+            notes.append("the server has ended; conversations that wait go on when it is started again")
     except FileNotFoundError:
-        if "run" in facts:  # a journal that a program of the user's keeps never has a summary
-            notes.append("the run has not ended (or was cut off): this is what its journal held at the time of reading")
+        if "served" in facts:
+            notes.append("the server is running (or was cut off): this is what was said until now")
+        elif "run" in facts:  # a journal that a program of the user's keeps never has a summary
+            notes.append(NOT_ENDED)
     except (OSError, ValueError) as error:
         notes.append(f"summary.json cannot be read: {error}")
     return RunFolder(place.folder, path, agents, config, facts, summary, notes)

@@ -43,18 +43,28 @@ def write_report(folder: str | Path, out: str | Path | None = None, *, pages: bo
     run = open_run(folder)
     out = run.folder / REPORT if out is None else Path(out)
     # 1. One pass over the journal, of which only figures are kept.
-    figures, flows = Figures(), dict[str, Flow]()
-    for recording in run.recordings():
-        figures.add(recording)
-        agent = recording.trajectory.agent
-        flows.setdefault(agent, Flow(agent, run.agents.get(agent))).add(recording)
+    figures, flows = _read(run)
     # 2. The pages that the report leads to.
     paths = {page_path(run.folder, trajectory_id): trajectory_id for trajectory_id in worth_a_page(figures)}
     for path, trajectory_id in paths.items() if pages else ():
         write_page(path, page_of_run(run, trajectory_id, Links(run.folder, path, planned={*paths, out})))
     # 3. The report.
-    write_page(out, _page(run, figures, list(flows.values()), Links(run.folder, out)))
+    write_page(out, _page(run, figures, flows, Links(run.folder, out)))
     return out
+
+
+def report_page(run: RunFolder, links: Links) -> str:
+    """Return the report of a run as it stands, with what ``links`` leads to; JournalError as above."""
+    return _page(run, *_read(run), links)
+
+
+def _read(run: RunFolder) -> tuple[Figures, list[Flow]]:
+    figures, flows = Figures(), dict[str, Flow]()
+    for recording in run.recordings():
+        figures.add(recording)
+        agent = recording.trajectory.agent
+        flows.setdefault(agent, Flow(agent, run.agents.get(agent))).add(recording)
+    return figures, list(flows.values())
 
 
 def worth_a_page(figures: Figures) -> list[str]:
@@ -110,7 +120,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
             "no_page": NO_PAGE,
         },
         run=run,
-        setting=_setting(run, [flow.agent for flow in flows] or list(run.agents)),
+        setting=setting_of(run, [flow.agent for flow in flows] or list(run.agents)),
         notes=run.notes,
         figures=figures,
         columns=columns,
@@ -137,12 +147,14 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         flows=[(flow, traffic_picture(flow)) for flow in flows],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
         link=links.to,
+        version=links.version,
+        listed=links.report() if links.version else None,
         no_page=NO_PAGE,
         row_of={line.trajectory_id: place for place, line in enumerate(lines)},
     )
 
 
-def _setting(run: RunFolder, agents: Sequence[str]) -> list[str]:
+def setting_of(run: RunFolder, agents: Sequence[str]) -> list[str]:
     """Return what was run, in a few words: the agents, the engine, how much of it, and how it was sampled and scored.
 
     The configuration is that of a journal that any program may have written: what is not as expected is left out.

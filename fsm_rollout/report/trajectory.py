@@ -10,9 +10,10 @@ import base64
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.limits import spent
@@ -117,6 +118,7 @@ def trajectory_page(
         relations={stream.context: relation_of(stream.context) for stream in trajectory.streams},
         run=run,
         links=links,
+        version=links.version if links else "",
         notes=list(notes) if recording.events else [*notes, NO_EVENTS],
         reason_of_end=recording.ending,
         ending=ending_of(recording),

@@ -18,6 +18,7 @@ from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
 from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trace_ids import tries_before
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Group:
         ids = [attempt.id for attempt in parent.attempts]
         before = parent.calls_seen - len(parent.called)
         place = before + ids.index(call.call_id) + 1 if call.call_id in ids else call.call_id
-        tries = call.number - 1 + sum(max(1, called.tries) for called in parent.called if called.id == call.call_id)
+        tries = call.number - 1 + tries_before(parent.called, call.call_id)
         return f"{parent.trajectory_id}/{call.tool}.{place}" + (f"~{tries}" if tries else "")
 
     def _place(self, child: Trajectory) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from fsm_rollout.states.base import State
 from fsm_rollout.states.bound_agent import BoundAgent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.stream import media_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,10 @@ class RunnableAgent(BoundAgent):
         )
         if failures.tool.do == "retry":
             self.toolbox.attempts, self.toolbox.first_pause = failures.tool.attempts, failures.tool.backoff
+        first = graph.states[graph.initial]
+        opens = self.contexts[first.context]
+        # The model that opens with a prompt and reads text only; empty: it sees pictures, or is not shown the prompt.
+        self.blind = "" if opens.chat.sees or first.prompt is not None else f"the model of engine '{opens.spec.engine}'"
 
 
 class RunAgents:
@@ -122,6 +127,8 @@ class RunAgents:
             try:
                 named = prompt if prompt.prompt_id else prompt.model_copy(update={"prompt_id": group_id})
                 agent = self.of_prompt(named)
+                if (blind := agent.blind) and any(map(media_of, prompt.messages)):
+                    problems.append(Problem(f"prompt '{group_id}' shows a picture, which {blind} does not see"))
                 if prompt.messages[0].get("role") == "system":
                     with_system.setdefault(agent.graph.agent, []).append(group_id)
                 extra = prompt.extra

@@ -8,20 +8,30 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, islice
+from pathlib import Path
 from weakref import WeakSet
-
-from msgspec import to_builtins
 
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
 from fsm_rollout.scheduler.failure_policy import Failures, is_the_policys
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.states.active_trajectory import Stop
+from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.journal import Journal
-from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.prompt import Prompt, as_prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+
+def one_by_one(
+    prompts: Iterable[Prompt | Mapping[str, object] | str], check: Callable[[Sequence[Prompt]], None]
+) -> Iterator[Prompt]:
+    """Yield prompts as they are asked for, each checked then."""
+    for index, item in enumerate(prompts):
+        prompt = as_prompt(item, index, Path())
+        check([prompt])
+        yield prompt
 
 
 class PromptQueue(Iterator[Prompt]):
@@ -245,7 +255,7 @@ class RunState:
             raise ConfigError(f"prompt id '{name}' is used twice; it names the group")
         self.prompt_ids.add(name)
         resumed = self.resumed.get(name)
-        if resumed is None or to_builtins(resumed.prompt.messages) != to_builtins(prompt.messages):
+        if resumed is None or comparable(resumed.prompt.messages) != comparable(prompt.messages):
             return name
         self.resumed.pop(name).index = index
         return None

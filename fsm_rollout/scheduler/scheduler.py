@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from operator import attrgetter
 from weakref import WeakMethod
@@ -53,6 +54,7 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trace_ids import RunNow, TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -140,12 +142,15 @@ class Scheduler:
         max_filtered: float | None = MAX_FILTERED,
         resume: Iterable[History] = (),
         deliver_at_end: bool = False,
+        step: int | None = None,
+        trace: TraceIds | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Arguments are those of :meth:`fsm_rollout.Rollout.stream`, with prompts that were checked. ``deliver_at_end``
         delivers all groups at the end: whatever weights have changed until then, none of them is older than
-        ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none.
+        ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none. ``trace``: how the
+        spans of its trajectories are called, if anybody traces them.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume``, then the
         prompts. A prompt with the id and messages of a resumed group starts none. A prompt id that is under way
@@ -173,6 +178,7 @@ class Scheduler:
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
             frozenset(self.groups), Watch(self.failures), self.recorder.journal, self._cut_off,
         )  # fmt: skip
+        self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
         if histories := list(resume):
             self._resume(run, histories)
         self._run, self.samples.stopping = run, None

@@ -74,7 +74,8 @@ async def _score(group: Group, reward: Reward | None, record: Record) -> None:
     unscored = [trajectory for trajectory in ended if not trajectory.rewarded]
     if reward is None:
         return
-    verdicts = {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
+    clock = asyncio.get_running_loop().time
+    begun, verdicts = clock(), {t.sample: Verdict(t.score, t.reward_parts) for t in ended if t.rewarded}
     missing = {
         t.sample: f"it failed by no fault of the policy's ({t.failure}): the reward was not asked"
         for t in group.trajectories
@@ -91,16 +92,17 @@ async def _score(group: Group, reward: Reward | None, record: Record) -> None:
                 missing[trajectory.sample] = "the reward gave none"
             else:
                 verdicts[trajectory.sample] = judgement
-    now = asyncio.get_running_loop().time()
+    now = clock()
+    took = now - begun if unscored else 0.0
     for trajectory in group.all:
         verdict, sample = verdicts.get(trajectory.sample), trajectory.sample
         event: Scored | NotScored | None = None
         if verdict is not None and verdict.score is not None:
             stands = trajectory.rewarded and trajectory.score == verdict.score
             if not (stands and trajectory.reward_parts == verdict.parts):
-                event = Scored(at=now, value=verdict.score, source=REWARD, parts=dict(verdict.parts))
+                event = Scored(at=now, value=verdict.score, source=REWARD, parts=dict(verdict.parts), seconds=took)
         elif sample in missing and trajectory.unscored != missing[sample]:
-            event = NotScored(at=now, detail=missing[sample])
+            event = NotScored(at=now, detail=missing[sample], seconds=took)
         if trajectory.ended and event is not None:
             trajectory.apply(event)
             record(trajectory, event, None)

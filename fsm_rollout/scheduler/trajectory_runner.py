@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -40,9 +39,10 @@ from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired, ToolDied
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitName, StopReason, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, Resumed, TimedOut
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow, tries_before
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class TrajectoryStarter:
     seed: int = 0
     validate: bool = False  # whether trajectories are marked as validation
     run_number: int = -1  # the number of the present or latest run, from 0
+    run: RunNow = NO_RUN  # the present run
     # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
     replayed: Mapping[str, Sequence[AnyEvent]] | None = None
     live_user: LiveUser | None = None  # answers live, in place of interactions; not in the trajectories of workers
@@ -87,13 +88,15 @@ class TrajectoryStarter:
         *,
         seed: int,
         caller: ActiveTrajectory | None = None,
+        called_by: str = "",
     ) -> ActiveTrajectory:
         """Create a trajectory by its first event, and return what runs it; a sub-agent's has a ``caller``."""
         graph = agent.graph
         spends = agent.machine.spends[graph.initial]
         limits = graph.limits if prompt.limits is None else graph.limits.lowered(prompt.limits)
+        now = asyncio.get_running_loop().time()
         prompted = Prompted(
-            at=asyncio.get_running_loop().time(),
+            at=now,
             trajectory_id=trajectory_id,
             group_id=group.group_id,
             sample=sample,
@@ -104,9 +107,11 @@ class TrajectoryStarter:
             limits=limits.model_dump(),
             seed=seed,
             date=datetime.now().isoformat(timespec="seconds"),
-            epoch=time.time(),
+            epoch=self.run.epoch + now,
+            step=self.run.step,
             validate=self.validate,
             parent_id=None if caller is None else caller.trajectory.trajectory_id,
+            called_by=called_by,
             sampling=prompt.sampling.model_dump(exclude_none=True) if prompt.sampling is not None else {},
             spent={} if spends is None else {spends: 1},  # an entry like any other
         )
@@ -130,7 +135,7 @@ class TrajectoryStarter:
         live = ActiveTrajectory(
             trajectory, agent, run_agent, self.record, self.report_mismatch, caller,
             None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
-            self.kept, self.careful,
+            self.kept, self.run, self.careful,
         )  # fmt: skip
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries
@@ -145,9 +150,9 @@ class TrajectoryStarter:
     ) -> ActiveTrajectory:
         """Let a trajectory go on that was set aside, or cut off by a crash."""
         live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
-        live.stop, live.caller = None, caller
+        live.stop, live.caller, live.run = None, caller, self.run
         now, version = asyncio.get_running_loop().time(), self.version()
-        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version, epoch=time.time()))
+        live.emit(self.run.resumed(now, now - trajectory.latest_at, version))
         if (why := self.given_up.pop(trajectory.trajectory_id, None)) is not None:
             logger.error("trajectory %s is given up: %s", trajectory.trajectory_id, why)
             died = ToolDied.__name__
@@ -169,7 +174,10 @@ class TrajectoryStarter:
         if child is None:
             prompt = Prompt(prompt_id=group.prompt.prompt_id, messages=({"role": "user", "content": call.task},))
             sample = caller.trajectory.sample
-            live = self._begin(group, agent, prompt, child_id, sample, seed=call.seed, caller=caller)
+            called_by = f"{call.call_id}/{tries_before(caller.trajectory.called, call.call_id) + call.number}"
+            live = self._begin(
+                group, agent, prompt, child_id, sample, seed=call.seed, caller=caller, called_by=called_by
+            )
             child = live.trajectory
             group.add_child(child)
         elif child.stop_reason == StopReason.CANCELLED:
@@ -199,7 +207,7 @@ class TrajectoryStarter:
         for child in group.sub_agents_of(trajectory):
             if not child.ended:
                 for event in (
-                    Resumed(at=now, away=now - child.latest_at, epoch=time.time()),
+                    self.run.resumed(now, now - child.latest_at),
                     Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
                 ):
                     child.apply(event)

@@ -34,9 +34,11 @@ from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_traje
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.tool_messages import clean
-from fsm_rollout.trajectory.events import AnyEvent, PromptExtended, encode
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.events import AnyEvent, PromptExtended
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trace_ids import RunNow
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -81,16 +83,18 @@ class HandedTrajectories(TrajectoryStarter):
         self._told: dict[str, int] = {}  # how many entries of a trajectory were told
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, trajectory: Trajectory, agent: str, prompt: Prompt, n: int, children: list[Trajectory]) -> None:
+    def start(
+        self, trajectory: Trajectory, agent: str, prompt: Prompt, n: int, children: list[Trajectory], run: RunNow
+    ) -> None:
         """Run a trajectory from where it stands; one that is kept here finds its tools as they were."""
-        trajectory_id = trajectory.trajectory_id
+        trajectory_id, self.run = trajectory.trajectory_id, run
         group = self._kept.pop(trajectory_id, None)
         if group is None:
             group = Group(trajectory.group_id, 0, prompt, self.agents.by_name[agent], n)
             live = self.activate(group, trajectory)
         else:
             live = self._lives[trajectory_id]
-            live.trajectory, live.stop = trajectory, None
+            live.trajectory, live.stop, live.run = trajectory, None, run
         group.trajectories = [trajectory]
         group.children.clear()
         for child in children:

@@ -15,19 +15,29 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.concurrency.ray_session import Remote, import_ray
 from fsm_rollout.concurrency.ray_session import connect as connect_ray
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import ConfigError, EngineError, check_at_least
 from fsm_rollout.scheduler.worker import WorkerSetup, serve
 from fsm_rollout.scheduler.worker_link import SocketLink, framed
-from fsm_rollout.scheduler.worker_pool import Connection
+from fsm_rollout.scheduler.worker_pool import Connect, Connection
 
 WorkerPlacement = Literal["local", "ray"]
 SECRET_BYTES = 32
 CONNECT_SECONDS = 60.0  # how long an actor of Ray may take to start and to call back
+
+
+def starter(workers: int, placement: str) -> Connect | None:
+    """Return what starts a worker, or ``None`` if the run's own process is enough; ConfigError: that cannot be had."""
+    check_at_least(1, "process", "workers", workers)
+    if placement not in get_args(WorkerPlacement):
+        raise ConfigError(f"worker_placement must be 'local' or 'ray', got {placement!r}")
+    if placement == "ray":
+        return start_actor
+    return start_process if workers > 1 else None
 
 
 async def start_process(setup: WorkerSetup) -> Connection:

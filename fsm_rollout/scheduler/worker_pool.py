@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +28,8 @@ from fsm_rollout.scheduler.worker import WorkerSetup
 from fsm_rollout.scheduler.worker_link import Link
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.events import Generated, Prompted, Resumed, decode
+from fsm_rollout.trajectory.event_bytes import decode
+from fsm_rollout.trajectory.events import Generated, Prompted
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class WorkerPool:
             self._activate(group, child)
         worker.kept.discard(trajectory_id)
         live.on_close = None
-        worker.send("start", trajectory, name, group.prompt, group.n, children)
+        worker.send("start", trajectory, name, group.prompt, group.n, children, self.scheduler.starter.run)
         # 2. Until it is over. A cancellation is passed on, and its end waited for.
         cancelled: asyncio.CancelledError | None = None
         while not over.done():
@@ -200,7 +200,7 @@ class WorkerPool:
         if trajectory.ended or trajectory.suspended is not None:
             return
         version = self.scheduler.staleness.version()
-        live.emit(Resumed(at=now, away=now - trajectory.latest_at, weight_version=version, epoch=time.time()))
+        live.emit(self.scheduler.starter.run.resumed(now, now - trajectory.latest_at, version))
 
     # -- workers' lives ---------------------------------------------------------------------------------------------
 
@@ -378,9 +378,8 @@ class WorkerPool:
     def _ended(self, worker: _Worker, name: str, number: int, pending: PendingRequest) -> None:
         """Send how a request ended, with all others that end in this pass of the loop."""
         worker.requests.pop((name, number), None)
-        if pending.versions:  # until the event is told, these tokens are nowhere else
+        if (oldest := pending.oldest_version) is not None:  # until the event is told, its tokens are nowhere else
             key = pending.request.trajectory_id, pending.request.context
-            oldest = min(version for _, version in pending.versions)
             self._since[key] = min(oldest, self._since.get(key, oldest))
         ending = Ending(
             ids=pending.ids.tobytes(),

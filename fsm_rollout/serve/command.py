@@ -1,13 +1,16 @@
 """``fsm-rollout serve``: from a run YAML to a server, until it is told to end.
 
 Invariant: what was said is in the folder's ``journal.sqlite`` as that of any run, so it can be shown, exported,
-replayed and trained on. A server that is started again in the same folder takes up the conversations that wait.
+replayed and trained on; ``summary.json`` is beside it once the server has ended. A server that is started again in
+the same folder takes up the conversations that wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +19,12 @@ from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import SERVED, RunConfig
-from fsm_rollout.jobs.run_folder import claimed
-from fsm_rollout.jobs.runner import engine_problems, load_agents, start_lines
+from fsm_rollout.jobs.run_folder import SUMMARY, claimed
+from fsm_rollout.jobs.runner import engine_problems, load_agents, rollout_of, start_lines
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.serve.server import is_loopback, listening
+from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
+from fsm_rollout.serve.strangers import is_loopback
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, JournalFolder, Recorded, is_journal, metadata, recordings
 
 Ready = Callable[[str, list[str]], object]
@@ -46,18 +50,16 @@ def serve(config: RunConfig, ready: Ready) -> None:
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
         recorded = _earlier(serving.out, {name: dump(graph) for name, graph in agents.items()})
-        rollout = Rollout(
-            agents,
-            config.engine,
-            engines=config.engines,
-            base=config.base,
-            seed=config.seed,
-            sampling=config.validation_sampling.over(config.sampling) if config.validate_run else config.sampling,
-            concurrency=config.concurrency + serving.waiting,
-            queue_timeout=config.queue_timeout,
-            failures=config.failures.within_trajectories,
-        )
-        main.run(_serve(rollout, config, keys, recorded, ready))
+        concurrency, failures = config.concurrency + serving.waiting, config.failures.within_trajectories
+        rollout = rollout_of(config, agents, concurrency=concurrency, failures=failures)
+        summary, begun = serving.out / SUMMARY, time.monotonic()
+        summary.unlink(missing_ok=True)
+        try:
+            main.run(_serve(rollout, config, keys, recorded, ready))
+        except KeyboardInterrupt:  # it was told to end, and has
+            if is_journal(serving.out / JOURNAL):
+                summary.write_text(json.dumps({"served_seconds": time.monotonic() - begun}) + "\n", "utf-8")
+            raise
 
 
 def _keys(path: Path | None) -> frozenset[str]:

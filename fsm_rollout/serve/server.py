@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from ipaddress import ip_address
 from types import ModuleType
 
 from aiohttp import web
@@ -25,6 +23,7 @@ from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
+from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external import anthropic_dialect, openai_dialect
 from fsm_rollout.states.external.chat_request import ProtocolError
 from fsm_rollout.states.external.responding import chat_of, failed, key_of_caller, respond
@@ -109,11 +108,8 @@ class Server:
 
     def _check(self, request: web.Request) -> None:
         """Raise ProtocolError for pages from elsewhere, and callers without a key."""
-        origin = request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != request.host:
-            raise ProtocolError(403, "foreign_origin", f"pages of {origin} may not speak to this server")
-        if self._loopback and not is_loopback(re.sub(r":\d+$", "", request.host)):
-            raise ProtocolError(403, "foreign_host", f"this server is not called '{request.host}'")
+        if (wrong := stranger(request, self._loopback)) is not None:
+            raise ProtocolError(403, *wrong)
         if self._callers and request.path not in OPEN and digest_of(key_of_caller(request)) not in self._callers:
             raise ProtocolError(401, "invalid_api_key", "send one of the server's API keys")
 
@@ -179,11 +175,3 @@ async def listening(
         if service.serving.keep:
             running.cancel()
         await asyncio.wait({running})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,10 +24,12 @@ from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Resumed, Snapshotted, Suspended, encode
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Snapshotted, Suspended
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow
 from fsm_rollout.trajectory.trajectory import INTERACTION, Trajectory
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class ActiveTrajectory:
     replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
     live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
     kept: Kept | None = None  # where the state of its tools and users is kept; `None`: nowhere
+    run: RunNow = NO_RUN  # the run that it is in
     careful: bool = False  # whether each call that runs in this process is recorded before: a process has died of one
 
     def __post_init__(self) -> None:
@@ -116,6 +118,9 @@ class ActiveTrajectory:
         self.on_close: Callable[[], None] | None = None
         # The further contexts that a foreign agent has opened, bound to the tools that it sent.
         self.branches: dict[str, BoundContext] = {}
+        trace = self.run.trace
+        # How its spans are called; `None`: nobody traces it.
+        self.trace = None if trace is None else trace.of(trajectory.group_id, trajectory.trajectory_id)
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
         self.interactions: dict[str, BoundInteraction] = {}
 
@@ -200,7 +205,7 @@ class ActiveTrajectory:
                 return await self.live_user.reply(conversation)
         finally:
             now, version = clock(), self.agent.contexts[MAIN].client.weight_version
-            self.emit(Resumed(at=now, away=now - since, weight_version=version, epoch=time.time()))
+            self.emit(self.run.resumed(now, now - since, version))
 
     @property
     def stays_open(self) -> bool:

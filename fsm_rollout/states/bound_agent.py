@@ -5,7 +5,7 @@ Invariant: nothing here changes while trajectories run, apart from caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,6 +44,7 @@ class BoundContext:
     # The schemas shown in the prompt; one object, so that the chat template can cache by identity.
     tools: tuple[dict[str, Any], ...]
     stop_ids: frozenset[int]  # the tokens that end a turn
+    sampled_last: frozenset[int]  # those behind which nothing is sampled: these, and ids that stand for pictures
     root: str  # the agent's context that it is, or is a branch of
     trained: bool  # whether what is sampled in it is trained on
     agent: str = ""  # as whose requests an engine gets them; empty: the trajectory's agent's
@@ -94,6 +95,15 @@ class BoundAgent:
             for state, spec in states.items()
             for name, bound in self.contexts.items()
         }
+        for state, spec in states.items():
+            samples = self.machine.spends[state] == LimitName.ASSISTANT_TURNS
+            if samples and self.samplings[state, spec.context].thinking_tokens is not None:
+                try:
+                    _ = self.contexts[spec.context].chat.thinking
+                except ChatTemplateError as error:
+                    problems.append(Problem(f"agent '{graph.agent}', state '{state}': thinking_tokens: {error}"))
+        if problems:
+            raise ConfigError(problems)
 
     def facts(self, trajectory: Trajectory) -> dict[str, object]:
         """Return what a state's prompt template may use: :data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`."""
@@ -118,7 +128,9 @@ class BoundAgent:
             client = self._client(spec)
             chat = shared_chat(client, spec)
             stop_ids = chat.stop_ids | client.facts.eos_ids
-            self._engines[name] = BoundContext(name, spec, chat, None, client, (), stop_ids, name, False, agent=name)
+            self._engines[name] = BoundContext(
+                name, spec, chat, None, client, (), stop_ids, stop_ids | chat.pads, name, False, agent=name
+            )
         return self._engines[name]
 
     def _client(self, spec: Context) -> Client:
@@ -133,15 +145,22 @@ class BoundAgent:
         client = self._client(spec)
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
-        if hidden := chat.hidden_tools(spec.system, tools):
-            raise ChatTemplateError(
-                "tools-not-shown",
-                f"the chat template writes nothing of {', '.join(hidden)}, so the model would not know of them; give "
-                "one that writes tools (chat_template: FILE.jinja), or name them in the context's `system`",
-            )
+        check_shown(chat, spec.system, tools)
         tool_format = shown_format(spec, chat, client) if tools else None
         stop_ids = chat.stop_ids | client.facts.eos_ids
-        return BoundContext(name, spec, chat, tool_format, client, tools, stop_ids, name, spec.trained)
+        return BoundContext(
+            name, spec, chat, tool_format, client, tools, stop_ids, stop_ids | chat.pads, name, spec.trained
+        )
+
+
+def check_shown(chat: ChatTemplate, system: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ChatTemplateError for tools that stand nowhere in a prompt: their model would not know of them."""
+    if hidden := chat.hidden_tools(system, tools):
+        raise ChatTemplateError(
+            "tools-not-shown",
+            f"the chat template writes nothing of {', '.join(hidden)}, so the model would not know of them; give "
+            "one that writes tools (chat_template: FILE.jinja), or name them in the context's `system`",
+        )
 
 
 def shown_format(spec: Context, chat: ChatTemplate, client: Client) -> ToolFormat:
@@ -160,5 +179,6 @@ def shared_chat(client: Client, spec: Context) -> ChatTemplate:
             template_kwargs=dict(spec.template_kwargs),
             injection=spec.injection,
             history=spec.history,
+            processor=client.facts.processor,
         )
     return client.chats[key]

@@ -29,7 +29,8 @@ from fsm_rollout.errors import ReplayDiverged, StreamError, ToolError, did_you_m
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
-from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream, limit_reached, room_for_result
+from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream
+from fsm_rollout.states.room import limit_reached, room_for_result
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import events
@@ -37,6 +38,7 @@ from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream, root_of
+from fsm_rollout.trajectory.trace_ids import reply_key, tries_before, within
 from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
@@ -207,9 +209,9 @@ class HandlerContext:
         """Append the environment's messages to a context; they enter its tokens with the next generation.
 
         Raises:
-            ChatTemplateError: they are not messages with text.
+            ChatTemplateError: they are not messages with text, or with pictures for a model that sees them.
         """
-        check_written(messages)
+        check_written(messages, sees=self.context(context).chat.sees)
         self.append(messages, context=context)
 
     def append(self, messages: Sequence[Message], *, context: str) -> None:
@@ -356,7 +358,12 @@ class HandlerContext:
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
         tools, room = self.active.tools, partial(room_for_result, self, bound)
-        called = self.record_here(await tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room))
+        span = None
+        if (trace := self.active.trace) is not None:
+            span = partial(trace.of_try, attempt.id, tries_before(self.trajectory.called, attempt.id))
+        called = self.record_here(
+            await tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room, span=span)
+        )
         if tools.snapshots and (state := tools.snapshots.pop(name, None)) is not None:
             self.active.keep(name, state)
         return called
@@ -382,7 +389,11 @@ class HandlerContext:
         )
         started, away_before = self.clock(), self.trajectory.suspended_seconds
         if self.active.live_user is None:
-            reply = await self.active.interaction(self.state).reply(conversation)
+            work = self.active.interaction(self.state).reply(conversation)
+            if (trace := self.active.trace) is not None:
+                before = sum(isinstance(event, events.UserReplied) for event in self.trajectory.visit_events)
+                work = within(trace.parent(reply_key(self.trajectory.transitions, before)), work)
+            reply = await work
             state = await self.active.state_of_user(self.state)
         else:
             reply, state = await self.active.live_reply(conversation, self.deadline), None

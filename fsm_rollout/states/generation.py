@@ -11,24 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.limits import LimitReached, remaining
+from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
-from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Request, SamplingParams
-from fsm_rollout.errors import EngineError, PromptTooLong
-from fsm_rollout.states.active_trajectory import ActiveTrajectory
-from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
-from fsm_rollout.tools.toolbox import LEAST_TOKENS
+from fsm_rollout.engines.protocol import Request, SamplingParams, Thinking
+from fsm_rollout.errors import EngineError, PictureSampled, PromptTooLong
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.room import Visit, limit_reached, room_in_context
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
+from fsm_rollout.trajectory.event_bytes import unwritable
 from fsm_rollout.trajectory.events import (
-    AnyEvent,
     ContextOpened,
     Generated,
     MalformedCall,
@@ -36,35 +33,12 @@ from fsm_rollout.trajectory.events import (
     ModelQueried,
     PromptExtended,
     ToolCall,
-    unwritable,
 )
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import Ids
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.tokens import Ids, MediaSpan
 
 OnTokens = Callable[[PendingRequest], object]
-
-
-class Visit(Protocol):
-    """What is needed here of the visit that asks (:class:`fsm_rollout.states.context.HandlerContext`)."""
-
-    active: ActiveTrajectory
-    trajectory: Trajectory
-    agent: BoundAgent
-    state: str
-    deadline: Deadline
-    clock: Callable[[], float]
-    take_in: Callable[[AnyEvent], None]
-
-    async def opened(self, context: str) -> Stream:
-        """Return the open stream of a context."""
-
-    async def open(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
-        """Open a context's next stream."""
-
-    def remaining(self, limit: str) -> float:
-        """Return how much of a limit is left."""
 
 
 def begin_stream(
@@ -89,55 +63,18 @@ def begin_stream(
         guarded=encoded.guarded,
         guarded_at=list(encoded.guarded_at),
         parts=list(encoded.parts),
+        media=list(encoded.media),
         instead_of_glue=instead_of_glue,
     )
     visit.take_in(opened)
     return visit.trajectory.streams[-1]
 
 
-def room_in_context(visit: Visit, bound: BoundContext, length: int) -> float:
-    """Return how many tokens ``context_tokens`` and the engine's window leave a stream of that length."""
-    window = bound.client.facts.max_context - length
-    if visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS) is None:
-        return window
-    return min(window, remaining(visit.agent.graph, visit.trajectory, LimitName.CONTEXT_TOKENS, length))
-
-
-def room_for_result(visit: Visit, bound: BoundContext) -> int:
-    """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
-    trajectory, stream = visit.trajectory, visit.trajectory.stream(bound.name)
-    left = room_in_context(visit, bound, 0 if stream is None else len(stream.tokens))
-    spent = trajectory.response_tokens
-    left = min(left, remaining(visit.agent.graph, trajectory, LimitName.RESPONSE_TOKENS, spent))
-    return max(LEAST_TOKENS, int(left / 2 / max(1, len(trajectory.attempts))))
-
-
-def limit_reached(visit: Visit, bound: BoundContext, limit: str) -> LimitReached:
-    """Return the error for a limit that stops a generation; it says so if the engine's window is the limit."""
-    context_tokens = visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
-    window = bound.client.facts.max_context
-    if limit != LimitName.CONTEXT_TOKENS or (context_tokens is not None and context_tokens <= window):
-        return LimitReached(limit)
-    setting = "not set" if context_tokens is None else f"{context_tokens:,}"
-    detail = f"the window of engine '{bound.spec.engine}' is {window:,} tokens, and context_tokens is {setting}"
-    return LimitReached(limit, detail)
-
-
 def submit(
-    visit: Visit,
-    bound: BoundContext,
-    ids: Ids,
-    settings: Sampling,
-    *,
-    name: str,
-    session: str,
-    index: int,
-    max_tokens: int,
-    seed: int,
-    sampled: int = 0,
-    routed: int = 0,
-    of_turn: int = 0,
-) -> PendingRequest:
+    visit: Visit, bound: BoundContext, ids: Ids, media: Sequence[MediaSpan], settings: Sampling, *, name: str,
+    session: str, index: int, max_tokens: int, seed: int, sampled: int = 0, routed: int = 0, of_turn: int = 0,
+    written: int = 0,
+) -> PendingRequest:  # fmt: skip
     """Submit the trajectory's request ``name``; sampling that is not set means temperature 1 over all tokens."""
     trajectory = visit.trajectory
     request = Request(
@@ -148,7 +85,7 @@ def submit(
             temperature=1.0 if settings.temperature is None else settings.temperature,
             top_p=settings.top_p or 1.0,
             top_k=settings.top_k or 0,
-            stop_ids=bound.stop_ids,
+            stop_ids=bound.sampled_last,
             ignore_eos=bool(settings.ignore_eos),
             seed=seed,
             min_p=settings.min_p or 0.0,
@@ -157,6 +94,7 @@ def submit(
             frequency_penalty=settings.frequency_penalty or 0.0,
             extra=settings.extra or {},
             stop=settings.stop or (),
+            thinking=None if settings.thinking_tokens is None else _thinking(bound, ids, settings, of_turn),
         ),
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
@@ -167,8 +105,19 @@ def submit(
         sampled=sampled,
         routed=routed,
         of_turn=of_turn,
+        written=written,
+        media=tuple(media),
+        trace="" if visit.active.trace is None else visit.active.trace.parent(name),
     )
     return bound.client.submit(request, visit.deadline)
+
+
+def _thinking(bound: BoundContext, ids: Ids, settings: Sampling, of_turn: int) -> Thinking:
+    """Return the budget of a turn's thinking, of which the last ``of_turn`` ids are there already."""
+    tags, header = bound.chat.thinking, ids[: len(ids) - of_turn]
+    inside = tags.opened_by(header)
+    lead = 0 if inside or tags.closed_by(header) else len(tags.opening_ids)
+    return Thinking(settings.thinking_tokens or 0, inside, tags.opening, tags.closing, tags.close, lead)
 
 
 async def ended(bound: BoundContext, pending: PendingRequest) -> None:
@@ -194,7 +143,8 @@ async def ask(
         PromptTooLong: the messages leave no room in the engine's window.
         EngineError: the engine failed for good.
     """
-    ids = (await bound.chat.encode(Opening(messages, None, visit.active.date))).ids
+    encoded = await bound.chat.encode(Opening(messages, None, visit.active.date))
+    ids = encoded.ids
     window = bound.client.facts.max_context
     room = window - len(ids)
     if room < 1:
@@ -203,7 +153,7 @@ async def ask(
             f"{window}; raise its max_context or shorten the prompt"
         )
     pending = submit(
-        visit, bound, ids, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
+        visit, bound, ids, encoded.media, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
         max_tokens=min(room, settings.max_tokens or room),
         seed=derive_seed(visit.trajectory.seed, "ask", engine, index),
     )  # fmt: skip
@@ -233,6 +183,7 @@ class Generation:
             generation.recorded = generation.recorded or asyncio.Event()
         self.task = asyncio.current_task()
         self.recorded: asyncio.Event | None = None  # made by those who are to wait for it
+        self._pad: int | None = None  # an id that stands for a picture, and was sampled
         # What `_room` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
 
@@ -270,6 +221,8 @@ class Generation:
             raise
         generated = record()
         # 3. Whatever is not a whole turn raises.
+        if self._pad is not None:
+            raise PictureSampled(f"the model sampled {bound.chat.decode([self._pad])!r}, which stands for a picture")
         if submitted.error is not None:
             raise submitted.error
         if generated is None or generated.finish_reason == FinishReason.ABORT:
@@ -323,6 +276,7 @@ class Generation:
                 guarded=encoded.guarded,
                 guarded_at=list(encoded.guarded_at),
                 parts=list(encoded.parts),
+                media=list(encoded.media),
             )
         )
         return stream
@@ -347,7 +301,10 @@ class Generation:
         length = stream.tokens.length
         room = self._room_after_glue or self._room(length, 0)
         settings = self._sampling(sampling)
-        sampled = sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn) if resumed else 0
+        sampled = written = 0
+        if resumed:
+            sampled = length - next((part.start for part in stream.sampled_with if part.turn == stream.turn), length)
+            written = sampled - sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn)
         bounds: dict[str | None, float] = {
             None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
             **room,
@@ -355,12 +312,13 @@ class Generation:
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         pending = submit(
-            self.visit, bound, stream.tokens.ids, settings, index=index, sampled=sampled,
+            self.visit, bound, stream.tokens.ids, stream.media, settings, index=index, sampled=sampled,
             name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{stream.number + 1}",
             max_tokens=max(1, int(bounds[cut_by])),
             seed=derive_seed(trajectory.seed, bound.name, index),
             routed=stream.tokens.routed_length if stream.tokens.notes else 0,
-            of_turn=length - stream.turn_at if continued and settings.stop else 0,
+            of_turn=length - stream.turn_at if continued else 0,
+            written=written,
         )  # fmt: skip
         return pending, cut_by
 
@@ -377,11 +335,13 @@ class Generation:
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool
     ) -> Generated | None:
         """Record a request's tokens and return the event; ``None`` if it was aborted before its first token."""
-        # 1. How it ended.
+        # 1. How it ended. An id that stands for a picture is taken back: no picture stands there.
         finish_reason = pending.finish_reason or FinishReason.ABORT
+        if len(pending.ids) and pending.ids[-1] in self.bound.chat.pads:
+            self._pad = pending.take_back()
         if finish_reason == FinishReason.ABORT and len(pending.ids) == pending.request.sampling.max_tokens:
             finish_reason = FinishReason.LENGTH  # all tokens had arrived; only the finish reason was lost
-        if finish_reason == FinishReason.ABORT and not len(pending.ids):
+        if not len(pending.ids) and (finish_reason == FinishReason.ABORT or self._pad is not None):
             return None
         # 2. The turn's text and calls. If the tokenizer or tool format fails, the tokens are still recorded.
         visit, read_error = self.visit, None

@@ -68,6 +68,7 @@ class BoundTool(ABC):
     kind: str  # what it is, for messages
     schema: Schema
     parameters: Parameters
+    silence = ""  # what to say to its developer where it returns nothing; empty: nothing
     runs_here = False  # whether its code runs in this process, and could end it
     in_thread = False  # whether its calls occupy a thread
     slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
@@ -100,6 +101,12 @@ class BoundTool(ABC):
             problem = described(error, kind) + (f" (at {place})" if place else "")
             _logger.warning("%s failed, %s: %s", self.where, told, problem)
 
+    def report_silence(self) -> None:
+        """Log, once, that a tool which prints has returned nothing: its model reads `null`."""
+        if self.silence and self.silence not in self._reported:
+            self._reported.add(self.silence)
+            _logger.warning("%s %s", self.where, self.silence)
+
     def check(self, tools_kwargs: Mapping[str, object]) -> None:
         """Raise ToolError unless a prompt's ``tools_kwargs`` for this tool fit; most kinds of tools take none."""
         if tools_kwargs:
@@ -114,8 +121,10 @@ class BoundTool(ABC):
         return self.parameters.read(arguments)
 
     def _runs(self, function: Function) -> None:
-        """Note where calls of ``function`` run, and how many at once by default."""
+        """Note where calls of ``function`` run, how many at once by default, and whether it prints."""
         self.runs_here = self.spec.placement == "local"
+        if "print" in getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ()):
+            self.silence = "returned None; did you mean to return what it prints?"
         if self.spec.placement == "process":
             self.slots = os.cpu_count() or 1
         elif self.spec.placement == "local" and not is_async(function):

@@ -198,4 +198,4 @@ def _beginning(size: int, side: Side) -> int:
 
 
 def _marker(tokens: int) -> str:
-    return f"…[{tokens} tokens cut]…"
+    return f"…[{tokens:,} tokens cut]…"

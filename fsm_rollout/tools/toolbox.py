@@ -40,6 +40,7 @@ from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slo
 from fsm_rollout.tools.schema import Schema
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, Unshowable, described, error_text, truncate
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
+from fsm_rollout.trajectory.trace_ids import within
 
 CORRECT = "correct the arguments and try again"
 GO_ON_LATER = "try again later or go on without it"
@@ -185,6 +186,7 @@ class ToolSession:
         context: str = MAIN,
         tokenizer: Tokenizer | None = None,
         room: Callable[[], int] | None = None,
+        span: Callable[[int], str] | None = None,
     ) -> Called:
         """Carry out one attempted call; failures are results, never exceptions.
 
@@ -194,6 +196,7 @@ class ToolSession:
             tokenizer: counts the result's tokens; needed where a tool has ``response_tokens``, and with ``room``.
             room: returns how many tokens a result may have whose tool has no ``response_tokens``, at least
                 :data:`LEAST_TOKENS`; default: any number.
+            span: returns the ``traceparent`` of a try by its number; default: nobody traces it.
 
         Raises:
             ToolError: the session has been released, or a tokenizer is needed.
@@ -221,7 +224,7 @@ class ToolSession:
             # Whoever holds the turn has recorded its call before the next can end: nothing waits behind this block.
             async with turn:
                 # 2. Run, as often as its retry allows; on what keeps state, after the calls that came before.
-                called = replace(await self._run(tool, attempt), seconds=loop.time() - begun)
+                called = replace(await self._run(tool, attempt, span), seconds=loop.time() - begun)
                 if self.keeps and tool.snapshots:
                     await self._keep(tool)
                 # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
@@ -279,8 +282,9 @@ class ToolSession:
             raise
         return [failure for failure in failures if failure is not None]
 
-    async def _run(self, tool: BoundTool, call: ToolCall) -> Called:
-        retry, number = tool.spec.retry, 0
+    async def _run(self, tool: BoundTool, call: ToolCall, span: Callable[[int], str] | None) -> Called:
+        retry, number, clock = tool.spec.retry, 0, asyncio.get_running_loop().time
+        since, failed = clock(), list[tuple[float, str]]()
         attempts = self.toolbox.attempts if retry.attempts == 1 and tool.spec.may_repeat else retry.attempts
         while True:
             number += 1
@@ -288,14 +292,18 @@ class ToolSession:
             try:
                 arguments = tool.read(call.arguments)
             except Exception as error:  # BadArguments, or whatever a validator of the tool's own types raises
-                return _failure(tool, call, error)[0]
+                return replace(_failure(tool, call, error)[0], failed_tries=failed)
             # 2. One try, in one of the tool's slots. What cannot be made text raises.
             try:
                 async with self.toolbox.slot(tool):
                     work = tool.call(self, arguments, partial(self._context, call.id, number))
+                    if span is not None:
+                        work = within(span(number), work)
                     value = await bounded(
                         work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds
                     )
+                if value is None:
+                    tool.report_silence()
                 if isinstance(value, ToolResult):
                     return Called.of(call, tool_messages.result(value.text), reward=value.reward, tries=number)
                 if not isinstance(value, AgentAnswer):
@@ -313,7 +321,10 @@ class ToolSession:
                 called, names = _failure(tool, call, error)
             # 3. Done, unless it failed in a way that is to be tried again. The same arguments stay wrong.
             if called.bad or number >= attempts or (retry.errors and names.isdisjoint(retry.errors)):
-                return replace(called, tries=number)
+                return replace(called, tries=number, failed_tries=failed)
+            now = clock()
+            failed.append((now - since, called.failure or ""))
+            since = now
             jitter = Random(derive_seed(self.seed, "tool", call.id, number, "pause")).uniform(0.5, 1.0)
             await asyncio.sleep(min(LONGEST_PAUSE, self.toolbox.first_pause * 2 ** (number - 1)) * jitter)
 

@@ -7,6 +7,7 @@ and what may stand there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from itertools import islice
 from typing import get_args, get_origin
 
@@ -20,6 +21,7 @@ ConfigData = PlainData  # a configuration as plain data, not checked yet
 MOST = 100  # problems of one file that are told: each is compared with what may stand in its place
 # Keys and list positions from the top of a configuration, say `("transitions", 3, "dest")`.
 ConfigPath = tuple[str | int, ...]
+MISSPELT = 0.8  # how alike an unknown key and a missing one are, so that they are one mistake
 
 
 def describe_path(path: ConfigPath) -> str:
@@ -47,8 +49,12 @@ def explanations(error: ValidationError, root: object, below: ConfigPath = ()) -
     first: dict[ConfigPath, ErrorDetails] = {}
     for item in error.errors(include_url=False):
         first.setdefault(tuple(part for part in item["loc"] if not str(part).startswith("<")), item)
+    unknown = [path for path, item in first.items() if item["type"] == "extra_forbidden"]
     for path, item in islice(first.items(), MOST):
-        yield _explained((*below, *path), item, _model_at(root, path[:-1]))
+        # A key that is missing because it is misspelt is told once, where it stands.
+        beside = [str(other[-1]).partition(":")[0] for other in unknown if other[:-1] == path[:-1]]
+        if item["type"] != "missing" or not get_close_matches(str(path[-1]), beside, cutoff=MISSPELT):
+            yield _explained((*below, *path), item, _model_at(root, path[:-1]))
     if len(first) > MOST:
         yield below, f"and {len(first) - MOST:,} more problems"
 

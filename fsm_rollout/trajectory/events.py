@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from array import array
-from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat, cast
 
 import msgspec
 
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MessagePart, Note
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, MessagePart, Note
 
 # Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)
 PlainData = dict[str, Any]
@@ -52,6 +50,8 @@ class Prompted(Event, frozen=True, kw_only=True, tag="prompted"):
     epoch: float = 0.0  # seconds since 1970: what `at` means in the world
     validate: bool = False
     parent_id: str | None = None
+    called_by: str = ""  # of a sub-agent: the id of its parent's call, and how many times that was tried by then
+    step: int | None = None  # the training step that the run belongs to
     sampling: PlainData = {}  # what the prompt itself says about sampling
     spent: dict[str, int] = {}  # what entering the initial state was charged
 
@@ -69,6 +69,7 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     # The places in `ids` of tokens that spell a control token as plain text (`injection: guard`).
     guarded_at: list[int] = []
     parts: list[MessagePart] = []  # which of the ids are whose text; the others are the chat template's own
+    media: list[MediaSpan] = []  # which of the ids are pictures
     # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
 
@@ -86,7 +87,7 @@ class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
 
     ``state`` is the state that wrote the first of them; ``guarded`` counts control markers in environment text that
     were kept from becoming control tokens, and ``guarded_at`` are the places in ``ids`` of the tokens that spell them.
-    ``parts`` are as in :class:`ContextOpened`, of the pending messages.
+    ``parts`` and ``media`` are as in :class:`ContextOpened`, of the pending messages.
     """
 
     context: str
@@ -95,6 +96,7 @@ class PromptExtended(Event, frozen=True, kw_only=True, tag="extended"):
     guarded: int = 0
     guarded_at: list[int] = []
     parts: list[MessagePart] = []
+    media: list[MediaSpan] = []
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", gc=False):
@@ -121,6 +123,9 @@ class MalformedCall(msgspec.Struct, frozen=True, kw_only=True, tag="broken", gc=
 
 class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     """One generation ended. ``versions`` are run lengths ``(tokens, weight version)`` over ``ids``.
+
+    Tokens of the version -1 were not sampled: the environment wrote them, to close the thinking at its budget
+    (``thinking_tokens``). They have no log-prob (0.0) and the mask 0, and are of the turn like all others.
 
     ``attempts`` holds calls and broken calls in the order of the text, ``message`` what the turn says beside them, all
     of it also where the generation goes on after ``length``. :meth:`said` is the message of the history.
@@ -196,6 +201,8 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     """How long it took, with all waiting, tries and the pauses between them."""
     tries: int = 1
     """How often the tool was run; 0 when the call never reached it."""
+    failed_tries: list[tuple[float, str]] = []
+    """Of each try but the last: how long it took, from the end of the one before, and what failed."""
     truncated_tokens: int = 0
     """How many tokens of the result were cut away: by ``response_tokens``, else because of what the limits had left."""
     child_id: str | None = None
@@ -304,12 +311,14 @@ class Scored(Event, frozen=True, kw_only=True, tag="scored"):
     turn: int | None = None
     source: str = ""
     parts: dict[str, Part] = {}  # what the run's reward reported beside the score, by name
+    seconds: float = 0.0  # how long the run's reward took, for all that it judged at once
 
 
 class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
     """The run's reward gave the trajectory no score: it failed, or had none to give."""
 
     detail: str
+    seconds: float = 0.0  # as of `Scored`
 
 
 DIED = "the process died during a call"  # the `reason` of `Suspended` that is found out when the run is resumed
@@ -331,6 +340,7 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     away: float
     weight_version: int = 0  # the weights that it goes on with
     epoch: float = 0.0  # seconds since 1970: what `at` means in the world, also where another process goes on
+    step: int | None = None  # the training step in which it goes on
 
 
 class Snapshotted(Event, frozen=True, kw_only=True, tag="snapshotted"):
@@ -362,52 +372,3 @@ AnyEvent = (
     | UserReplied | LimitCharged | Refused | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed
     | Snapshotted | Restored | Ended
 )  # fmt: skip
-
-
-def plain_array(value: object) -> object:
-    """Return an array as MessagePack can have it; hook of encoders."""
-    if isinstance(value, array):
-        return (value.typecode, value.tobytes())
-    raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
-
-
-def array_of(kind: type, value: tuple[str, bytes]) -> object:
-    """Return the array that :func:`plain_array` was given; hook of decoders."""
-    typecode, data = value
-    decoded: Ids | Logprobs = array(typecode)
-    decoded.frombytes(data)
-    return decoded
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=plain_array)
-_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent, dec_hook=array_of)
-_unpacker: msgspec.msgpack.Decoder[list[AnyEvent]] = msgspec.msgpack.Decoder(list[AnyEvent], dec_hook=array_of)
-
-
-# Packs an event (MessagePack); a TypeError says that it holds something that is not plain data, such as an object in a
-# prompt's extra fields.
-encode: Callable[[AnyEvent], bytes] = _encoder.encode
-
-
-def unwritable(data: object) -> str | None:
-    """Return why plain data cannot stand in an event (lone surrogates, integers over 64 bits), or ``None``."""
-    try:
-        _encoder.encode(data)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return f"the values cannot be written down: {error}"
-    return None
-
-
-def decode(data: bytes) -> AnyEvent:
-    """Unpack what :func:`encode` packed; equal to the event that went in."""
-    return _decoder.decode(data)
-
-
-def pack(encoded: Sequence[bytes]) -> bytes:
-    """Join what :func:`encode` packed to one MessagePack array, without encoding anything again."""
-    return b"".join((b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
-
-
-def unpack(data: bytes) -> list[AnyEvent]:
-    """Unpack what :func:`pack` joined."""
-    return _unpacker.decode(data)

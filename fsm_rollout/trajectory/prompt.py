@@ -1,8 +1,8 @@
 """Prompts: what trajectories begin from, read from a file or taken from Python.
 
-Invariant: a :class:`Prompt` that comes out of here can be run: its messages are text with known roles and leave the
-next word to the assistant, its id is its own, and everything else in it is plain data. What is wrong with a file is
-found all in one go, each with its line.
+Invariant: a :class:`Prompt` that comes out of here can be run: its messages are text and stored pictures, with known
+roles, and leave the next word to the assistant, its id is its own, and everything else in it is plain data. What is
+wrong with a file is found all in one go, each with its line.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import json
 import logging
 import os
 import re
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Annotated, NamedTuple, NoReturn, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from fsm_rollout.errors import FILE_LIKENESS, ConfigError, Problem, close_match, did_you_mean
+from fsm_rollout.errors import FILE_LIKENESS, ConfigError, PictureError, Problem, close_match, did_you_mean
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.dataset_rows import in_our_words, rows_of_table, without_nulls
-from fsm_rollout.trajectory.events import Message, PlainData, unwritable
+from fsm_rollout.trajectory.event_bytes import unwritable
+from fsm_rollout.trajectory.events import Message, PlainData
+from fsm_rollout.trajectory.pictures import is_picture, stored_pictures
 from fsm_rollout.trajectory.settings import Limits, Sampling, StrictModel
+from fsm_rollout.trajectory.stream import media_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ SHOWN_PROBLEMS = 20
 class Prompt(StrictModel):
     """One prompt: chat messages in OpenAI's form, and settings of its own.
 
+    A message's content is a text, or a list of parts that are texts and pictures, as ``stored_pictures`` reads them.
     Fields beyond these are kept (``answer``, ``tools_kwargs``, ``interaction_kwargs``, whatever a reward wants to see)
     and are found in :attr:`extra`.
     """
@@ -59,8 +64,12 @@ class Prompt(StrictModel):
 
     @field_validator("messages")
     @classmethod
-    def _runnable(cls, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        wrong = [f"message {number} {what}" for number, message in enumerate(messages) for what in _wrong_with(message)]
+    def _runnable(cls, messages: tuple[Message, ...], info: ValidationInfo) -> tuple[Message, ...]:
+        """Return messages that can be run; the context is the folder below which they may name pictures."""
+        wrong = list[str]()
+        if _show_parts(messages):
+            messages = tuple(_stored(message, number, info.context, wrong) for number, message in enumerate(messages))
+        wrong += [f"message {at} {what}" for at, message in enumerate(messages) for what in _wrong_with(message)]
         if not messages:
             wrong = ["there are none; a prompt needs at least one"]
         elif messages[-1].get("role") == "assistant":
@@ -86,17 +95,41 @@ class Prompt(StrictModel):
         return dict(self.model_extra or {})
 
 
+def _show_parts(messages: Sequence[object]) -> bool:
+    """Say whether some message is a list of parts; asked of every prompt."""
+    for message in messages:
+        if type(message) is dict and type(message.get("content")) is str:  # by far the most common
+            continue
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
+            return True
+    return False
+
+
+def _stored(message: Message, number: int, base: Path | None, wrong: list[str]) -> Message:
+    """Return a message with its pictures stored, or add what is wrong with them."""
+    try:
+        return stored_pictures(message, base)
+    except PictureError as error:
+        wrong.append(f"message {number}, {error}")
+        return message
+
+
 def _wrong_with(message: Mapping[str, object]) -> Iterator[str]:
     role, content = message.get("role"), message.get("content")
     if role is None:
         yield "has no role"
     elif role not in ROLES:
         yield f"has the unknown role {role!r}{did_you_mean(str(role), ROLES)}"
-    if isinstance(content, list):
-        yield "has a list as its content; multi-modal content is not supported yet, give one text"
+    if isinstance(content, str):
+        return
+    if isinstance(content, list | tuple):
+        for part in media_of(message):
+            if not is_picture(part):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                yield f"holds a part of type {kind!r}; only text and pictures are read"
     elif content is None and not (role == "assistant" and message.get("tool_calls")):
         yield "has no content"
-    elif not isinstance(content, str | None):
+    elif content is not None:
         yield f"has a content that is not text: {content!r}"
 
 
@@ -108,6 +141,8 @@ class _Item(NamedTuple):
     line: int | None
     name: str = ""
     columns: Mapping[str, str] = {}
+    base: Path | None = None
+    """The folder below which pictures may be named."""
 
     def problem(self, message: str) -> Problem:
         return Problem(f"{self.name}: {message}" if self.name else message, self.file, self.line)
@@ -144,26 +179,35 @@ def read_prompts(
 
 
 def as_prompts(
-    items: Iterable[Prompt | Mapping[str, object] | str] | str | Path, *, named: bool = True
+    items: Iterable[Prompt | Mapping[str, object] | str] | str | Path,
+    limit: int | None = None,
+    *,
+    named: bool = True,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Prompt]:
     """Return prompts for what Python code gives: prompts, mappings with their fields, texts (one user message).
 
-    A ``datasets.Dataset`` is such a list of mappings. One text (or path) that ends as a file of prompts does is read
-    as one.
+    A ``datasets.Dataset`` is such a list of mappings. Texts that name pictures lead below the working directory, or
+    where the data set has its files. One text (or path) that ends as a file of prompts does is read
+    as one. ``limit`` and ``columns`` are as for :func:`read_prompts`.
 
     All that is wrong with them is one ConfigError, as for :func:`read_prompts`.
     """
     if isinstance(items, str | Path) and Path(items).suffix.lower() in PROMPT_FILES:
-        return read_prompts(items)
+        return read_prompts(items, limit, columns=columns)
     if isinstance(items, str | Path | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
-    given = enumerate(items if isinstance(items, list) else rows_of_table(items))
-    return _checked((_Item(item, None, None, f"prompts[{index}]") for index, item in given), named=named)
+    rows, base = rows_of_table(items)
+    given = (_Item(row, None, None, f"prompts[{index}]", base=base) for index, row in enumerate(islice(rows, limit)))
+    return _checked(given, named=named, columns=columns)
 
 
-def as_prompt(item: Prompt | Mapping[str, object] | str, index: int) -> Prompt:
-    """Return the prompt of one item, the ``index``-th of those that come one by one, or raise ConfigError."""
-    return _prompt(_Item(item, None, None, f"prompts[{index}]"))
+def as_prompt(item: Prompt | Mapping[str, object] | str, index: int, base: Path | None = None) -> Prompt:
+    """Return the prompt of one item, the ``index``-th of those that come one by one, or raise ConfigError.
+
+    ``base`` is the folder below which it may name pictures; without one it names none.
+    """
+    return _prompt(_Item(item, None, None, f"prompts[{index}]", base=base))
 
 
 def _checked(
@@ -239,7 +283,13 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
             fields = in_our_words(data, item.columns)
             if default_id is not None and fields.get("prompt_id") is None:
                 fields["prompt_id"] = default_id
-            prompt = Prompt.model_validate_json(json.dumps(fields), strict=True)
+            messages = fields.get("messages")
+            shown = isinstance(messages, list | tuple) and _show_parts(messages)
+            if shown:  # pictures are no JSON
+                fields["messages"] = [{"role": "user", "content": ""}]
+            prompt = Prompt.model_validate_json(_encoder.encode(fields), strict=True)
+            if shown:
+                prompt = Prompt.model_validate(dict(prompt) | {"messages": messages}, context=item.base)
     except ConfigError as error:
         raise ConfigError([item.problem(problem.message) for problem in error.problems]) from None
     except ValidationError as error:
@@ -253,6 +303,16 @@ def _prompt(item: _Item, default_id: str | None = None) -> Prompt:
         what = "something that is not plain data (text, numbers, lists, mappings)"
         raise ConfigError(item.problem(f"holds {what}: {error}")) from None
     return prompt
+
+
+def _bytes_as_text(value: object) -> str:
+    """Return bytes in base64; hook of what writes JSON."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"a {type(value).__name__} is none")
+    return b64encode(value).decode()
+
+
+_encoder = json.JSONEncoder(default=_bytes_as_text)
 
 
 # -- files ------------------------------------------------------------------------------------------------------
@@ -280,7 +340,7 @@ def _jsonl(path: Path) -> Iterator[_Item | Problem]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
-                    yield _Item(_decoder.decode(text), str(path), number)
+                    yield _Item(_decoder.decode(text), str(path), number, base=path.parent)
             except (ValueError, RecursionError) as error:
                 yield _syntax_problem(error, path, number)
 
@@ -300,7 +360,7 @@ def _json(path: Path) -> Iterator[_Item | Problem]:
         while text[at : at + 1] != "]":
             line, counted = line + text.count("\n", counted, at), at
             data, at = _decoder.raw_decode(text, at)
-            yield _Item(data, str(path), line)
+            yield _Item(data, str(path), line, base=path.parent)
             at = _after_blanks(text, at)
             if text[at : at + 1] == ",":
                 at = _after_blanks(text, at + 1)
@@ -347,7 +407,7 @@ def _parquet(path: Path) -> Iterator[_Item | Problem]:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield _Item(without_nulls(row), str(path), None, f"record {number}")
+                    yield _Item(without_nulls(row), str(path), None, f"record {number}", base=path.parent)
     except ArrowException as error:
         yield Problem(f"is not parquet that can be read: {error}", str(path))
 

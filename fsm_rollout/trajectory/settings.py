@@ -123,6 +123,11 @@ class Sampling(StrictModel):
         description="a turn ends with the token that completes one of these strings in its text, which stays in the "
         "turn; `[]`: none ends it",
     )
+    thinking_tokens: Count | None = Field(
+        None,
+        description="tokens sampled within a turn's thinking; then it is closed, by the chat template's own tokens and "
+        "with mask 0, and the turn goes on",
+    )
     ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
 
     def over(self, base: Sampling) -> Sampling:
@@ -130,9 +135,12 @@ class Sampling(StrictModel):
         return base.model_copy(update=self.model_dump(exclude_none=True))
 
     def over_at_most(self, base: Sampling) -> Sampling:
-        """Return what :meth:`over` does, with the lower of both ``max_tokens``."""
-        bounds = [sampling.max_tokens for sampling in (self, base) if sampling.max_tokens is not None]
-        return self.over(base).model_copy(update={"max_tokens": min(bounds, default=None)})
+        """Return what :meth:`over` does, with the lower of both ``max_tokens`` and ``thinking_tokens``."""
+        lower: dict[str, int | None] = {}
+        for name in ("max_tokens", "thinking_tokens"):
+            bounds = [bound for bound in (getattr(self, name), getattr(base, name)) if bound is not None]
+            lower[name] = min(bounds, default=None)
+        return self.over(base).model_copy(update=lower)
 
 
 class Limits(StrictModel):

@@ -17,7 +17,7 @@ from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.tokens import Ids, MessagePart, TokenStream
+from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream
 
 
 class SampledWith(NamedTuple):
@@ -57,6 +57,8 @@ class Stream(msgspec.Struct):
     """Positions of tokens that spell a control token as plain text (``injection: guard``)."""
     parts: list[MessagePart]
     """Which tokens are whose text, what was sampled included; what no part holds is the chat template's own."""
+    media: list[MediaSpan]
+    """Which tokens are pictures, in order."""
     sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
     pending_state: str | None = None
@@ -94,6 +96,7 @@ class Stream(msgspec.Struct):
             turn_at=len(event.ids),
             guarded_at=list(event.guarded_at),
             parts=list(event.parts),
+            media=list(event.media),
             sampled_with=[],
         )
 
@@ -102,6 +105,7 @@ class Stream(msgspec.Struct):
         length = self.tokens.length
         self.guarded_at.extend([length + at for at in event.guarded_at])
         self.parts.extend([part.moved(length, self.glued) for part in event.parts])
+        self.media.extend([span.moved(length) for span in event.media])
         self.tokens.write(event.ids, state=event.state, turn=turn)
         self.awaiting = True
         self.glued = len(self.messages)
@@ -146,7 +150,10 @@ class Stream(msgspec.Struct):
             ids, logprobs, after = event.ids, event.logprobs, start + count
             if count < len(ids):
                 ids, logprobs = ids[start:after], logprobs[start:after]
-            self.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
+            if version == NO_VERSION:  # what closed its thinking
+                self.tokens.write(ids, state=event.state, turn=turn)
+            else:
+                self.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
             start = after
         self.awaiting = False
         self.finish_reason = event.finish_reason
@@ -155,7 +162,7 @@ class Stream(msgspec.Struct):
 
     @property
     def turn_ids(self) -> Ids:
-        """What was sampled for the latest assistant turn (several generations when it was cut and went on)."""
+        """The latest assistant turn's (of several generations when it was cut and went on)."""
         return self.tokens.tail(self.turn_at)
 
 
@@ -179,7 +186,7 @@ class AssistantTurn(msgspec.Struct, gc=False):
     generations: list[int] = []
     """The indexes of the generations that it came from; several when it was cut and went on."""
     tokens: int = 0
-    """How many tokens were sampled for it."""
+    """How many tokens it has: those sampled for it, and what closed its thinking."""
 
     @property
     def text(self) -> str:

@@ -87,10 +87,29 @@ class MediaSpan(NamedTuple):
     start: int
     length: int
     picture: StoredPicture
+    placeholder: int
+    """The one id that the chat template writes for it, which these tokens stand in the place of."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + self.length
 
     def moved(self, tokens: int) -> MediaSpan:
         """Return it so many tokens further on."""
-        return MediaSpan(self.start + tokens, self.length, self.picture)
+        return MediaSpan(self.start + tokens, self.length, self.picture, self.placeholder)
+
+
+def collapsed(ids: Ids, media: Sequence[MediaSpan]) -> Ids:
+    """Return ids with the placeholder of each picture, once, instead of its span."""
+    if not media:
+        return ids
+    short, start = array("i"), 0
+    for span in media:
+        short += ids[start : span.start]
+        short.append(span.placeholder)
+        start = span.end
+    return short + ids[start:]
 
 
 class NoteKind(StrEnum):

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from tests import programs
+from tests.integration.chromium import browser  # noqa: F401  # a fixture of several modules
 
 SHARED = ("ray", "sglang", "browser")
 """Servers that are started once per worker: their tests run on one worker together."""

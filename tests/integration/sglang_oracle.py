@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+from msgspec.structs import replace
 
-from fsm_rollout.engines.protocol import Chunk, Engine, Request, SamplingParams
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Chunk, Engine, Request, SamplingParams, Thinking
 from fsm_rollout.model import embedded_model
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.tokens import NO_VERSION, as_ids
 
 PROMPTS = ("1", "What is (37 + 58) * 4?", "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "a b c d")
 
@@ -107,6 +110,26 @@ async def ask(engine: Engine, *requests: Request, patience: float = PATIENCE) ->
     async with asyncio.timeout(patience):
         await got.drain(engine.generate(requests))
     return list(got.values())
+
+
+async def closes_thinking(client: EngineClient, asked: Request) -> None:
+    """Close the thinking of a turn that begins in it after 7 tokens; each part is what is sampled for it alone."""
+    close = as_ids(client.facts.tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
+    thinking = Thinking(7, True, "<think>", "</think>", close)
+    pending = client.submit(replace(asked, sampling=replace(asked.sampling, thinking=thinking)))
+    await asyncio.wait_for(pending.done.wait(), PATIENCE)
+    length, version = asked.sampling.max_tokens, client.weight_version
+    assert (pending.finish_reason, pending.error) == ("length", None)
+    assert pending.versions == [(7, version), (len(close), NO_VERSION), (length - 7 - len(close), version)]
+    assert pending.ids[7 : 7 + len(close)] == close
+    right = expected("final", list(asked.ids), list(pending.ids), asked.sampling)
+    right[7 : 7 + len(close)] = [0.0] * len(close)
+    assert pending.logprobs.tolist() == pytest.approx(right, abs=2e-3)
+    alone = client.submit(replace(asked, request_id="1st", sampling=replace(asked.sampling, max_tokens=7)))
+    rest = client.submit(asked.continued(pending.ids[: 7 + len(close)], "2nd"))
+    for part in (alone, rest):
+        await asyncio.wait_for(part.done.wait(), PATIENCE)
+    assert pending.ids == alone.ids + close + rest.ids
 
 
 def worst(got: Got, weights: Mapping[int, str]) -> float:

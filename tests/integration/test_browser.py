@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import threading
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal import events as events_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
+from tests.integration.chromium import NEEDED, emulate, quiet, unfolded
 from tests.unit.diagrams.sixty_states import sixty_states
 from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, history, write_run
 
@@ -35,30 +34,8 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None, reason="no chromium with chromedriver here: apt-get install chromium-driver"
-    ),
-]
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage"
-)
+pytestmark = NEEDED
 CALM = "The answer is 3."
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "--window-size=1280,900"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(600)
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +55,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def emulate(browser: Any, width: int, *, dark: bool, height: int = 900) -> None:
-    """Have a window of that size, in that colour scheme."""
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
 def opened(browser: Any, page: Path, *, width: int = 1280, dark: bool = False) -> Any:
     emulate(browser, width, dark=dark)
     browser.get_log("browser")
@@ -94,34 +63,9 @@ def opened(browser: Any, page: Path, *, width: int = 1280, dark: bool = False) -
     return browser
 
 
-def quiet(browser: Any) -> None:
-    assert browser.get_log("browser") == []
-    assert browser.title != "owned"
-
-
 def page_of(run: Path, trajectory_id: str, tmp_path: Path) -> Path:
     show(run, trajectory_id, tmp_path / "t.html")
     return tmp_path / "t.html"
-
-
-def unfolded(browser: Any) -> None:
-    """Unfold everything and scroll through it, as a reader would; return when every token has been drawn."""
-    browser.execute_script("for (const more of document.querySelectorAll('button.more')) more.click()")
-    browser.execute_async_script(
-        """
-        const done = arguments[0];
-        const step = () => {
-          const next = document.querySelector(".empty");
-          if (!next) {
-            const more = document.querySelectorAll("button.more");
-            if (!more.length) return done();
-            more.forEach((button) => button.click());
-          } else next.scrollIntoView();
-          requestAnimationFrame(() => setTimeout(step));
-        };
-        step();
-        """
-    )
 
 
 @pytest.mark.parametrize("trajectory_id", ["0/0", "0/1", "1/1"])

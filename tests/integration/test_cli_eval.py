@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs import runner
 from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.trajectory.journal import metadata, trajectory_ids
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import CONFIGS
 
+INTERRUPTED = Path("interrupted")  # is there until a reward has been interrupted
 RUN = f"""
 agent: {CONFIGS}/agents/single_turn.yaml
 prompts: prompts.jsonl
@@ -95,3 +99,35 @@ def test_an_agents_file_is_enough_with_prompts_and_a_reward(place: Path) -> None
 def test_looks_and_a_target_do_not_go_together(place: Path) -> None:
     output = CliRunner().invoke(app, ["eval", "run.yaml", "target_groups=3", "--until", "0.1"]).output
     assert "leave out 'target_groups'" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "temperature"), [("n: 1", 0.0), ("n: 4", None), ("n: 4\nvalidation_sampling: {temperature: 0.3}", 0.3)]
+)
+def test_samples_of_one_prompt_are_not_all_the_same(place: Path, text: str, temperature: float | None) -> None:
+    (place / "run.yaml").write_text(RUN.replace("n: 2", text).partition("variants:")[0] + "out: runs/sums", "utf-8")
+    (config,) = evaluations(place / "run.yaml", [])
+    assert config.validation_sampling.temperature == temperature
+
+
+def interrupts(trajectory: Trajectory) -> float:
+    if INTERRUPTED.is_file():
+        signal.raise_signal(signal.SIGINT)
+        INTERRUPTED.unlink()
+    return 1.0
+
+
+def test_the_command_that_goes_on_where_an_agents_evaluation_was_interrupted(place: Path) -> None:
+    INTERRUPTED.touch()
+    engine = 'engine={kind: scripted, turns: ["It is 4."]}'
+    words = ["eval", str(CONFIGS / "agents/single_turn.yaml"), engine, "limit=3", f"reward={__name__}:interrupts"]
+    words += ["--data", "prompts.jsonl", "-n", "2", "--by", "answer"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = CliRunner().invoke(app, [*words, "--replace"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.exit_code == 130
+    assert done.output.endswith(f"interrupted; to continue: {shlex.join(['fsm-rollout', *words])}\n")
+    again = CliRunner().invoke(app, words)
+    assert (again.exit_code, "3 × 2" in again.output) == (0, True), again.output

@@ -255,8 +255,8 @@ def test_a_run_goes_on_behind_a_journal_that_is_closed(run: Path, monkeypatch: p
         answers.append(f"{moment}: {done.returncode} {done.stderr.partition(' (')[0]}")
 
     report = runner.write_report
-    check = runner._check_parts
-    monkeypatch.setattr(runner, "_check_parts", lambda *given: (replace("before"), check(*given)))
+    check = runner.check_parts
+    monkeypatch.setattr(runner, "check_parts", lambda *given: (replace("before"), check(*given)))
     monkeypatch.setattr(runner, "write_report", lambda *a, **k: (replace("after"), report(*a, **k)))
     execute(load_run(run), Ear())
     refusal = f"2 out: '{folder}' holds a run that is still going on"

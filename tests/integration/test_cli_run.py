@@ -94,15 +94,6 @@ def test_a_kind_given_on_the_command_line_is_to_blame_for_the_file_s_keys(place:
     ran(place, "engine.kind=transformers", "engine.turns=null")
 
 
-def test_an_agent_and_a_run_are_told_apart(place: Path) -> None:
-    agent, run = str(place / "agent.yaml"), str(place / "run.yaml")
-    for command, file, says in (("run", agent, "is an agent's YAML, which `fsm-rollout check` takes"),
-                                ("check", run, "is a run's YAML, which `fsm-rollout run` takes")):  # fmt: skip
-        done = CliRunner().invoke(app, [command, file])
-        (line,) = done.output.splitlines()
-        assert (done.exit_code, line.startswith(f"{file}: {says}")) == (2, True), line
-
-
 def test_empty_and_missing_files(place: Path) -> None:
     (place / "prompts.jsonl").write_text("", "utf-8")
     assert "prompts.jsonl" in refused(place)

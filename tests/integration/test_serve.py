@@ -72,6 +72,7 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     shown = CliRunner().invoke(app, ["show", folder, "--trajectory", str(second.trajectory)])
     assert shown.exit_code == 0, shown.output
     assert "What is that plus 3?" in shown.output
+    assert "the server has ended" in " ".join(shown.output.split())
     for command, says in (
         (["replay", folder], "4 trajectories replayed, 0 of them differ"),
         (["export", folder, "-o", str(tmp_path / "rows.jsonl")], "4 rows of 4 trajectories"),

@@ -44,7 +44,17 @@ from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
-from tests.integration.sglang_oracle import PATIENCE, Answers, Got, ask, expected, model, request, worst
+from tests.integration.sglang_oracle import (
+    PATIENCE,
+    Answers,
+    Got,
+    ask,
+    closes_thinking,
+    expected,
+    model,
+    request,
+    worst,
+)
 from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import ROOT, ratios
 from tests.programs import started
@@ -177,6 +187,15 @@ def test_a_turn_ends_at_a_stop_string_of_which_sglang_is_not_told(served: Served
         await served.pool.drain()
 
     asyncio.run(ended())
+
+
+def test_thinking_is_closed_at_its_budget(served: Served) -> None:
+    async def closed() -> None:
+        asked = request(served.engine, next(names), 2, 60, temperature=0.0, ignore_eos=True)
+        await closes_thinking(EngineClient(served.pool), asked)
+        await served.pool.drain()
+
+    asyncio.run(closed())
 
 
 def test_a_top_k_beyond_what_sglang_can_answer_for_is_refused_alone(engine: SGLangEngine) -> None:

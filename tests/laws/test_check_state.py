@@ -204,7 +204,7 @@ async def writes_numbers(self, trajectory, ctx):
     says(ctx, 42)
 
 
-@handler(2, "message 0 holds a part of type 'image'")
+@handler(2, "message 0 holds a picture")
 async def writes_parts(self, trajectory, ctx):
     says(ctx, [{"type": "image", "url": "a.png"}])
 

@@ -190,6 +190,15 @@ async def returns_an_object(a: int) -> object:
     return object()
 
 
+def prints(city: str) -> None:
+    """Print the weather.
+
+    Args:
+        city: Where.
+    """
+    print(f"It rains in {city}.")
+
+
 async def hangs(a: int) -> int:
     """Wait for nothing."""
     await asyncio.Event().wait()
@@ -406,6 +415,7 @@ async def computes_for_ever(a: int) -> int:
         (always_raises, 2, r"raised on all \d+ calls .*ConnectionError: no route"),
         (takes_anything, 3, "took {'a': 'no number'}, though 'a' is of another type"),
         (returns_an_object, 4, "cannot be shown to a model"),
+        (prints, 4, r"prints returned None; did you mean to return what it prints\?"),
         (hangs, 4, r"did not return within 60 s; .*time is virtual.*external\(\)"),
         (spins, 4, "a call of spins never ends: .*time never passes"),
         (swallows, 5, "cancelled at its await number 2 .*swallowed it"),

@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, LimitCharged, encode, pack
+from fsm_rollout.trajectory.event_bytes import encode, pack
+from fsm_rollout.trajectory.events import AnyEvent, LimitCharged
 from fsm_rollout.trajectory.journal import Journal, histories, metadata
 from fsm_rollout.trajectory.journal.schema import PAGE
 from tests.events import prompted

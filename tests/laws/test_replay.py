@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.journal import Journal, read
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.tokens import Owner, as_ids
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.kit import ROOT
@@ -80,15 +81,23 @@ def test_every_run_replays(name: str, engines: dict[str, str], tmp_path: Path) -
 AGENT = fr.load_agent(CONFIGS / "agents/tool_agent.yaml")
 
 
-def test_versions_and_interrupted_generations_replay(tmp_path: Path) -> None:
-    """Weights change while a turn is sampled, and a generation is set aside and resumed in the next step."""
+@pytest.mark.parametrize("budget", [None, 2, 6])
+def test_versions_and_interrupted_generations_replay(tmp_path: Path, budget: int | None) -> None:
+    """Weights change while a turn is sampled, and a generation is set aside and resumed in the next step.
+
+    Its thinking is closed by the environment where there is a budget for it.
+    """
+    sampling = {} if budget is None else {"thinking_tokens": budget}
 
     def turn(request: Request) -> Turn:
         delay = 0.01 if request.group_id == "0" else 0.03
-        return Turn(text="The answer is 3." if request.turn else CALL, chunks=8, delay=delay)
+        said = "The answer is 3." if request.turn else CALL
+        return Turn(
+            text=f"<think>\nI think and think.\n</think>\n\n{said}" if sampling else said, chunks=8, delay=delay
+        )
 
     engine = fr.ScriptedEngine(turn, tokenizer=tokenizer())
-    with fr.Rollout(AGENT, engine, journal=Journal(tmp_path / "j.sqlite")) as rollout:
+    with fr.Rollout(AGENT, engine, journal=Journal(tmp_path / "j.sqlite"), sampling=sampling) as rollout:
 
         async def go() -> None:
             stream = rollout.arun([f"1 + {i}?" for i in range(4)], target_groups=1, over_sample=4)
@@ -105,10 +114,18 @@ def test_versions_and_interrupted_generations_replay(tmp_path: Path) -> None:
         rollout.journal.close()
     before = {t.trajectory_id: t for t in read(tmp_path / "j.sqlite")}
     assert {span.version for t in before.values() for s in t.streams for span in s.tokens.sampled()} == {0, 1, 2}
-    with fr.Rollout(AGENT, {"kind": "replay", "run": tmp_path / "j.sqlite"}) as rollout:
+    closed = [
+        (one.turn, other.owner)
+        for trajectory in before.values()
+        for stream in trajectory.streams
+        for one, other in pairwise(stream.tokens.spans)
+        if one.owner is Owner.MODEL and one.turn == other.turn and one.version != other.version
+    ]
+    assert any(owner is Owner.ENVIRONMENT for _, owner in closed) == bool(sampling)
+    with fr.Rollout(AGENT, {"kind": "replay", "run": tmp_path / "j.sqlite"}, sampling=sampling) as rollout:
         groups = rollout.run([f"1 + {i}?" for i in range(4)])
     assert len(groups) == 4
-    with fr.Rollout(AGENT, replay(tmp_path / "j.sqlite")) as rollout:
+    with fr.Rollout(AGENT, replay(tmp_path / "j.sqlite"), sampling=sampling) as rollout:
 
         async def again() -> list[Trajectory]:
             return [t async for g in rollout.stream([f"1 + {i}?" for i in range(4)]) for t in g.all]
@@ -116,6 +133,10 @@ def test_versions_and_interrupted_generations_replay(tmp_path: Path) -> None:
         after = asyncio.run(again())
     for trajectory in after:
         assert streams(trajectory) == streams(before[trajectory.trajectory_id])
+    if sampling:
+        unbounded = replayed(tmp_path / "j.sqlite", prompt="1 + 0?")
+        assert unbounded.stop_reason == "failed:ReplayDiverged"
+        assert "the thinking of generation 0 (from 0) of trajectory '0/0' in 'main' was closed" in str(unbounded.detail)
 
 
 @pytest.fixture

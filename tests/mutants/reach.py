@@ -1,21 +1,28 @@
 """Which test runs which line of the core, and how long it takes: measured once for each file of tests as it is now.
 
-What tests leave in programs of their own is not seen.
+What tests leave in programs of their own is not seen. Nor is what runs on import: it is for whoever runs any line of
+the file, and for the tests that mirror its folder.
+
+Invariant: lines are those of the files as they are now. A file of tests is measured again when it changes, not when the
+package does: lines that moved since are followed, and what was changed or came in is run by whoever ran what stood
+there.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from coverage import Coverage
-from coverage.numbits import num_in_numbits, numbits_to_nums
+from coverage.numbits import numbits_to_nums
 
 from tests.mutants.runner import FAILED, PASSED, ROOT, in_a_child
 
@@ -61,8 +68,9 @@ class Measure:
         if self._coverage is not None:
             self._coverage.stop()
             self._coverage.save()
-            ran = [self._file, *(of_package(name) for name in self._coverage.get_data().measured_files())]
-            known = {"seconds": self._seconds, "files": {name: digest(Path.cwd() / name) for name in ran}}
+            data = self._coverage.get_data()
+            files = [self._file, *(of_package(name) for name in data.measured_files() if data.lines(name))]
+            known = {"seconds": self._seconds, "files": {name: kept(Path.cwd() / name) for name in files}}
             place(self._file, "json").write_text(json.dumps(known), "utf-8")
 
 
@@ -76,17 +84,36 @@ def of_package(path: str) -> str:
     return f"fsm_rollout/{path.rpartition('/fsm_rollout/')[2]}"
 
 
-def digest(path: Path) -> str:
-    """Return what changes when a file does."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+def kept(path: Path) -> str:
+    """Return the digest of a file, which is kept by it."""
+    text = path.read_bytes()
+    digest = hashlib.sha256(text).hexdigest()
+    (CACHE / digest).write_bytes(text)
+    return digest
 
 
 def known_of(file: str) -> dict[str, Any] | None:
-    """Return what was measured of a file of tests, if it and all that it runs are as they were."""
-    if not (kept := place(file, "json")).exists():
+    """Return what was measured of a file of tests, if it is as it was and all that it runs still exists."""
+    if not place(file, "json").exists():
         return None
-    known: dict[str, Any] = json.loads(kept.read_text("utf-8"))
-    return known if all(digest(ROOT / name) == old for name, old in known["files"].items()) else None
+    known: dict[str, Any] = json.loads(place(file, "json").read_text("utf-8"))
+    is_same = kept(ROOT / file) == known["files"][file]
+    return known if is_same and all((ROOT / name).exists() for name in known["files"]) else None
+
+
+@cache
+def followed(name: str, digest: str) -> dict[int, set[int]]:
+    """Return for each line of a file as it was those of today that stand in its place."""
+    old, new = (path.read_text("utf-8").splitlines() for path in (CACHE / digest, ROOT / name))
+    now: dict[int, set[int]] = defaultdict(set)
+    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            for line in range(start, end):
+                now[line + 1].add(line + 1 + new_start - start)
+        else:  # what came in alone goes with the line before it
+            for line in range(start, end) or (start - 1,):
+                now[line + 1].update(range(new_start + 1, new_end + 1))
+    return now
 
 
 class Reach:
@@ -102,43 +129,46 @@ class Reach:
             if verdict.status not in (PASSED, FAILED):
                 raise SystemExit(f"the tests cannot be measured: {verdict.test}")
         self.seconds: dict[str, float] = {}
-        self._lines: dict[str, list[tuple[str, bytes]]] = defaultdict(list)
+        self._lines: dict[str, list[tuple[str, set[int]]]] = defaultdict(list)
         self._weight: dict[str, int] = defaultdict(int)
         for file in files:
             if (known := known_of(file)) is not None:  # else all its tests are skipped here
                 self.seconds |= known["seconds"]
-                self._read(place(file, "sqlite"))
+                self._read(file, known["files"])
 
-    def _read(self, kept: Path) -> None:
-        with closing(sqlite3.connect(kept)) as database:
+    def _read(self, tests: str, files: dict[str, str]) -> None:
+        with closing(sqlite3.connect(place(tests, "sqlite"))) as database:
             for file, test, bits in database.execute(
                 "select path, context, numbits from line_bits join file on file.id = file_id "
                 "join context on context.id = context_id where context != ''"
             ):
-                self._lines[of_package(file).partition("/")[2]].append((test, bits))
-                self._weight[test] += len(numbits_to_nums(bits))
+                old, now = numbits_to_nums(bits), followed(of_package(file), files[of_package(file)])
+                self._lines[of_package(file).partition("/")[2]].append((test, set().union(*map(now.__getitem__, old))))
+                self._weight[test] += len(old)
 
     def tests_of(self, file: str, lines: Iterable[int] | None) -> Sequence[str]:
-        """Return the tests that run one of the lines (any, without), those that are about the file first.
+        """Return the tests that run one of the lines (on import, without): those first that are about the file.
 
         Then come those that run little else, and are quick; then those of programs.
         """
-        found = {
-            test for test, bits in self._lines[file]
-            if lines is None or any(num_in_numbits(line, bits) for line in lines)
-        }  # fmt: skip
-        mirror = f"tests/unit/{Path(file).parent}"
+        folder = next(up for up in Path(file).parents if (ROOT / "tests/unit" / up).is_dir())
+        mirror = f"tests/unit/{folder}/"
+        own = f"{mirror}test_{Path(file).stem}.py::"
+        found = {test for test, ran in self._lines[file] if lines is None or not ran.isdisjoint(lines)}
+        if lines is None:
+            found.update(test for test in self.seconds if test.startswith(mirror))
         programs = tuple(
             f"tests/integration/{name}::"
             for begins, names in ELSEWHERE.items()
             if file.startswith(begins)
             for name in names
         )
+
+        def rank(test: str) -> tuple[bool, bool, float]:
+            return not test.startswith(own), not test.startswith(mirror), self._weight[test] * (1 + self.seconds[test])
+
         return [
-            *sorted(
-                filter(self._passes, found),
-                key=lambda test: (not test.startswith(mirror), self._weight[test] * (1 + self.seconds[test])),
-            ),
+            *sorted(filter(self._passes, found), key=rank),
             *(
                 test
                 for test in self.seconds

@@ -19,12 +19,19 @@ from pathlib import Path
 from tests.cases import table
 from tests.mutants.reach import Reach
 from tests.mutants.runner import OUT_OF_TIME, PASSED, ROOT, Verdict, in_a_child, warm_up
-from tests.mutants.sites import draw
+from tests.mutants.sites import Site, draw
 
 SECONDS = 60.0
 PASS_MARK = 0.85
 NOT_USED, NO_TESTS = 4, 5
 """Exit statuses of pytest: its command line was wrong; no test was collected."""
+TRAINERS = {
+    "verl": ("verl", ["test_laws.py", "test_verl.py"]),
+    "trl": ("others", ["test_laws.py", "test_trl.py"]),
+    "openenv": ("others", ["test_laws.py", "test_openenv.py"]),
+    "": ("others", ["test_laws.py", "test_validators.py"]),
+}
+"""Adapters by how their names begin; the environment that has their trainer's packages; tests in `tests/trainers`."""
 
 
 def main(count: int, seed: int) -> int:
@@ -40,8 +47,10 @@ def main(count: int, seed: int) -> int:
         if any(reason["file"] == site.file and is_said(reason["becomes"], changed) for reason in equivalent):
             known += 1
             continue
-        tests = chosen(reach, site.file, site.lines)
-        verdict = in_a_child(partial(write, path, text), tests, SECONDS) if tests else Verdict(NO_TESTS, "", 0.0)
+        tests, python = chosen(reach, site)
+        verdict = Verdict(NO_TESTS, "", 0.0)
+        if tests:
+            verdict = in_a_child(partial(write, path, text), tests, SECONDS, python=python)
         what = outcome(verdict, reach)
         caught += bool(what)
         survivors += not what
@@ -55,25 +64,36 @@ def main(count: int, seed: int) -> int:
     return 0 if score >= PASS_MARK else 1
 
 
-def chosen(reach: Reach, file: str, lines: range | None) -> list[str]:
-    """Return as many of the tests as may end in time."""
+def chosen(reach: Reach, site: Site) -> tuple[list[str], Path | None]:
+    """Return as many of the tests as may end in time; and what runs them, where that is another Python."""
+    for begins, (environment, names) in TRAINERS.items():
+        if site.file.startswith(f"adapters/{begins}"):
+            python = ROOT / ".venv-over" / environment / "bin" / "python"
+            if not python.exists():
+                raise SystemExit(f"the adapters are tested with the trainers' own packages: make {python.parents[1]}")
+            return [f"tests/trainers/{name}" for name in names], python
     tests, left = [], SECONDS
-    for test in reach.tests_of(file, lines):
+    for test in reach.tests_of(site.file, site.lines):
         if left <= 0:
             break
         tests.append(test)
         left -= reach.seconds[test]
-    return tests
+    return tests, None
 
 
 def outcome(verdict: Verdict, reach: Reach) -> str:
     """Return what has noticed; nothing, if nothing has."""
     if verdict.status == OUT_OF_TIME and not verdict.test:
-        hangs = verdict.last_seconds > 10 + 5 * reach.seconds.get(verdict.last, 0.0)
-        return f"{verdict.last} hangs" if hangs else ""
+        hangs = verdict.last and verdict.last_seconds > 10 + 5 * reach.seconds.get(verdict.last, 0.0)
+        return f"{verdict.last} hangs" if hangs and ends_unchanged(verdict) else ""
     if verdict.status == NOT_USED:
         raise SystemExit(f"pytest does not take its command line; {verdict.test}")
     return "" if verdict.status in (PASSED, NO_TESTS) else verdict.test or f"pytest: {verdict.status}"
+
+
+def ends_unchanged(verdict: Verdict) -> bool:
+    """Whether the test that was running at the end passes in less time now, without the mutant: machines are busy."""
+    return in_a_child(lambda _: None, [verdict.last], verdict.last_seconds).status == PASSED
 
 
 def why(verdict: Verdict, tests: list[str]) -> str:

@@ -12,7 +12,8 @@ import fsm_rollout as fr
 from fsm_rollout.environment.hub_datasets import prompts
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import load_run
-from fsm_rollout.jobs.runner import _prompts
+from fsm_rollout.jobs.runner import prompts_of
+from fsm_rollout.trajectory.prompt import as_prompts, read_prompts
 from tests.kit import ROOT
 
 ROWS = [
@@ -37,7 +38,7 @@ def test_a_run_names_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     lines = [line for line in text.splitlines() if not line.startswith("prompts:")]
     run = tmp_path / "run.yaml"
     run.write_text("\n".join([*lines, f"prompts: {{use: datasets, path: {folder}, messages: q}}"]))
-    found = _prompts(load_run(run, ["limit=2"]))
+    found = prompts_of(load_run(run, ["limit=2"]))
     assert [prompt.messages[0]["content"] for prompt in found] == ["What is 0 + 3?", "What is 1 + 3?"]
 
 
@@ -46,3 +47,34 @@ def test_a_data_set_that_cannot_be_had_says_what_to_do() -> None:
         ConfigError, match=r"data set 'nobody/nothing': .* `hf download --repo-type dataset nobody/nothing`"
     ):
         prompts("nobody/nothing")
+
+
+def test_pictures_are_taken_as_a_data_set_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Image as Feature
+    from datasets import load_dataset
+    from PIL import Image
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "shots"
+    folder.mkdir()
+    for n in range(2):
+        Image.new("RGB", (40, 20), (n, 100, 0)).save(folder / f"{n}.jpg")
+    rows = [{"file_name": f"{n}.jpg", "question": f"Is <image> picture {n}?"} for n in range(2)]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    assert isinstance(table.features["image"], Feature)
+    read = prompts("imagefolder", limit=1, options={"data_dir": str(folder)}, messages="question")
+    table.to_parquet(folder / "rows.parquet")  # with the pictures' bytes
+    columns = {"messages": "question"}
+    for found in (
+        read,
+        as_prompts(table, 1, columns=columns),
+        as_prompts(table.to_iterable_dataset(), 1, columns=columns),
+        read_prompts(folder / "rows.parquet", 1, columns=columns),
+    ):
+        (prompt,) = found
+        before, shown, after = prompt.messages[0]["content"]
+        assert (before["text"], after["text"]) == ("Is ", " picture 0?")
+        assert shown["image"].data == (folder / "0.jpg").read_bytes()
+    decoded = table.with_transform(lambda batch: {"question": batch["question"], "image": batch["image"]})
+    assert as_prompts(decoded, 1, columns=columns)[0].messages[0]["content"][1]["image"].mime == "image/png"

@@ -18,7 +18,8 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.trajectory.events import AnyEvent, UserReplied, decode, encode
+from fsm_rollout.trajectory.event_bytes import decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, UserReplied
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES

@@ -203,3 +203,18 @@ def test_importing_the_package_loads_no_trainer() -> None:
 
     code = "import fsm_rollout, sys; sys.exit(any(m in sys.modules for m in ('verl', 'trl', 'transfer_queue')))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pictures_come_to_verl_with_their_rows() -> None:
+    from tests.unit.batch.test_media import batch
+
+    whole = batch("gemma3")
+    outputs, proto = agent_loop_outputs(whole.rows()), data_proto(whole)
+    shown = [[span.picture for span in whole.media(row)] for row in range(3)]
+    for row, output in enumerate(outputs):
+        images = (output.multi_modal_data or {}).get("images", [])
+        assert [image.tobytes() for image in images] == [picture.image().tobytes() for picture in shown[row]]
+        assert proto.non_tensor_batch["multi_modal_data"][row]["images"] == shown[row]
+        inputs = proto.non_tensor_batch["multi_modal_inputs"][row]
+        assert len(inputs.get("pixel_values", ())) == len(shown[row])
+        assert not any(key.endswith("token_type_ids") for key in inputs)

@@ -13,11 +13,14 @@ from fsm_rollout.trajectory.enums import LimitName, Trigger
 def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:
     """Yield rules 2 and 3."""
     reachable, can_end = structure.reachable(), structure.can_end()
+    nothing_ends = all(map(structure.graph.is_final, can_end))  # one cause, however many states there are
+    if nothing_ends:
+        yield Finding(3, ("transitions",), f"no transition leads to a final state; add one with dest: {TERMINATED}")
     for state in structure.graph.states:
         if state not in reachable and state != TERMINATED:
             what = f" is never entered; add a transition with dest: {state}, or remove it"
             yield finding(2, ("states", state), what)
-        elif state in reachable and state not in can_end:
+        elif state in reachable and state not in can_end and not nothing_ends:
             what = f" cannot end: no transitions lead from it to a final state; add one with dest: {TERMINATED}"
             yield finding(3, ("states", state), what)
 

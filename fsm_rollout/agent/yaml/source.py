@@ -12,13 +12,14 @@ interpolation) has the place of its nearest ancestor that was.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from fsm_rollout.errors import Problem
-from fsm_rollout.trajectory.config_errors import ConfigPath
+from fsm_rollout.trajectory.config_errors import ConfigData, ConfigPath
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000  # values in one file after its aliases are followed (an "alias bomb" has billions)
@@ -38,6 +39,36 @@ STRICTER = (
     ("bool", re.compile(r"^[yYnN]$"), list("yYnN")),
     ("float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")),
 )
+
+
+YamlKind = Literal["agent", "run", "script"]
+_KEYS_OF: Mapping[YamlKind, Set[str]] = {
+    "agent": {"states", "transitions", "limits", "initial", "contexts", "tools"},
+    "run": {"prompts", "engine", "out", "n", "reward", "sampling"},
+}
+_IS = {
+    "agent": "is an agent's YAML, which `fsm-rollout check` takes; a run's names it under `agent`",
+    "run": "is a run's YAML, which `fsm-rollout run` takes; an agent's is what it names under `agent`",
+    "script": "is a script of turns, which a run's YAML names: engine: {kind: scripted, script: FILE}",
+}
+
+
+def kind_of(data: object) -> YamlKind | None:
+    """Return what a YAML is of, by most of its keys, or ``None`` where they do not say."""
+    if isinstance(data, list):
+        return "script"
+    if not isinstance(data, dict) or not data:
+        return None
+    agents, runs = (len(keys & data.keys()) for keys in _KEYS_OF.values())
+    if agents == runs:
+        return "script" if not agents and all(isinstance(turns, list) for turns in data.values()) else None
+    return "agent" if agents > runs else "run"
+
+
+def check_kind(data: ConfigData, wanted: YamlKind, source: SourceMap) -> Problem | None:
+    """Return what is wrong if the mapping in a YAML is of another kind than the one wanted."""
+    kind = kind_of(data)
+    return None if kind in (None, wanted) else Problem(_IS[kind or wanted], source.file)
 
 
 class SourceMap:

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import aiohttp
 import msgspec
@@ -100,6 +100,7 @@ class Endpoint(ABC):
             raise EngineError(f"'{url}' is no url of a server; write it as http://HOST:PORT")
         self.url = url.rstrip("/")
         self.max_context = 0  # the longest input plus output, in tokens
+        self.processor: Any = None  # of a model that sees, where the server can be sent pictures
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -16,7 +16,7 @@ from typing import TypeVar
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.http.endpoint import Endpoint
 from fsm_rollout.engines.http.link import OwnProcess, ServerLink
-from fsm_rollout.engines.protocol import Chunk, Load, Request, Weights
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request, Weights, basic_facts
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number, stop_tokens_in
 from fsm_rollout.model.folders import load_tokenizer
@@ -56,6 +56,11 @@ class HTTPEngine:
         except BaseException:
             self._stop()
             raise
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the model is."""
+        return basic_facts(self, self._endpoint.processor)
 
     @property
     def max_context(self) -> int:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, refusal
-from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, Load, Request
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, EngineFacts, Load, Request, basic_facts
 from fsm_rollout.engines.scripted.script import AnswerPlan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -73,6 +73,7 @@ class ScriptedEngine:
         turns: the script; a turn may be written as a string. A sequence holds the turns of each trajectory's context,
             by ``Request.turn``: each context begins it anew, of which a warning is logged.
         tokenizer: encodes the texts; its ``eos_token_id`` ends the turns.
+        processor: of a model that sees pictures; the script is played whatever they show.
         max_context: the longest input plus output, in tokens.
         max_running: how many requests are answered at once; the others queue.
         log: keep every request and chunk in :attr:`log`, for oracles that must not trust the caller's own record.
@@ -87,12 +88,13 @@ class ScriptedEngine:
         turns: Script,
         *,
         tokenizer: Any,
+        processor: Any = None,
         max_context: int = 32_768,
         max_running: int | None = None,
         log: bool = False,
         replica: str = "",
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self._known: dict[str, tuple[int, ...]] = {}
         with suppress(TypeError):  # one of the user's own may take no weak reference
             self._known = _texts.setdefault(tokenizer, {})
@@ -112,6 +114,11 @@ class ScriptedEngine:
         # How many tries of a turn that fails a number of times there were, by trajectory, context and turn.
         self._failed: Counter[tuple[str, str, int]] = Counter()
         self._paused = self._asleep = self._closed = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the model is that it stands for."""
+        return basic_facts(self, self.processor)
 
     @property
     def log(self) -> Sequence[Logged]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import AnswerPlan
 from fsm_rollout.errors import EngineError, JournalError
@@ -23,7 +23,7 @@ from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, metadata
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
+from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, Logprobs, Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 AROUND = 8  # tokens shown on either side of the place in which an input differs
@@ -40,7 +40,7 @@ class Recorded:
     ids: Ids = field(default_factory=lambda: Ids("i"))
     logprobs: Logprobs = field(default_factory=lambda: Logprobs("f"))
     notes: list[Note] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of each token
+    versions: list[int] = field(default_factory=list)  # of each token; -1: it was not sampled
     finish_reason: FinishReason = FinishReason.ABORT
 
     def noted(self, at: int, to: int, routed: int) -> list[Note]:
@@ -129,6 +129,10 @@ class ReplayEngine(ScriptedEngine):
             for at, to in pairwise(bounds)
         )
         versions = tuple(recorded.versions[at] for at in bounds[:-1]) if end > start else ()
+        if NO_VERSION in versions:
+            at = versions.index(NO_VERSION)
+            closed = f"ReplayDiverged: the thinking of {self._where(request)} was closed in {self._journal}, and is not"
+            return AnswerPlan(pieces[:at] or ((NO_IDS, NO_LOGPROBS),), versions=versions[:at], error=f"{closed} here")
         if end < len(recorded.ids):
             return AnswerPlan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
         if recorded.finish_reason != FinishReason.ABORT:

@@ -65,7 +65,8 @@ class Turn(StrictModel):
 
 
 # Turns for every context; or turns by `agent/context`, `context` or `agent`; or a function of the request.
-Script = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]] | Callable[[Request], Turn | str]
+WrittenScript = Sequence[Turn | str] | Mapping[str, Sequence[Turn | str]]
+Script = WrittenScript | Callable[[Request], Turn | str]
 
 
 SpokenTurns = tuple[
@@ -139,10 +140,11 @@ def plan(
     sampling, start = request.sampling, len(request.ids)
     ids, stopped = _turn_ids(turn, request, encode, eos)
     budget = min(sampling.max_tokens, max_context - start)
+    said = request.sampled - request.written
     if sampling.ignore_eos and ids and not turn.broken:
-        pending, stopped = list(islice(cycle(ids), request.sampled, request.sampled + budget)), False
+        pending, stopped = list(islice(cycle(ids), said, said + budget)), False
     else:
-        pending = ids[request.sampled :]
+        pending = ids[said:]
     pieces = _pieces(pending[:budget], turn.chunks, start, turn.logprob)
     if len(pending) > budget or (len(pending) == budget and not stopped):
         return AnswerPlan(pieces, turn.delay, FinishReason.LENGTH)
@@ -178,7 +180,7 @@ def _pieces(ids: Sequence[int], count: int, start: int, logprob: float | None) -
     return tuple((as_ids(ids[a:b]), as_logprobs(logprobs[a:b])) for a, b in pairwise(bounds))
 
 
-def read_script(path: Path) -> Script:
+def read_script(path: Path) -> WrittenScript:
     """Read a file of turns: a list, or a mapping of ``agent/context``, ``context`` or ``agent`` to lists.
 
     Raises:
@@ -192,6 +194,6 @@ def read_script(path: Path) -> Script:
     if problems:
         raise ConfigError(problems)
     try:
-        return TypeAdapter[Script](Turns).validate_python(data)
+        return TypeAdapter[WrittenScript](Turns).validate_python(data)
     except ValidationError as error:
         raise ConfigError([source.problem(*explained) for explained in explanations(error, Turns)]) from None

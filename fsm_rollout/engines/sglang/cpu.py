@@ -25,6 +25,7 @@ ARGUMENTS: Mapping[str, object] = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",  # the default on x86 needs AMX
+    "mm_attention_backend": "sdpa",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_cuda_graph": True,

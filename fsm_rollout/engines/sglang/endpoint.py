@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,16 +25,20 @@ import numpy as np
 
 from fsm_rollout.engines.http.endpoint import ANSWER_WITHIN, AnswerPart, Endpoint, Entry, refusal_in, second_answer
 from fsm_rollout.engines.protocol import ReplicaLost, Weights
+from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import StoredTensors, check_complete, check_folder, check_shapes, shapes_in
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import ChatTemplateError, EngineError
 from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
+logger = logging.getLogger(__name__)
+
 # What of SGLang's sampling parameters would break what is promised of tokens, or has a key of its own.
 OWN = frozenset({"n", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"})
 IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
+LOOK_WITHIN = 120.0  # seconds that it has to look at its first picture
 # Seconds that it has to give memory back or take it again, and to load weights.
 MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
 
@@ -74,10 +80,12 @@ class Info(msgspec.Struct):
     sampling_mask_max_tokens: int = 0
     enable_weights_cpu_backup: bool = False
     enable_return_routed_experts: bool = False
+    language_model_only: bool = False
 
 
 class _ModelInfo(msgspec.Struct):
     weight_version: str | int = ""
+    has_image_understanding: bool = False
 
 
 class _Loaded(msgspec.Struct):
@@ -94,14 +102,25 @@ class SGLangEndpoint(Endpoint):
     Args:
         folder: that of its model.
         send_every: tokens between two parts of an answer.
+        processor: that of a model that sees pictures.
         alone: whether nobody else uses it.
     """
 
     name, kind, described = "SGLang", "SGLang server", "an SGLang server"
     health, generate = "/health", "/generate"
 
-    def __init__(self, url: str, api_key: str | None, folder: Path, send_every: int, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        folder: Path,
+        send_every: int,
+        *,
+        processor: Any = None,
+        alone: bool = False,
+    ) -> None:
         super().__init__(url, api_key)
+        self.processor = processor
         self._folder = folder
         self._send_every = send_every
         self._alone = alone
@@ -112,6 +131,7 @@ class SGLangEndpoint(Endpoint):
         self._mask_tokens = 0  # the longest sampling mask that it gives
         self._says_experts = False  # whether it says which experts tokens were routed to
         self._memory = ["kv_cache"]  # what it gives back while it sleeps
+        self._pictures = SentPictures(processor, in_files=alone)
 
     async def meet(self) -> int:
         """Learn what the server is, and return the version of its weights (0 where that is no number)."""
@@ -126,10 +146,36 @@ class SGLangEndpoint(Endpoint):
             )
         # What sleep gives back must be there again later: the weights only when SGLang keeps a copy of them.
         self._memory = ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]
-        label = str((await self.ask("/model_info", _ModelInfo)).weight_version)
+        model = await self.ask("/model_info", _ModelInfo)
+        if self.processor is not None and (why := await self._why_blind(model, info)) is not None:
+            logger.warning("%s at %s reads text only: %s", self.name, self.url, why)
+            self.processor = None
+        label = str(model.weight_version)
         if self._alone:
             self._label = label
         return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
+
+    async def _why_blind(self, model: _ModelInfo, info: Info) -> str | None:
+        """Return why the server cannot be sent pictures; ``None``: it reads one as the model's processor does."""
+        if not model.has_image_understanding or info.language_model_only:
+            return "it was not started for pictures (--enable-multimodal)"
+        try:
+            probe = await asyncio.to_thread(shown_once, self.processor)
+            body = {"sampling_params": {"max_new_tokens": 1}, **self._pictures.prompt(probe.ids, probe.media)}
+            line = self.decode("/generate", await self.call("/generate", body, within=LOOK_WITHIN), _Line)
+        except ChatTemplateError:  # the agent's own template may show pictures
+            return None
+        except EngineError as error:
+            return str(error)
+        read, made = None if line.meta_info is None else line.meta_info.prompt_tokens, len(probe.ids)
+        if read != made:
+            return f"it has read {read} tokens of a prompt with a picture, of which the model's processor makes {made}"
+        return None
+
+    async def aclose(self) -> None:
+        """Close the connections, and leave no file behind."""
+        await super().aclose()
+        self._pictures.close()
 
     async def abort(self, rids: Collection[str], *, everything: bool) -> bool:
         """Have requests end soon; all in one call where nobody else has any."""
@@ -215,8 +261,10 @@ class SGLangEndpoint(Endpoint):
         }
         if not params.ignore_eos:
             sampling["stop_token_ids"] = list(params.stop_ids)
-        body: dict[str, object] = {"rid": entry.rid, "input_ids": entry.ids.tolist(), "sampling_params": sampling}
-        body |= {"return_logprob": True, "stream": True}
+        body: dict[str, object] = {"input_ids": entry.ids.tolist()}
+        if self.processor is not None:
+            body = self._pictures.prompt(entry.ids, entry.request.media)
+        body |= {"rid": entry.rid, "sampling_params": sampling, "return_logprob": True, "stream": True}
         if self._says_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
         sampling |= params.penalties

@@ -22,7 +22,7 @@ from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
 from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number
-from fsm_rollout.model.folders import model_folder
+from fsm_rollout.model.folders import load_processor, model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ ADDRESS = {"host", "port", "api_key"}
 STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_interval"}
 # Arguments of SGLang that this engine sets itself.
 OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
+# Those with which a model sees pictures: a picture is decoded and processed once, and known again by its hash.
+PICTURES = {"enable_multimodal": True, "mm_preprocess_cache_size_mb": 512, "trust_mm_content_hashes": True}
 KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
 READY_EVERY = 0.1  # seconds between two looks whether a server that starts is ready
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
@@ -90,6 +92,7 @@ class SGLangEngine(HTTPEngine):
         if "load_format" not in args:
             check_weights_there(folder)
         super().__init__(folder)
+        processor = load_processor(folder)
         # 2. SGLang's arguments; what is not said here is its own choice.
         window = config_number(folder, "max_position_embeddings") or sys.maxsize
         context = None if max_context is None else min(max_context + KEPT_BY_SGLANG, window)
@@ -108,12 +111,14 @@ class SGLangEngine(HTTPEngine):
             "weight_version": "0",
             "tp_size": tp,
             "log_level": "error",
+            **(PICTURES if processor is not None else {}),
             **{name: value for name, value in choices.items() if value is not None},
             **args,
         }
         # 3. The server.
         self._process = ServerProcess(arguments, threads)
-        endpoint = SGLangEndpoint(self._process.url, self._process.api_key, folder, send_every, alone=True)
+        url, api_key = self._process.url, self._process.api_key
+        endpoint = SGLangEndpoint(url, api_key, folder, send_every, processor=processor, alone=True)
         self._connect(endpoint, replica, self._process)
         try:
             self._await_start(endpoint, start_timeout)

@@ -13,6 +13,9 @@ was found to do, beyond or beside the protocol:
 - A server started with ``--enable-return-routed-experts`` says at the end of a request which experts each token was
   routed to, the last one apart; it is asked for those of the tokens of which it has not been said before, so a turn
   costs what is new in it. Their layers and numbers are read from the model folder's config.
+- Pictures are sent beside ids, one placeholder for each, and SGLang expands these (Qwen's families exactly). What it
+  makes of one is compared when the engine is built, and on each request; where that is not what the model's processor
+  makes, the model reads text only here, as the log says.
 - Penalties are applied a token late and do not count the prompt; their log-probs are near what was sampled from, not
   exact.
 - Per-request seeds (promise 5) need ``deterministic``, which exists on GPUs only. Without it sampling above
@@ -32,7 +35,7 @@ from pathlib import Path
 
 from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
-from fsm_rollout.model.folders import model_folder
+from fsm_rollout.model.folders import load_processor, model_folder
 
 
 class SGLangHTTPEngine(HTTPEngine):
@@ -60,6 +63,6 @@ class SGLangHTTPEngine(HTTPEngine):
     ) -> None:
         folder = model_folder(model, weights=False)
         super().__init__(folder)
-        endpoint = SGLangEndpoint(url, api_key, folder, send_every)
+        endpoint = SGLangEndpoint(url, api_key, folder, send_every, processor=load_processor(folder))
         self._connect(endpoint, replica)
         self._link.version = self._meet(endpoint.meet())

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from fsm_rollout.engines.weights import check_finite, check_shapes
@@ -82,7 +88,9 @@ def _load_model(folder: Path, dtype: torch.dtype | str, device: torch.device) ->
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # it would be drawn across whatever the caller shows
         try:
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            sees = hasattr(AutoConfig.from_pretrained(folder, local_files_only=True), "vision_config")
+            kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            loaded, found = kind.from_pretrained(
                 folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
             )
             if missing := sorted(found["missing_keys"]):  # transformers makes them up, at random
@@ -108,7 +116,7 @@ def check_supported(model: PreTrainedModel) -> None:
     Raises:
         EngineError: it has layers that are not full attention, or an attention kernel that takes no given mask.
     """
-    config = model.config
+    config = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]))
     sliding = getattr(config, "use_sliding_window", bool(getattr(config, "sliding_window", None)))
     if kinds != ["full_attention"] or sliding:

@@ -33,10 +33,11 @@ from transformers import PreTrainedModel
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows, Rows
+from fsm_rollout.engines.transformers.picture_rows import PictureRows, common_media
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, NoteKind
 
 GAPS = 4  # of so many rows that take part in a step one may be idle
 LIKE_LENGTH = 32  # requests are filled together when the longest has at most so many tokens more than the shortest
@@ -79,7 +80,8 @@ class DecodeLoop:
             is longer. Bounds how long running requests stand still for new ones.
         send_every: so many steps pass between two chunks of a request (its last chunk never waits).
         replica: a name that every chunk carries.
-        tokenizer: the model's, for requests that have stop strings.
+        tokenizer: the model's, for requests that have stop strings or pictures.
+        processor: the model's, if it sees pictures.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class DecodeLoop:
         send_every: int,
         replica: str = "",
         tokenizer: Any = None,
+        processor: Any = None,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
@@ -103,6 +106,7 @@ class DecodeLoop:
         self._send_every = send_every
         self._replica = replica
         self._tokenizer = tokenizer
+        self._processor = processor
         self._waiting: deque[_Decoding] = deque()
         self._unfilled: deque[_Decoding] = deque()
         self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
@@ -134,13 +138,16 @@ class DecodeLoop:
         self._waiting.extend(map(_Decoding, requests))
 
     def admit(self) -> list[Chunk]:
-        """Admit what there is room for; return their empty first chunks."""
+        """Admit what there is room for; return their empty first chunks, or the last ones of what cannot be served."""
         chunks = []
         while self._waiting and self.running < self._max_running:
             running = self._waiting.popleft()
+            if isinstance(self._cache, PictureRows) and (error := self._cache.flaw(running.request)) is not None:
+                chunks.append(self._chunk(running, FinishReason.ABORT, error=error))
+                continue
             running.tokens = list(running.request.ids)
             if running.request.sampling.stop:
-                running.stops = StopStrings(running.request, self._tokenizer)
+                running.stops = StopStrings.of(running.request, self._tokenizer)
             running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
             self._unfilled.append(running)
             chunks.append(self._chunk(running))
@@ -169,7 +176,11 @@ class DecodeLoop:
 
     def release(self) -> None:
         """Forget, and give the cache's memory back."""
-        self._cache: Rows = Qwen3Rows(self.model) if serves(self.model) else KeyValueRows(self.model)
+        self._cache: Rows
+        if self._processor is not None:
+            self._cache = PictureRows(self.model, self._processor, self._tokenizer)
+        else:
+            self._cache = Qwen3Rows(self.model) if serves(self.model) else KeyValueRows(self.model)
         self.forget()
 
     def step(self) -> list[Chunk]:
@@ -197,6 +208,7 @@ class DecodeLoop:
                 running.cached = running.shared = _common(self._cache.prefix, running.tokens[:-1])
             else:
                 running.cached = _common(kept.tokens[: kept.cached], running.tokens[:-1])
+                running.cached = common_media(kept.request.media, running.request.media, running.cached)
                 running.shared = min(kept.shared, running.cached)
             if fresh and len(running.missing) > budget:
                 break
@@ -208,11 +220,11 @@ class DecodeLoop:
         self._sampler = None
         self._reserve(max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh))
         # 2. What is alike, as the samples of a group begin, is filled in one row and copied to the others.
-        first: dict[tuple[int, tuple[int, ...]], _Decoding] = {}
+        first: dict[tuple[int, tuple[int, ...], tuple[MediaSpan, ...]], _Decoding] = {}
         alike = []
         for running in fresh:
             if running.cached == running.shared:
-                source = first.setdefault((running.shared, tuple(running.missing)), running)
+                source = first.setdefault((running.shared, tuple(running.missing), running.request.media), running)
                 if source is not running:
                     alike.append((source, running))
         # 3. One forward pass for each set of like lengths; requests without anything in their rows apart.
@@ -257,7 +269,8 @@ class DecodeLoop:
         ids = _rectangle([running.missing for running in together])
         cached, shared = (torch.tensor([[r.cached, r.shared] for r in together])).unbind(1)
         positions = cached[:, None] + torch.arange(ids.shape[1])
-        self._cache.fill(ids, [running.row for running in together], positions, shared)
+        media = [running.request.media for running in together]
+        self._cache.fill(ids, [running.row for running in together], positions, shared, media)
 
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""

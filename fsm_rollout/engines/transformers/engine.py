@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -35,8 +35,9 @@ from fsm_rollout.engines.transformers.checkpoints import (
     replace_weights,
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
+from fsm_rollout.engines.transformers.picture_rows import check_seeing
 from fsm_rollout.errors import EngineError
-from fsm_rollout.model.folders import stop_tokens
+from fsm_rollout.model.folders import load_processor, model_folder, stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
 
 T = TypeVar("T")
@@ -189,6 +190,7 @@ class TransformersEngine:
         model: ``embedded``, ``embedded:early``, the path of a model folder, a name of the hub (``org/name``), or a
             loaded causal language model (then give its tokenizer).
         tokenizer: the tokenizer of a loaded model.
+        processor: the processor of a loaded model that sees pictures; a folder has its own.
         device: default: the first GPU, else the CPU. A loaded model stays where it is.
         dtype: default: float32 on a CPU, the checkpoint's own on a GPU. A loaded model keeps its own.
         max_context: the longest input plus output, in tokens; default: the model's window.
@@ -213,6 +215,7 @@ class TransformersEngine:
         model: str | Path | PreTrainedModel = "embedded",
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
+        processor: Any = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         max_context: int | None = None,
@@ -225,29 +228,34 @@ class TransformersEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         if isinstance(model, str | Path):
-            if tokenizer is not None:
-                raise EngineError("a tokenizer goes with a loaded model only; a model folder has its own")
+            if tokenizer is not None or processor is not None:
+                raise EngineError("a tokenizer or processor goes with a loaded model only; a model folder has its own")
             place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             dtype = dtype or ("float32" if place.type == "cpu" else "auto")
-            model, tokenizer = load_checkpoint(model, dtype=dtype, device=place)
+            folder = model_folder(model)
+            model, tokenizer = load_checkpoint(folder, dtype=dtype, device=place)
+            processor = load_processor(folder)
         elif tokenizer is None:
             raise EngineError("a loaded model needs its tokenizer: TransformersEngine(model, tokenizer)")
         elif device is not None or dtype is not None:
             raise EngineError("a loaded model stays as it is; move or convert it before, instead of device or dtype")
         check_supported(model)
+        if processor is not None:
+            check_seeing(model, processor)
+        text_config = model.config.get_text_config()
         self.tokenizer = tokenizer
         """The model's tokenizer."""
-        window = max_context or getattr(model.config, "max_position_embeddings", None)
+        window = max_context or getattr(text_config, "max_position_embeddings", None)
         if window is None:
             raise EngineError(f"{type(model).__name__}'s config has no max_position_embeddings; give max_context")
         self.max_context = int(window)
         """The longest input plus output, in tokens."""
         of_generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self.eos_ids = stop_tokens(of_generation, model.config.eos_token_id, tokenizer.eos_token_id)
+        self.eos_ids = stop_tokens(of_generation, text_config.eos_token_id, tokenizer.eos_token_id)
         """The stop tokens that the model's generation config names."""
         vocabulary = len(model.get_input_embeddings().weight)
-        self.facts = EngineFacts(tokenizer, self.max_context, self.eos_ids, vocabulary)
-        """These three, and how many tokens the model has."""
+        self.facts = EngineFacts(tokenizer, self.max_context, self.eos_ids, vocabulary, processor)
+        """These three, how many tokens the model has, and its processor."""
         self._replica = replica
         self._closed = False
         decode = DecodeLoop(
@@ -258,6 +266,7 @@ class TransformersEngine:
             send_every=send_every,
             replica=replica,
             tokenizer=tokenizer,
+            processor=processor,
         )
         self._thread = _ModelThread(decode)
         self._thread.start()
@@ -275,6 +284,8 @@ class TransformersEngine:
         good, refused = list[Request](), list[Chunk]()
         for request in requests:
             error = refusal(request, self.max_context, self.facts.vocabulary)
+            if error is None and request.media and self.facts.processor is None:
+                error = "EngineError: this model reads text only, and the request has pictures"
             if error is None and request.sampling.extra:
                 further = ", ".join(map(str, request.sampling.extra))
                 error = f"EngineError: the transformers engine takes no further sampling parameters, got {further}"

@@ -20,6 +20,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fsm_rollout.trajectory.tokens import MediaSpan
+
 COLUMN_STEP = 128  # the cache grows by at least so many columns at a time
 
 
@@ -46,8 +48,18 @@ class Rows(Protocol):
     def hold(self, prefix: list[int]) -> None:
         """Let ``prefix``, for which there is room, be what rows share from now on."""
 
-    def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
-        """Fill rows after what they hold: ``ids`` and ``positions`` ``[n, q]``, ``shared`` ``[n]``."""
+    def fill(
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[int],
+        positions: torch.Tensor,
+        shared: torch.Tensor,
+        media: Sequence[Sequence[MediaSpan]],
+    ) -> None:
+        """Fill rows after what they hold: ``ids`` and ``positions`` ``[n, q]``, ``shared`` ``[n]``.
+
+        ``media`` are all pictures of each row; none of a model that reads text only.
+        """
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """Feed a token to each of the first n rows, at ``positions`` ``[n]``; return its logits ``[n, V]``."""
@@ -164,7 +176,7 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     shares: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(layers=[_LayerRows(self) for _ in range(model.config.num_hidden_layers)])
+        super().__init__(layers=[_LayerRows(self) for _ in range(model.config.get_text_config().num_hidden_layers)])
         self.model = model
         self.prefix: list[int] = []
         self.place: _Place
@@ -188,7 +200,14 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     def hold(self, prefix: list[int]) -> None:
         """Nothing to do for the empty prefix."""
 
-    def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
+    def fill(
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[int],
+        positions: torch.Tensor,
+        shared: torch.Tensor,
+        media: Sequence[Sequence[MediaSpan]],
+    ) -> None:
         """See :class:`Rows`."""
         self._forward(ids, torch.tensor(rows), positions, first_rows=False)
 
@@ -197,17 +216,25 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._forward(ids[:, None], torch.arange(len(ids)), positions[:, None], first_rows=True)
 
     def _forward(
-        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, *, first_rows: bool
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        first_rows: bool,
+        position_ids: torch.Tensor | None = None,
+        **inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the logits of the last column, ``[n, V]``."""
+        """Return the logits of the last column, ``[n, V]``; ``position_ids``: where they are not the columns."""
         device, width, fresh = self.model.device, int(positions.max()) + 1, not first_rows and not positions[:, 0].any()
         self.place = _Place(rows.to(device), positions.to(device), width, first_rows, fresh)
         logits: torch.Tensor = self.model(
             input_ids=ids.to(device),
-            position_ids=self.place.positions,
+            position_ids=self.place.positions if position_ids is None else position_ids.to(device),
             attention_mask=self.place.mask(self.model.dtype),
             past_key_values=self,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         ).logits
         return logits[:, -1]

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fsm_rollout.engines.transformers.key_value_rows import roomier, roomy_copy
+from fsm_rollout.trajectory.tokens import MediaSpan
 
 PREFIX_ROW = 0  # of the cache; the rows of requests come after it
 PLAIN = ("torch.nn.modules.", "transformers.")  # where the classes of a model without adapters come from
@@ -78,7 +79,14 @@ class Qwen3Rows:
             positions = torch.arange(len(prefix))[None]
             self.fill(torch.tensor([prefix]), [PREFIX_ROW - 1], positions, positions[:, 0])
 
-    def fill(self, ids: torch.Tensor, rows: Sequence[int], positions: torch.Tensor, shared: torch.Tensor) -> None:
+    def fill(
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[int],
+        positions: torch.Tensor,
+        shared: torch.Tensor,
+        media: Sequence[Sequence[MediaSpan]] = (),
+    ) -> None:
         """See :class:`Rows`."""
         for start in range(0, ids.shape[1], PIECE):
             piece = slice(start, start + PIECE)

@@ -1,7 +1,7 @@
 "use strict";
 /* Draws tokens and tables from the page's own data. It reads that data as text and never as markup or code. */
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  let data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
   const make = (tag, name, text) => {
     const element = document.createElement(tag);
@@ -23,17 +23,23 @@
     else if (at.dataset && at.dataset.tip) showTip(at.dataset.tip, event.clientX, event.clientY);
     else if (at.tagName !== "CANVAS") tip.hidden = true;
   });
-  for (const block of document.querySelectorAll("pre.fold")) {
-    if (block.scrollHeight > 170) {
-      block.classList.add("long");
-      block.title = "click to unfold";
-      block.addEventListener("click", () => block.classList.toggle("long"));
+  /* What is on the page from its beginning, or came to it later. */
+  const begun = new WeakSet();
+  const fresh = (css) => [...document.querySelectorAll(css)].filter((element) => !begun.has(element) && begun.add(element));
+  const foldLong = () => {
+    for (const block of fresh("pre.fold")) {
+      if (block.scrollHeight > 170) {
+        block.classList.add("long");
+        block.title = "click to unfold";
+        block.addEventListener("click", () => block.classList.toggle("long"));
+      }
     }
-  }
+  };
+  foldLong();
 
   /* -- tokens ------------------------------------------------------------------------------------------------ */
   const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)).buffer;
-  const streams = (data.streams || []).map((stream) => ({
+  const decoded = () => (data.streams || []).map((stream) => ({
     ...stream,
     ids: new Int32Array(bytes(stream.ids)),
     logprobs: new Float32Array(bytes(stream.logprobs)),
@@ -41,6 +47,7 @@
     markers: new Set(data.markers[stream.engine] || []),
     guarded: new Set(stream.guarded),
   }));
+  let streams = decoded();
   const PROMPT = 190;  // pixels of a long prompt: its end, which is what was asked
   const HEAT = [0.05, 0.2, 0.5, 1, 1.7, 2.6, 4, 6];
   const BLOCK = 500, HEAD = 400, TAIL = 100;
@@ -151,15 +158,17 @@
     ribbon.append("\n", more, "\n");
     fill(ribbon, number, end - TAIL, end);
   };
-  const ribbons = [...document.querySelectorAll(".ribbon[data-stream]")];
-  for (const ribbon of ribbons) {
-    if (+ribbon.dataset.end > +ribbon.dataset.start) {
-      ribbon.classList.add("empty");
-      near.observe(ribbon);
+  const watchRibbons = () => {
+    for (const ribbon of fresh(".ribbon[data-stream]")) {
+      if (+ribbon.dataset.end > +ribbon.dataset.start) {
+        ribbon.classList.add("empty");
+        near.observe(ribbon);
+      }
     }
-  }
+  };
+  watchRibbons();
   const reveal = (number, at) => {
-    const ribbon = ribbons.find((r) => +r.dataset.stream === number && at >= +r.dataset.start && at < +r.dataset.end);
+    const ribbon = [...document.querySelectorAll(".ribbon[data-stream]")].find((r) => +r.dataset.stream === number && at >= +r.dataset.start && at < +r.dataset.end);
     if (!ribbon) return;
     ribbon.classList.remove("empty");
     unfold(ribbon);
@@ -240,26 +249,36 @@
       if (height > 0.3) pen.fillRect(column, 78 - height, step - (step > 3 ? 1 : 0), height);
     }
   };
-  const strips = [...document.querySelectorAll(".strip")];
-  const drawAll = () => strips.forEach(draw);
-  for (const figure of strips) {
-    const canvas = figure.querySelector("canvas"), number = +figure.dataset.stream, stream = streams[number];
-    const at = (event) => {
-      const box = canvas.getBoundingClientRect();
-      return Math.max(0, Math.min(stream.ids.length - 1, Math.floor(((event.clientX - box.left) / box.width) * stream.ids.length)));
-    };
-    canvas.addEventListener("pointermove", (event) => stream.ids.length && showTip(aboutToken(number, at(event)), event.clientX, event.clientY));
-    canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
-    canvas.addEventListener("click", (event) => reveal(number, at(event)));
-  }
+  const drawAll = () => document.querySelectorAll(".strip").forEach(draw);
   /* At once for what has a size; a notebook's frame that is far from being seen gets one later. */
   const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => draw(target.closest(".strip"))));
-  for (const figure of strips) resized.observe(figure.querySelector("canvas"));
+  const beginStrips = () => {
+    for (const figure of fresh(".strip")) {
+      const canvas = figure.querySelector("canvas"), number = +figure.dataset.stream;
+      const at = (event) => {
+        const box = canvas.getBoundingClientRect(), count = streams[number].ids.length;
+        return Math.max(0, Math.min(count - 1, Math.floor(((event.clientX - box.left) / box.width) * count)));
+      };
+      canvas.addEventListener("pointermove", (event) => streams[number].ids.length && showTip(aboutToken(number, at(event)), event.clientX, event.clientY));
+      canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+      canvas.addEventListener("click", (event) => reveal(number, at(event)));
+      resized.observe(canvas);
+    }
+  };
+  beginStrips();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  document.addEventListener("renewed", () => {  // a server has sent what has changed
+    data = JSON.parse(document.getElementById("data").textContent);
+    streams = decoded();
+    foldLong();
+    watchRibbons();
+    beginStrips();
+    drawAll();
+  });
 
   /* -- the report's table ------------------------------------------------------------------------------------ */
   const table = document.getElementById("trajectories");
-  if (table) {
+  if (table && data.rows) {
     const body = table.tBodies[0], heads = [...table.tHead.querySelectorAll("th")], SHOWN = 200;
     const search = document.getElementById("search"), reason = document.getElementById("reason"), agent = document.getElementById("agent");
     const state = { column: -1, down: false, shown: SHOWN };
@@ -329,6 +348,8 @@
       command.parentElement.hidden = false;
       command.parentElement.scrollIntoView({ block: "nearest" });
     });
+    const columns = JSON.stringify(data.columns);
+    document.addEventListener("renewed", () => JSON.stringify(data.columns) === columns ? refresh() : location.reload());
     refresh();
   }
   document.documentElement.dataset.ready = "1";

@@ -23,7 +23,7 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
-from fsm_rollout.states.bound_agent import BoundContext, shown_format
+from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.chat_request import (
     Chain,
@@ -39,7 +39,7 @@ from fsm_rollout.states.generation import OnTokens, begin_stream
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of
+from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of, text_of
 from fsm_rollout.trajectory.tokens import Owner
 
 
@@ -274,7 +274,10 @@ class AgentHistories:
         return self._begun(bound, chains)
 
     async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
-        """Open a history by rendering it in full."""
+        """Open a history by rendering it in full; ChatTemplateError where that shows nothing of its tools."""
+        if schemas:
+            system = "\n".join(text_of(message) for message in messages if message["role"] == "system")
+            check_shown(self.ctx.agent.contexts[self.context].chat, system, schemas)
         stream = self.ctx.trajectory.stream(self.context)
         if stream is None or (stream.turn is None and not self._branches):
             bound = replace(self._bind(None, schemas), name=self.context)

@@ -138,7 +138,7 @@ class _World:
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:
         """Answer for any model, after a while; the answer depends on how often models have been asked."""
-        check_written(messages)
+        check_written(messages, sees=False)
         number, self.questions = self.questions, self.questions + 1
         await asyncio.sleep(0.5)
         return self.script.answers[number % len(self.script.answers)]

@@ -41,6 +41,7 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, StopReason
+from fsm_rollout.trajectory.event_bytes import decode, encode
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -236,7 +237,7 @@ class _Handler(Subject):
     def _scheduler(self, run: Run) -> Scheduler:
         def keep(trajectory: Trajectory, event: AnyEvent) -> None:
             # A copy, as a journal keeps it: the trajectory holds the event's own lists and mappings.
-            run.events[trajectory.trajectory_id].append(events.decode(events.encode(event)))
+            run.events[trajectory.trajectory_id].append(decode(encode(event)))
 
         says, graph = run.story.says, run.story.changed(self.graph)
         engine = ScriptedEngine(lambda request: says[request.turn % len(says)], tokenizer=self.tokenizer)

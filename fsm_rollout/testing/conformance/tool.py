@@ -29,7 +29,8 @@ from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.schema import Arguments
 from fsm_rollout.tools.tool_messages import Unshowable
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
-from fsm_rollout.trajectory.events import Called, ToolCall, encode
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.events import Called, ToolCall
 from fsm_rollout.trajectory.prompt import Prompt
 
 LATER_SECONDS = 1024.0  # how much later the same calls are made again: they must not depend on the clock
@@ -170,6 +171,8 @@ class _Tool(Subject):
         demand(not refused, 2, f"{self.name} refused what its schema allows: {text}")
         unreadable = result.failure == Unshowable.__name__  # how it is not is in the log
         demand(not unreadable, 4, f"what {self.name} returned for {kept} cannot be shown to a model; return plain data")
+        silent = self.tool.silence and result.failure is None and text == "null"
+        demand(not silent, 4, f"{self.name} {self.tool.silence}")
         try:
             encode(result)
         except (TypeError, ValueError, OverflowError) as error:

@@ -28,7 +28,8 @@ from fsm_rollout.batch.rows import rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.enums import LimitName, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Transitioned, decode, encode
+from fsm_rollout.trajectory.event_bytes import decode, encode
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Transitioned
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory

@@ -47,8 +47,6 @@ def guard(settings: Settings, run: socket.socket, folder: str) -> None:
         _kill_all_but(process.kept if process is not None else set())
         answer = {"text": text[: settings["output"]], "cut": len(text) > settings["output"], "ended": ended}
         run.sendall(json.dumps(answer).encode() + b"\n")
-    if process is not None:
-        process.kill()
     _kill_all_but(set())
 
 
@@ -172,8 +170,14 @@ def _use(code: int) -> tuple[int, float, int]:
     for pid in {*_others(), code}:
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            memory += int(fields[21]) * _PAGE
-            ticks += sum(map(int, fields[11:15] if pid == code else fields[11:13]))
+                pages, own = use_of(file.read(), with_children=pid == code)
+            memory += pages * _PAGE
+            ticks += own
             count += 1
     return memory, ticks / _HERTZ, count
+
+
+def use_of(stat: bytes, *, with_children: bool) -> tuple[int, int]:
+    """Return the pages that a process has, and its ticks, from its ``/proc/PID/stat``; also its ended children's."""
+    fields = stat.rpartition(b")")[2].split()
+    return int(fields[21]), sum(map(int, fields[11:15] if with_children else fields[11:13]))

@@ -15,9 +15,9 @@ Tables: ``run(key, value, crc)``, values as JSON, among them ``run_id`` and the 
 ``delivered(group_id, yes, crc)``, of the groups that were delivered and after which the caller asked for more;
 ``events(id, trajectory_id, seq, ended, payload, crc)``, a row for what one trajectory did between two commits: ``seq``
 is the place of its first event in the trajectory, ``ended`` says whether the trajectory ended in it, ``payload`` is
-what :func:`fsm_rollout.trajectory.events.pack` makes of the events; ``blobs(sha256, data)``, bytes that events refer
-to: pictures, the states of tools. ``crc`` is the checksum of the row's other columns. SQLite's ``application_id`` marks
-the file as a journal and its ``user_version`` is the format; journals of other formats are refused.
+what :func:`fsm_rollout.trajectory.event_bytes.pack` makes of the events; ``blobs(sha256, data)``, bytes that events
+refer to: pictures, the states of tools. ``crc`` is the checksum of the row's other columns. SQLite's ``application_id``
+marks the file as a journal and its ``user_version`` is the format; journals of other formats are refused.
 
 All functions raise :class:`~fsm_rollout.errors.JournalError` for a file that cannot be read or written (any more), and
 say why.
@@ -28,16 +28,19 @@ from fsm_rollout.trajectory.journal.reader import (
     Recorded,
     Report,
     blob,
+    changed,
     events,
     histories,
     metadata,
     read,
     recordings,
+    rows_of,
     trajectory_ids,
 )
+from fsm_rollout.trajectory.journal.search import Search
 from fsm_rollout.trajectory.journal.writer import Journal
 
 __all__ = [
-    "JOURNAL", "Journal", "JournalFolder", "Recorded", "Report", "blob", "events", "histories", "is_journal",
-    "metadata", "read", "recordings", "trajectory_ids",
+    "JOURNAL", "Journal", "JournalFolder", "Recorded", "Report", "Search", "blob", "changed", "events", "histories",
+    "is_journal", "metadata", "read", "recordings", "rows_of", "trajectory_ids",
 ]  # fmt: skip

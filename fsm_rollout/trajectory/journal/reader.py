@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,20 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.errors import JournalError, close_match
-from fsm_rollout.trajectory.events import AnyEvent, Generated, Prompted, unpack
+from fsm_rollout.trajectory.event_bytes import PictureName, unpacker
+from fsm_rollout.trajectory.events import AnyEvent, Generated, Prompted
 from fsm_rollout.trajectory.journal.folder import JournalFolder
 from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.salvage import salvaged
 from fsm_rollout.trajectory.journal.schema import APPLICATION_ID, FACTS, FORMAT, is_sound
+from fsm_rollout.trajectory.pictures import StoredPicture, known, stored
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]  # hears in a sentence of what is damaged, and left out
 Run = str | os.PathLike[str]
+Unpack = Callable[[bytes], list[AnyEvent]]
 Recorded = tuple[Trajectory, list[AnyEvent]]  # a trajectory, and its events
 
 _FORMATS = 1000  # a file of a larger format is a damaged one
@@ -39,6 +43,9 @@ _DURATIONS = ("seconds", "queue_seconds", "away")
 _LATEST = 2.0**53  # seconds; no clock says so much, and reports calculate with them
 # What SQLite raises over a damaged file; its own message may be no text.
 DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
+
+_UNREAD = StoredPicture(b"", "", 0, 0)
+_glance = unpacker(lambda _: _UNREAD)  # for who asks whose an event is, not what it shows
 
 _TRAJECTORIES = "SELECT trajectory_id FROM events GROUP BY trajectory_id ORDER BY MIN(id)"
 _ENDED = "SELECT trajectory_id, seq, ended, payload, crc FROM events WHERE trajectory_id = ? AND ended"
@@ -92,9 +99,38 @@ def trajectory_ids(run: Run, report: Report = warn_once) -> list[str]:
     return [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
 
 
+def changed(run: Run, seen: dict[Path, int], report: Report = warn_once) -> list[str] | None:
+    """Return the trajectories of which there is more since the last call, in the order of the news.
+
+    ``seen`` is how far each journal was read; it is empty at first, and brought up to date. ``None``: what was read is
+    no longer what is there, as another run has taken its place; ``seen`` is empty again.
+    """
+    found: list[str] = []
+    for journal in JournalFolder(run).journals():
+        since = seen.get(journal, 0)
+        ((newest,),) = _query(journal, "SELECT COALESCE(MAX(id), 0) FROM events", "", report)
+        if newest < since:
+            seen.clear()
+            return None
+        if newest > since:
+            query = "SELECT trajectory_id FROM events WHERE id > ? AND id <= ? GROUP BY trajectory_id ORDER BY MIN(id)"
+            rows = _query(journal, query, "", report, since, newest)
+            found += [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
+        seen[journal] = newest
+    return found
+
+
+def rows_of(run: Run, trajectory_id: str, report: Report = warn_once) -> int:
+    """Return in how many rows a trajectory is; more of it is in more of them."""
+    query = "SELECT COUNT(*) FROM events WHERE trajectory_id = ?"
+    return sum(
+        count for of in JournalFolder(run).journals() for (count,) in _query(of, query, "", report, trajectory_id)
+    )
+
+
 def events(run: Run, trajectory_id: str, report: Report = warn_once) -> list[AnyEvent]:
     """Return the events of one trajectory, in order."""
-    for _, history in recordings(run, only=trajectory_id, report=report):
+    for _, history in recordings(run, only=[trajectory_id], report=report):
         return history
     raise JournalError(f"{os.fspath(run)} has no trajectory '{trajectory_id}' that can be read")
 
@@ -136,9 +172,9 @@ def blob(run: Run, name: str, report: Report = warn_once) -> bytes:
 
 
 def recordings(
-    run: Run, *, unfinished: bool = False, only: str | None = None, report: Report = warn_once
+    run: Run, *, unfinished: bool = False, only: Collection[str] | None = None, report: Report = warn_once
 ) -> Iterator[Recorded]:
-    """Yield every trajectory with its events; see :func:`histories`. ``only``: the one of that id."""
+    """Yield every trajectory with its events; see :func:`histories`. ``only``: those of these ids."""
     for journal in JournalFolder(run).journals():
         seen: dict[str, int] = {}
         try:
@@ -156,20 +192,21 @@ def _recordings(
     connection: sqlite3.Connection,
     journal: Path,
     unfinished: bool,
-    only: str | None,
+    only: Collection[str] | None,
     report: Report,
     seen: dict[str, int],
 ) -> Iterator[Recorded]:
     """Yield trajectories; ``seen`` are those that were read before the damage was met, and how many events each has."""
     # 1. One snapshot for all that follows.
     connection.execute("BEGIN")
-    ids: Iterable[str] = [only] if only is not None else [row[0] for row in connection.execute(_TRAJECTORIES)]
+    ids: Iterable[str] = only if only is not None else [row[0] for row in connection.execute(_TRAJECTORIES)]
     if unfinished:
         ids = _unfinished(connection, ids)
     # 2. Each trajectory as far as it goes.
+    unpack = unpacker(partial(_picture, connection))
     for trajectory_id in ids:
         if trajectory_id not in seen:
-            recorded = _recording(connection, journal, trajectory_id, report)
+            recorded = _recording(connection, journal, trajectory_id, report, unpack)
             seen[trajectory_id] = 0 if recorded is None else len(recorded[1])
             if recorded is not None:
                 yield recorded
@@ -200,7 +237,7 @@ def beginning(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | 
     query = "SELECT payload FROM events WHERE trajectory_id = ? AND seq = 0"
     for (payload,) in connection.execute(query, (trajectory_id,)):
         with suppress(msgspec.MsgspecError, TypeError, ValueError, IndexError):
-            first = unpack(payload)[0]
+            first = _glance(payload)[0]
             return first if isinstance(first, Prompted) else None
     return None
 
@@ -213,7 +250,9 @@ def events_written(connection: sqlite3.Connection) -> int:
     return 0
 
 
-def _recording(connection: sqlite3.Connection, journal: Path, trajectory_id: str, report: Report) -> Recorded | None:
+def _recording(
+    connection: sqlite3.Connection, journal: Path, trajectory_id: str, report: Report, unpack: Unpack
+) -> Recorded | None:
     """Return a trajectory as far as it can be read, or ``None`` when nothing of it can."""
     trajectory: Trajectory | None = None
     history: list[AnyEvent] = []
@@ -251,6 +290,17 @@ def _recording(connection: sqlite3.Connection, journal: Path, trajectory_id: str
     return None if trajectory is None else (trajectory, history)
 
 
+def _picture(connection: sqlite3.Connection, name: PictureName) -> StoredPicture:
+    """Return the picture of a name; ValueError: its bytes are not there, or not what was written."""
+    picture_hash, mime, width, height = name
+    if (picture := known(picture_hash)) is not None:
+        return picture
+    for (data,) in connection.execute("SELECT data FROM blobs WHERE sha256 = ?", (picture_hash,)):
+        if isinstance(data, bytes) and sha256(data).hexdigest() == picture_hash:
+            return stored(data, mime, width, height)
+    raise ValueError(f"the bytes of its picture {picture_hash[:12]} are gone")
+
+
 def _check(event: AnyEvent) -> None:
     """Raise ValueError for what no run writes, and what looks at a run would stumble over."""
     if not all(abs(getattr(event, name, 0.0)) < _LATEST for name in ("at", "epoch", *_DURATIONS)):
@@ -263,7 +313,7 @@ def _check(event: AnyEvent) -> None:
 # -- its file ---------------------------------------------------------------------------------------------------------
 
 
-def _query(journal: Path, query: str, what: str, report: Report, *values: str) -> list[tuple[Any, ...]]:
+def _query(journal: Path, query: str, what: str, report: Report, *values: str | int) -> list[tuple[Any, ...]]:
     """Return rows; with ``what`` they end in their checksum, are checked, and come without it."""
     try:
         with opened(journal) as connection:

@@ -23,7 +23,8 @@ import msgspec
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, encode, pack
+from fsm_rollout.trajectory.event_bytes import encode, pack, pictures_in
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted
 from fsm_rollout.trajectory.journal.folder import is_journal
 from fsm_rollout.trajectory.journal.reader import (
     DAMAGED,
@@ -82,6 +83,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._appended, self._closed = threading.Event(), threading.Event()
         self._committing = threading.Lock()
         self._failure: Exception | None = None
+        self._pictures: set[str] = set()  # the hashes of those that were kept
         self._next: dict[str, int] = {}  # how many events each trajectory has
         try:
             if append:
@@ -108,19 +110,24 @@ class Journal(AbstractContextManager["Journal"]):
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is in the file after a flush.
 
-        ``payload`` is the event as :func:`~fsm_rollout.trajectory.events.encode` gives it, where that is known already.
+        ``payload`` is the event as :func:`~fsm_rollout.trajectory.event_bytes.encode` gives it, where that is known.
 
         Raises:
             JournalError: a trajectory's first event, and no other, is ``prompted``.
             TypeError: the event holds something that is not plain data.
         """
         seq, kind = self._next.get(trajectory_id, 0), type(event)
-        row = (trajectory_id, seq, encode(event) if payload is None else payload, kind is Ended)
+        payload = encode(event) if payload is None else payload
+        row = (trajectory_id, seq, payload, kind is Ended)
         if (kind is Prompted) != (seq == 0):
             tag = event.__struct_config__.tag
             raise JournalError(
                 f"event {seq} of trajectory {trajectory_id} is {tag}; 'prompted' comes first and only there"
             )
+        for picture in pictures_in(payload):
+            if picture.sha256 not in self._pictures:
+                self._pictures.add(picture.sha256)
+                self._put((_BLOB, (picture.sha256, picture.data)))
         self._put(row)
         if isinstance(event, Prompted):
             self.groups.add(event.group_id)

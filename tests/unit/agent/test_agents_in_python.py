@@ -83,10 +83,22 @@ def test_what_is_no_tool_is_refused(tools: dict[str, Any], says: str) -> None:
         load_agent(TEXT).with_tools(**tools)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"text"])
-def test_a_mapping_that_is_no_plain_data_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="the agent's mapping is not plain data"):
-        load_agent({**load_agent(TEXT).model_dump(mode="json"), "description": value})
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (object(), "state 'PENDING': options: <object .*> is a object; give text, a number, true or false, a list"),
+        ({1, 2}, r"state 'PENDING': options: \{1, 2\} is a set; "),
+        ([b"x"], "state 'PENDING': options.0: b'x' is a bytes; "),
+        (CIRCLE, "Circular reference detected; "),
+    ],
+)
+def test_a_mapping_that_is_no_plain_data_is_refused(value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"the agent's mapping is not plain data: {says}"):
+        load_agent({**load_agent(TEXT).model_dump(mode="json"), "states": {"PENDING": {"options": value}}})
 
 
 def test_a_function_that_only_this_process_knows_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from fsm_rollout.agent.graph import AgentGraph, Predicate, StateSpec, TransitionSpec
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
+from fsm_rollout.agent.yaml import source
 from fsm_rollout.agent.yaml.dump import dump
 from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
@@ -490,6 +491,15 @@ def test_deep_interpolations_are_refused_in_one_short_line(part: str, count: int
     (line,) = [text for text in str(caught.value).splitlines() if "interpolation failed" in text]
     assert "more than 10 of them stand within one another" in line
     assert len(line) < 200
+
+
+def test_a_file_is_read_up_to_its_bounds_and_refused_one_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_VALUES", 4)  # a mapping, its two values, and the one in the list
+    monkeypatch.setattr(source, "MAX_DEPTH", 2)
+    assert read_yaml("a: 1\nb: [2]", SourceMap("a.yaml")) == ({"a": 1, "b": [2]}, [])
+    for text, words in (("a: 1\nb: [2, 3]", "more than 4 values"), ("b: [[2]]", "nested too deeply")):
+        _, (problem,) = read_yaml(text, SourceMap("a.yaml"))
+        assert words in problem.message
 
 
 @pytest.mark.parametrize("count", [60, 300, 5_000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -105,3 +106,21 @@ def test_things_say_what_they_are_in_one_line(run: tuple[fr.TrajectoryBatch, Pat
     row = batch.rows()[0]
     tokens = f"{len(row.prompt_ids)} + {len(row.response_ids)} tokens, {row.mask.sum()} trained"
     assert repr(row) == f"<TrainingRow 0/0/0: {tokens}; score 1, answered>"
+
+
+def test_a_batch_has_columns_by_name_and_rows_in_turn_and_says_what_was_meant(
+    run: tuple[fr.TrajectoryBatch, Path],
+) -> None:
+    batch, _ = run
+    assert batch["responses"] is batch.tensordict["responses"]
+    assert [row.row_id for row in batch] == [row.row_id for row in batch.rows()]
+    for wrong, says in (
+        (lambda: batch["response"], r"no column 'response'; did you mean batch\[\"responses\"\]\?"),
+        (lambda: batch["rewards"], r"no column 'rewards'; did you mean .*trajectory_scores"),
+        (lambda: batch["zzz"], "no column 'zzz'; its columns are input_ids, "),
+        (lambda: batch[0], r"batch\[0\]: a batch has columns by name; rows are batch.select"),
+        (lambda: batch.scores, r"a batch has no 'scores'; did you mean batch..trajectory_scores"),
+    ):
+        with pytest.raises((BatchError, AttributeError), match=says):
+            wrong()
+    assert (copy.copy(batch).pad_id, hasattr(batch, "nothing")) == (batch.pad_id, False)

@@ -223,11 +223,11 @@ roles = st.sampled_from(["user", "tool", "assistant", "system", "call", "calls"]
 def test_adjacency_of_a_growing_history_is_that_of_a_scan(kinds: list[str], stops: list[int]) -> None:
     made = {"call": zoo.called("k"), "calls": zoo.called("a", "b")}
     history = [dict(made.get(kind) or {"role": kind, "content": "x"}) for kind in [*kinds, "assistant"]]
-    growing = Histories()
+    growing = Histories(sees=False)
     for stop in [*sorted(stops), len(history)]:
-        assert growing.pairs(history[:stop]) == Histories().pairs(history[:stop])
+        assert growing.pairs(history[:stop]) == Histories(sees=False).pairs(history[:stop])
         if len(history[:stop]) > 1:  # the same turn at another place, as in a stream opened afresh
-            assert growing.pairs(history[1:stop]) == Histories().pairs(history[1:stop])
+            assert growing.pairs(history[1:stop]) == Histories(sees=False).pairs(history[1:stop])
 
 
 def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
@@ -241,12 +241,12 @@ def test_turns_are_kept_alive_by_their_size_not_by_their_number() -> None:
         call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": {"lines": [text]}}}
         return Message(role="assistant", content=text) if index % 2 else Message(role="assistant", tool_calls=[call])
 
-    histories = Histories()
+    histories = Histories(sees=False)
     made: list[weakref.ref[Message]] = []
     for index in range(500):
         last = turn(index)
         made.append(weakref.ref(last))
-        assert histories.pairs([zoo.user(), last]) == Histories().pairs([zoo.user(), last])
+        assert histories.pairs([zoo.user(), last]) == Histories(sees=False).pairs([zoo.user(), last])
     kept = [message for ref in made if (message := ref()) is not None]
     assert 1 < len(kept) < 1.01 * MOST_CHARACTERS / 100_000
 

@@ -17,10 +17,7 @@ from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError, PictureError
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from tests.embedded import tokenizer
-from tests.vision import FAMILIES
-
-PLACEHOLDERS = {"gemma3": "<start_of_image>", "llava_next": "<image>"}
-NEW_ROLE = {"gemma3": "user", "llava_next": "user"}
+from tests.vision import FAMILIES, PLACEHOLDERS
 
 
 @cache
@@ -171,7 +168,7 @@ def test_a_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     new = picture_of(np.full((20, 20, 3), 77, np.uint8))
     seen = chat.reference.reader.seen(new)
     assert set(seen.inputs) >= {"pixel_values"}
-    monkeypatch.setattr(chat.reference.reader, "processor", None)
+    monkeypatch.setattr(chat.reference.reader._looker, "_processor", None)
     assert chat.reference.reader.seen(new) is seen
 
 
@@ -183,7 +180,58 @@ def test_a_picture_that_the_processor_refuses_is_refused_and_not_left_out(monkey
     def refuse(**_: Any) -> None:
         raise ValueError("absolute aspect ratio must be smaller than 200")
 
-    monkeypatch.setattr(chat.reference.reader, "processor", refuse)
+    monkeypatch.setattr(chat.reference.reader._looker, "_processor", refuse)
     new = picture_of(np.full((2, 900, 3), 7, np.uint8))
     with pytest.raises(PictureError, match="aspect ratio"):
         chat.encode_here(Opening([{"role": "user", "content": [{"type": "image", "image": new}]}], None))
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+messages = st.lists(contents, min_size=2, max_size=6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(messages)
+def test_the_cache_gives_what_the_reference_gives(family: str, said: list[list[str | int]]) -> None:
+    _, chat = reader(family)
+    history: list[dict[str, Any]] = [{"role": "user", "content": parts(said[0])}]
+    for number, then in enumerate(said[1:]):
+        history.append({"role": "assistant", "content": f"It is {number}."})
+        new = {"role": "user", "content": parts(then)}
+        asked = FollowUp(list(history), [new], None, [chat.tokenizer.eos_token_id], "stop")
+        shape = chat._shape(asked)
+        blank = any(isinstance(part, str) and part.isspace() for part in then)
+        assert blank or shape is not None, "what comes after pictures, and shows some, takes no full render"
+        assert chat.encode_here(asked) == chat.encode_here(asked) == chat.reference.encode(asked)
+        history.append(new)
+
+
+COUNTS = """{%- set seen = namespace(count=0) %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{%
+if part.type == 'image' %}{% set seen.count = seen.count + 1 %}Picture {{ seen.count }}: <start_of_image>{%
+else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_counts_pictures_is_left_to_the_reference() -> None:
+    processor = FAMILIES["gemma3"]()
+    chat = ChatTemplate(processor.tokenizer, chat_template=COUNTS, processor=processor)
+    history: list[dict[str, Any]] = [{"role": "user", "content": parts(["look", 1])}]
+    for number in range(4):
+        history.append({"role": "assistant", "content": "Yes."})
+        new = {"role": "user", "content": parts(["and", 2, "now"])}
+        encoded = chat.encode_here(FollowUp(list(history), [new], None, [processor.tokenizer.eos_token_id], "stop"))
+        assert f"Picture {number + 2}: " in chat.decode(encoded.ids)
+        history.append(new)
+
+
+def test_a_model_that_reads_text_only_is_never_given_a_picture_in_silence() -> None:
+    chat = ChatTemplate(tokenizer())
+    shown, said = {"role": "user", "content": parts(["look", 1])}, {"role": "assistant", "content": "Yes."}
+    plain = {"role": "user", "content": "And now?"}
+    for history, new in (([plain, said], shown), ([shown, said], plain)):
+        for _ in range(2):
+            with pytest.raises(ChatTemplateError, match="multimodal-content"):
+                chat.encode_here(FollowUp(history, [new], None, [tokenizer().eos_token_id], "stop"))

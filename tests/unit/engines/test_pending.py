@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.pending import Once, PendingRequest
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.pending import Once, PendingRequest, _failure
+from fsm_rollout.engines.protocol import Chunk, ReplicaLost, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import Note, NoteKind, routed_experts
@@ -168,3 +168,14 @@ async def test_all_who_wait_go_on_and_one_who_was_cancelled_harms_nobody() -> No
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]
     await once.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [("Overloaded: later", "Overloaded"), ("overloaded", None), ("the node: it is gone", None), (": ", None)],
+)
+def test_the_kind_of_a_failure_is_the_class_that_its_text_begins_with(error: str, kind: str | None) -> None:
+    failure = _failure(error)
+    assert (type(failure), failure.kind, str(failure)) == (EngineError, kind, error)
+    assert (str(_failure(f"ReplicaLost: {error}")), type(_failure(f"ReplicaLost: {error}"))) == (error, ReplicaLost)
+    assert str(_failure(f"PromptTooLong: {error}")) == f"PromptTooLong: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 from typing import Any
@@ -182,8 +183,13 @@ def test_a_start_that_takes_long_says_what_it_waits_for(
         await make(Slow(), 2).aclose()
 
     waits = False
-    run_virtual(main())
-    assert not caplog.messages
+    with caplog.at_level(logging.INFO):
+        run_virtual(main())
+    assert [message.partition("; ")[2] for message in caplog.messages if "is up after" in message] == [
+        "1 to go",
+        "0 to go",
+    ]
+    caplog.clear()
     waits = True
     monkeypatch.setattr(replicas_module, "TELL_START_AFTER", 0.0)
     run_virtual(main())

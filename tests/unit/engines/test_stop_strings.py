@@ -44,7 +44,7 @@ def test_fewest_tokens_whose_text_holds_a_string(
     before, ids = encoded(earlier) if goes_on else [], encoded(said)
     assume(not holds(before, stop))
     request = asked(before, stop)
-    pending = PendingRequest(request, 0.0, stops=StopStrings(request, tokenizer()))
+    pending = PendingRequest(request, 0.0, stops=StopStrings.of(request, tokenizer()))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         mask = Note(
@@ -64,14 +64,14 @@ def test_fewest_tokens_whose_text_holds_a_string(
 
 
 def test_a_string_that_was_there_before_does_not_end_what_goes_on() -> None:
-    stops = StopStrings(asked(encoded("a STOP b ST"), ["STOP"]), tokenizer())
+    stops = StopStrings.of(asked(encoded("a STOP b ST"), ["STOP"]), tokenizer())
     assert stops.end(encoded("OP STOP")) == len(encoded("OP")), "one that begins there does"
 
 
 def test_what_the_prompt_says_is_no_part_of_the_turn() -> None:
     request = asked(encoded("ST"), ["STOP"])
-    assert StopStrings(replace(request, of_turn=0), tokenizer()).end(encoded("OP")) is None
-    assert StopStrings(request, tokenizer()).end(encoded("OP")) == len(encoded("OP"))
+    assert StopStrings.of(replace(request, of_turn=0), tokenizer()).end(encoded("OP")) is None
+    assert StopStrings.of(request, tokenizer()).end(encoded("OP")) == len(encoded("OP"))
 
 
 def test_an_engine_that_goes_on_is_told_to_end() -> None:

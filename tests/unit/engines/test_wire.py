@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Load, Request, SamplingParams, Thinking
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Note, NoteKind, TokenStream, as_ids, as_logprobs
+from fsm_rollout.trajectory.pictures import picture_of
+from fsm_rollout.trajectory.tokens import MediaSpan, Note, NoteKind, TokenStream, as_ids, as_logprobs
 
 token = st.integers(0, 2**31 - 1)
 ids = st.lists(token, max_size=12).map(as_ids)
@@ -26,8 +28,11 @@ params = st.builds(
     ignore_eos=st.booleans(),
     seed=st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=2).map(tuple),
+    thinking=st.none() | st.builds(Thinking, st.integers(0, 99), st.booleans(), st.text(), st.text(), ids),
 )
 names = st.text(max_size=5)
+PICTURES = [picture_of(np.full((40, 40, 3), grey, np.uint8)) for grey in (0, 100, 200)]
+media = st.builds(MediaSpan, st.integers(0, 99), st.integers(1, 99), st.sampled_from(PICTURES), token)
 requests = st.builds(
     Request,
     request_id=names,
@@ -42,12 +47,18 @@ requests = st.builds(
     sampled=st.integers(0, 99),
     routed=st.integers(0, 99),
     of_turn=st.integers(0, 99),
+    written=st.integers(0, 99),
+    media=st.lists(media, max_size=3).map(tuple),
 )
 
 
-@given(st.lists(st.lists(st.tuples(requests, st.booleans()), max_size=5), max_size=8), st.integers(0, 30))
-def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacity: int):
-    sender, receiver = Contexts(capacity), Contexts(capacity)
+@given(
+    st.lists(st.lists(st.tuples(requests, st.booleans()), max_size=5), max_size=8),
+    st.integers(0, 30),
+    st.integers(0, sum(len(picture.data) for picture in PICTURES)),
+)
+def test_requests_come_through(blocks: list[list[tuple[Request, bool]]], capacity: int, picture_bytes: int):
+    sender, receiver = Contexts(capacity, picture_bytes), Contexts(capacity, picture_bytes)
     latest: dict[str, Request] = {}
     for block in blocks:
         sent = []
@@ -89,6 +100,13 @@ def test_a_turn_costs_what_is_new_in_it():
     assert len(pack_requests([first], here)) > 4 * 64_000
     assert len(pack_requests([replace(first, ids=first.ids + as_ids([1, 2, 3]))], here)) < 120
     assert len(pack_requests([replace(first, ids=as_ids([7]) + first.ids)], here)) > 4 * 64_000
+
+
+def test_a_picture_travels_once():
+    here, picture = Contexts(), picture_of(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8))
+    shown = Request("r", as_ids([1]), SamplingParams(1), media=(MediaSpan(0, 1, picture, 7),) * 20)
+    assert len(picture.data) < len(pack_requests([shown], here)) < len(picture.data) + 3_000
+    assert len(pack_requests([shown], here)) < 3_000
 
 
 def test_what_a_stream_adds_is_known():

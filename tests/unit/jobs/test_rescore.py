@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fsm_rollout.cli import app
 from fsm_rollout.jobs.rescore import apply_score, read_scores, rescore
 from fsm_rollout.trajectory.events import REWARD, AnyEvent, Ended, Scored
 from fsm_rollout.trajectory.journal import read
@@ -33,6 +35,16 @@ def by_rank(group: list[Trajectory]) -> list[float]:
 def ended(name: str) -> list[AnyEvent]:
     """A sample that the run's own reward found right."""
     return [prompted(name), Ended(at=1.0, stop_reason="answered"), Scored(at=2.0, value=1.0, source=REWARD)]
+
+
+def test_scores_may_go_to_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = written(tmp_path / "journal.sqlite", ended("g/0"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["rescore", str(journal), "--reward", f"{HERE}:but_the_second", "-o", "-"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["trajectory_id"] == "g/0"
+    assert done.stderr.startswith("standard output: 1 scores, 1 of them changed")
+    assert not (tmp_path / "-").exists()
 
 
 @pytest.mark.parametrize("reward", ["but_the_second", "too_large_the_second_time"])

@@ -17,7 +17,7 @@ from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
-from fsm_rollout.jobs.runner import _prompts, load_agents
+from fsm_rollout.jobs.runner import load_agents, prompts_of
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
 from tests.cases import FILES, table
@@ -75,6 +75,8 @@ def test_every_key(folder: Path) -> None:
     assert (run.over_sample, run.max_filtered) == (2.5, 8)
     assert run.track is not None
     assert (run.track.use, run.track.model_extra) == ("wandb", {"project": "mine"})
+    assert run.tracing is not None
+    assert (run.tracing.destination().endpoint, run.tracing.share) == ("http://127.0.0.1:4318/v1/traces", 0.5)
     assert (run.serve.port, run.serve.host, run.serve.waiting) == (0, "127.0.0.1", 5)
     assert run.serve.api_keys == folder / "configs/runs/keys.txt"
     assert run.serve.out == folder / "runs/demo-serve"
@@ -227,7 +229,7 @@ def test_prompts_may_come_from_a_function(folder: Path) -> None:
     own = "{use: 'tests.unit.jobs.test_run_config:some_prompts', kwargs: {names: [a, b]}}"
     text = SMALLEST.replace("p.jsonl", own) + "limit: 3\n"
     run = load(folder, text)
-    assert [prompt.messages[0]["content"] for prompt in _prompts(run)] == ["a 0", "b 1", "a 2"]
+    assert [prompt.messages[0]["content"] for prompt in prompts_of(run)] == ["a 0", "b 1", "a 2"]
     assert recorded_run(run.to_json(), folder).prompts == run.prompts
     for broken, message in [
         (text.replace("names:", "nams:"), "TypeError: some_prompts.. got an unexpected keyword argument 'nams'"),
@@ -235,13 +237,12 @@ def test_prompts_may_come_from_a_function(folder: Path) -> None:
         (text.replace("[a, b]", "[]"), "ZeroDivisionError"),
     ]:
         with pytest.raises(ConfigError, match=f"run.yaml:2: prompts .*{message}"):
-            _prompts(load(folder, broken))
+            prompts_of(load(folder, broken))
     assert load(folder, SMALLEST.replace("p.jsonl", "{use: verifiers, taskset: t}")).prompts == PromptSource(
         use="fsm_rollout.environment.verifiers:prompts", kwargs={"taskset": "t"}
     )
     assert problems(folder, SMALLEST.replace("p.jsonl", "{uses: t}")) == [
-        ":2: prompts: 'use' is missing",
-        ":2: prompts: unknown key 'uses'; did you mean 'use'?",
+        ":2: prompts: unknown key 'uses'; did you mean 'use'?"
     ]
 
 
@@ -288,6 +289,24 @@ def test_a_chat_template_that_hides_the_tools_is_refused(
     with refused, fr.Rollout(agent, config.engine) as rollout:
         prompt = tokenizer().decode(rollout.run(["2 + 2?"]).tensordict["prompts"][0])
         assert ('{"type": "function"' in prompt) is (template is WITH_TOOLS)
+
+
+THINKS = PLAIN.replace("{{ m.content }}", "{% if m.thinking %}<t>{{ m.thinking }}</t>{% endif %}{{ m.content }}")
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_chat_template_without_thinking_is_refused_where_it_is_to_be_closed(folder: Path, thinks: bool) -> None:
+    (folder / "configs/runs/plain.jinja").write_text(THINKS if thinks else PLAIN)
+    (folder / "configs/runs/a.yaml").write_text(
+        OF_TOOLS.replace("FORMAT", "hermes").replace("SYSTEM", "system: calculate,")
+    )
+    text = SMALLEST.replace("scripted}", "scripted, turns: [Four]}") + "sampling: {thinking_tokens: 3}\n"
+    config = load(folder, text + "chat_template: plain.jinja\n")
+    refused = pytest.raises(
+        ConfigError, match=r"state 'GENERATING': thinking_tokens: \[no-thinking\] the chat template"
+    )
+    with nullcontext() if thinks else refused:
+        fr.Rollout(load_agents(config), config.engine, sampling=config.sampling).close()
 
 
 def test_a_chat_template_that_is_not_there_is_said(folder: Path) -> None:

@@ -22,13 +22,13 @@ from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import PROMPT_SOURCES
 from fsm_rollout.jobs.run_schema import run_schema
-from fsm_rollout.jobs.tracking import TRACKERS
 from fsm_rollout.names.registry import Registry
+from fsm_rollout.report.readers import READERS
 from tests.cases import FILES
 from tests.kit import ROOT
 
 REGISTRIES = (
-    ENGINES, ROUTERS, FORMATS, TRACKERS, REWARDS, GROUP_FILTERS, HANDLERS, PREDICATE_NAMES, INTERACTIONS, PROMPT_SOURCES
+    ENGINES, ROUTERS, FORMATS, READERS, REWARDS, GROUP_FILTERS, HANDLERS, PREDICATE_NAMES, INTERACTIONS, PROMPT_SOURCES
 )  # fmt: skip
 CODE = """
 import json

@@ -6,6 +6,7 @@ import asyncio
 import html
 import sys
 import threading
+import warnings
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -53,6 +54,13 @@ def shell() -> Shell:
     shell = Shell()
     register(shell)
     return shell
+
+
+def test_a_notebook_without_widgets_is_not_warned_of_them(shell: Shell) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        register(shell)
+        warnings.warn("IProgress not found. Please update jupyter and ipywidgets.", stacklevel=1)
+    assert told == []
 
 
 def test_a_page_says_what_it_is_where_only_text_is_shown(shell: Shell) -> None:

@@ -23,7 +23,8 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.events import Called, Ended, decode, encode
+from fsm_rollout.trajectory.event_bytes import decode, encode
+from fsm_rollout.trajectory.events import Called, Ended
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory

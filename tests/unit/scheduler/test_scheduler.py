@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -518,6 +519,14 @@ def test_prompt_ids_name_groups_so_they_differ() -> None:
         run(agent(), ["x"], [*prompts(), *prompts()])
     with pytest.raises(ConfigError, match="at least 1"):
         run(agent(), ["x"], n=0)
+
+
+def test_a_model_that_sees_no_pictures_is_found_out_before_anything_runs() -> None:
+    picture = {"type": "image", "image": np.zeros((2, 2, 3), np.uint8)}
+    shown = Prompt(prompt_id="shown", messages=[{"role": "user", "content": [picture]}])
+    scheduler = Bench(agent(), ["x"]).scheduler
+    with pytest.raises(ConfigError, match="prompt 'shown' shows a picture, which the model of engine 'policy' does"):
+        scheduler.check([*prompts(), shown])
 
 
 def test_a_stopped_scheduler_can_run_again() -> None:

@@ -279,6 +279,33 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any]
         raise ValueError(told)
 
 
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+async def shows_a_tool(visit: ForeignVisit) -> None:
+    for system in ("Be brief.", "You may call calculate."):
+        async with client(visit) as api:
+            messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": "x"}]
+            tools: Any = [CALCULATOR]
+            try:
+                await api.chat.completions.create(model="m", messages=messages, tools=tools)
+                SEEN.append("answered")
+            except openai.BadRequestError as error:
+                SEEN.append(error.message)
+
+
+def test_tools_that_the_template_hides_are_refused_with_the_reason() -> None:
+    plain = agent(f"use: '{HERE}:shows_a_tool'")
+    main = plain.context("main").model_copy(update={"chat_template": PLAIN, "tool_format": "hermes"})
+    run(plain.model_copy(update={"contexts": {"main": main}}), ["It is 42."])
+    refusal, answer = SEEN
+    assert "[tools-not-shown] the chat template writes nothing of calculate, so the model would not" in refusal
+    assert answer == "answered", "their names stand in the system message"
+
+
 KEYS: list[ForeignVisit] = []
 
 
@@ -419,3 +446,31 @@ def test_anthropic_s_protocol_gives_the_same_rows() -> None:
     assert "".join(SEEN[0]) == "The answer is 42."
     roles = [message["role"] for message in trajectory.streams[0].messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
+
+
+async def hears_that_it_broke(visit: ForeignVisit) -> None:
+    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    async with client(visit) as api:
+        chunks = await api.chat.completions.create(stream=True, **options)
+        with pytest.raises(openai.APIError, match="it broke") as error:
+            SEEN.extend([chunk async for chunk in chunks])
+        raise error.value
+
+
+async def claude_hears_that_it_broke(visit: ForeignVisit) -> None:
+    async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        with pytest.raises(anthropic.APIStatusError, match="it broke") as error:
+            async with api.messages.stream(model="m", max_tokens=100, messages=messages) as stream:
+                SEEN.extend([text async for text in stream.text_stream])
+        raise error.value
+
+
+@pytest.mark.parametrize(
+    ("use", "dialect"), [("hears_that_it_broke", "openai"), ("claude_hears_that_it_broke", "anthropic")]
+)
+def test_an_answer_that_breaks_off_says_so_in_the_protocol_s_own_event(use: str, dialect: str) -> None:
+    broken = fr.engines.scripted.script.Turn(text="Let me see.", chunks=6, delay=0.001, error="ValueError: it broke")
+    (trajectory,), _ = run(agent(f"use: '{HERE}:{use}', dialect: {dialect}"), lambda request: broken)
+    assert trajectory.failure is not None
+    assert "it broke" in trajectory.detail

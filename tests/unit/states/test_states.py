@@ -286,5 +286,18 @@ def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
         length = len(tokenizer()(called.result, add_special_tokens=False)["input_ids"])
         allowed = max(64, most - before // (2 * calls))
         assert allowed - 8 <= length <= allowed
-        assert f"…[{called.truncated_tokens} tokens cut]…" in called.result
+        assert f"…[{called.truncated_tokens:,} tokens cut]…" in called.result
     assert [(called.result, called.truncated_tokens) for called in second.results] == [("word " * 12, 0)]
+
+
+def test_a_generation_s_time_is_told_apart_from_its_wait() -> None:
+    """From when it was asked for to its end, the first part of it until the engine took it."""
+    graph, turn = agent(SINGLE), Turn(text="one two three", chunks=3, delay=2.0)
+
+    async def main() -> list[Group]:
+        engine = ScriptedEngine([turn], tokenizer=tokenizer())
+        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+        return [group async for group in scheduler.run(prompts(1), 1)]
+
+    trajectory = only(run_virtual(main()))
+    assert (trajectory.queue_seconds, trajectory.generate_seconds) == (0.0, pytest.approx(6.0))

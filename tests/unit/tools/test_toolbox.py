@@ -239,6 +239,22 @@ class Sandbox(Tool):
         LOG.append("release")
 
 
+def says() -> None:
+    """Say it on the terminal."""
+    print("said")
+
+
+def quiet() -> None:
+    """Do something of which there is nothing to say."""
+
+
+class Teller:
+    """Says it on the terminal."""
+
+    def execute(self) -> None:
+        print("said")
+
+
 class BadRelease(Sandbox):
     """Counts."""
 
@@ -367,6 +383,16 @@ def test_a_tool_blames_the_model_by_raising_bad_arguments(use: str):
     result = made(box(fail={"use": use, "retry": {"attempts": 3}}), a_call("fail", kind="arguments"))
     text = "error: fail: there is no city 'Pariss'; correct the arguments and try again"
     assert facts(result) == {"result": text, "failure": "bad_arguments", "bad": True, "tries": 1}
+
+
+def test_a_tool_that_prints_and_returns_nothing_is_named_once(caplog: pytest.LogCaptureFixture):
+    tools = box(says="says", quiet="quiet", teller="Teller")
+    with caplog.at_level(logging.WARNING):
+        for name in ("says", "says", "quiet", "teller"):
+            assert made(tools, a_call(name)).result == "null"
+    assert [message.partition(") ")[2] for message in caplog.messages] == [
+        "returned None; did you mean to return what it prints?"
+    ] * 2
 
 
 def test_what_a_tool_raises_is_logged_with_its_place_and_once(caplog: pytest.LogCaptureFixture):

@@ -16,7 +16,7 @@ from fsm_rollout.tools import AgentAnswer, Toolbox, ToolSession, truncate
 from fsm_rollout.tools.tool_messages import EXACT_CHARACTERS
 from fsm_rollout.trajectory.events import Called, ToolCall
 
-MARKER = re.compile(r"…\[(\d+) tokens cut\]…")
+MARKER = re.compile(r"…\[([\d,]+) tokens cut\]…")
 SIDES = st.sampled_from(["left", "right", "middle"])
 
 
@@ -72,7 +72,7 @@ def test_truncation_keeps_its_promises(trained: bool, trim_offsets: bool):
         assert text.startswith(head)
         assert text.endswith(tail)
         assert len(head) + len(tail) < len(text)
-        if limit >= 2 * count(f"…[{total} tokens cut]…", tok):
+        if limit >= 2 * count(f"…[{total:,} tokens cut]…", tok):
             assert pieces, "there was room for the marker"
 
     holds()
@@ -80,7 +80,7 @@ def test_truncation_keeps_its_promises(trained: bool, trim_offsets: bool):
 
 def ends(text: str, shorter: str, side: str, dropped: int) -> tuple[str, str]:
     """Take the result apart at its marker, or (without one) where its side says."""
-    marker = f"…[{dropped} tokens cut]…"
+    marker = f"…[{dropped:,} tokens cut]…"
     if side == "left":
         return "", shorter.removeprefix(marker)
     if side == "right":
@@ -102,7 +102,7 @@ def test_nothing_more_than_needed_is_dropped(limit: int, more: int, side: Any):
     found = MARKER.search(shorter)
     kept = len(shorter) - (len(found.group()) if found else 0)
     assert dropped == len(text) - kept
-    size = len(f"…[{len(text)} tokens cut]…".encode())
+    size = len(f"…[{len(text):,} tokens cut]…".encode())
     assert (found is not None) == (2 * size <= limit)
     assert len(shorter.encode()) >= limit - 3, "the marker's number may turn out shorter than it was measured with"
     if found:
@@ -177,4 +177,4 @@ def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
     result = run_virtual(main())
     assert count(result.result, tokenizer()) <= 40
     assert result.truncated_tokens > 0
-    assert result.result.endswith(f"…[{result.truncated_tokens} tokens cut]…")
+    assert result.result.endswith(f"…[{result.truncated_tokens:,} tokens cut]…")

@@ -21,17 +21,8 @@ from hypothesis import strategies as st
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
-from fsm_rollout.trajectory.events import (
-    AnyEvent,
-    Ended,
-    LimitCharged,
-    MessagesAppended,
-    Resumed,
-    Snapshotted,
-    encode,
-    pack,
-    unpack,
-)
+from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
+from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, MessagesAppended, Resumed, Snapshotted
 from fsm_rollout.trajectory.journal import (
     Journal,
     JournalFolder,
@@ -46,6 +37,7 @@ from fsm_rollout.trajectory.journal import (
 )
 from fsm_rollout.trajectory.journal.log import damage_of
 from fsm_rollout.trajectory.journal.reader import delivered
+from fsm_rollout.trajectory.journal.salvage import _Pages, _rows
 from fsm_rollout.trajectory.journal.schema import PAGE, checksum
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted, written
@@ -185,7 +177,7 @@ def test_the_facts_of_the_run_and_the_tables(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         rows = connection.execute("SELECT id, trajectory_id, seq, ended, payload FROM events ORDER BY id").fetchall()
     connection.close()
-    assert [(*row, unpack(payload)) for *row, payload in rows] == [
+    assert [(*row, unpacker()(payload)) for *row, payload in rows] == [
         (1, "b", 0, 0, [b, charged]),
         (2, "a", 0, 0, [a]),
         (3, "b", 2, 1, [ended]),
@@ -607,6 +599,30 @@ def test_a_group_counts_as_delivered_only_by_a_row_that_was_written(tmp_path: Pa
     assert [history[0].trajectory_id for history in histories(path, unfinished=True)] == ["b"]  # type: ignore[union-attr]
 
 
+VALUES = (
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.sampled_from([0, 1, -1, 127, 128, -129, 2**15, -(2**23), 2**47])
+    | st.floats(allow_nan=False) | st.text(max_size=9)
+    | st.builds(bytes, st.integers(0, 90) | st.integers(PAGE - 60, PAGE + 60) | st.integers(2 * PAGE, 5 * PAGE))
+)  # fmt: skip
+
+
+@settings(max_examples=min(20, settings().max_examples))  # each writes a file
+@given(
+    rows=st.dictionaries(st.integers(0, 2**63 - 1) | st.integers(0, 300), st.tuples(VALUES, VALUES, VALUES), max_size=9)
+)
+def test_rows_are_found_as_sqlite_reads_them(
+    rows: dict[int, tuple[object, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("table") / "t.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.executescript(f"PRAGMA page_size = {PAGE}; CREATE TABLE t (a, b, c)")
+        for rowid, row in rows.items():
+            connection.execute("INSERT INTO t (rowid, a, b, c) VALUES (?, ?, ?, ?)", (rowid, *row))
+        expected = connection.execute("SELECT rowid, a, b, c FROM t ORDER BY rowid").fetchall()
+    found = sorted((rowid, *row) for rowid, row in _rows(_Pages(path)) if len(row) == 3)
+    assert [*map(repr, found)] == [*map(repr, expected)]
+
+
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Path, dict[str, list[AnyEvent]]]:
     """What a killed run leaves: the file, a log beside it with most of the run, and nothing said of its end."""
@@ -701,16 +717,19 @@ def test_what_is_left_of_an_earlier_round_of_the_log_is_no_damage(
             journal.persist()
         size = log.stat().st_size
         changed(path, "PRAGMA wal_checkpoint(PASSIVE)")
-        journal.append("t", LimitCharged(at=2.0, limit="last"))
-        journal.persist()
+        for number in range(3):
+            journal.append("t", LimitCharged(at=2.0, limit=f"last {number}"))
+            journal.persist()
         assert log.stat().st_size == size, "what is left stands behind what is new"
         assert damage_of(path) is None
-        torn = bytearray(log.read_bytes())
-        frames = [at for at in range(32, size, 24 + PAGE) if torn[at + 8 : at + 16] == torn[16:24]]
-        torn[frames[-1] + 24 + PAGE - 9] ^= 1  # as if the kill had come before this byte was written
+        intact = log.read_bytes()
+        frames = [at for at in range(32, size, 24 + PAGE) if intact[at + 8 : at + 16] == intact[16:24]]
         copy = tmp_path / "copy.sqlite"
-        copy.with_name("copy.sqlite-wal").write_bytes(torn)
-        assert damage_of(copy) is None
+        for at in frames:
+            torn = bytearray(intact)
+            torn[at + 24 + PAGE - 9] ^= 1  # the last: as if a kill had come before this byte was written
+            copy.with_name("copy.sqlite-wal").write_bytes(torn)
+            assert (damage_of(copy) is None) == (at == frames[-1])
         journal._move_log()
         assert log.stat().st_size == 0
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from fsm_rollout.errors import PictureError
 from fsm_rollout.trajectory import pictures
-from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of
+from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of, stored_pictures
 
 RED = Image.new("RGB", (4, 2), (255, 0, 0))
 
@@ -42,20 +42,31 @@ MOVING = saved(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 2)
 TEXT = base64.b64encode(DATA).decode()
 
 
+PARTS = [
+    {"type": "image", "image": DATA},
+    {"type": "image", "image": RED},
+    {"type": "image", "image": {"bytes": DATA, "path": None}},
+    {"type": "image", "image": "red.png", "text": None},  # data sets, which give all parts the same keys
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{TEXT}"}},  # OpenAI, chat
+    {"type": "input_image", "image_url": f"data:image/png;base64,{TEXT}"},  # OpenAI, responses
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXT}},  # Anthropic
+    {"type": "image", "data": TEXT, "mimeType": "image/png"},  # MCP
+    {"type": "image", "bytes": DATA, "path": None},  # data sets
+    {"type": "image", "path": "red.png"},  # transformers
+    {"type": "image", "url": "file://red.png"},
+]
+
+
 @pytest.mark.parametrize(
     "source",
     [
         DATA,
         bytearray(DATA),
         f"data:image/png;base64,{TEXT}",
-        {"type": "image", "image": DATA},
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{TEXT}"}},  # OpenAI, chat
-        {"type": "input_image", "image_url": f"data:image/png;base64,{TEXT}"},  # OpenAI, responses
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXT}},  # Anthropic
-        {"type": "image", "data": TEXT, "mimeType": "image/png"},  # MCP
-        {"type": "image", "bytes": DATA, "path": None},  # data sets
-        {"type": "image", "path": "red.png"},
-        Path("red.png"),
+        f"DATA:image/png;BASE64,{TEXT}",
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in DATA),
+        *PARTS,
+        "red.png",
         RED,
         np.array(RED),
     ],
@@ -67,19 +78,70 @@ def test_equal_pixels_of_any_source_are_one_object(source: object, tmp_path: Pat
     assert (picture.width, picture.height, picture.mime) == (4, 2, "image/png")
     assert picture_of(picture) is pickle.loads(pickle.dumps(picture)) is picture
     assert picture_of(picture.data_uri()) is picture
+    assert picture_of(tmp_path / "red.png") is picture, "a Path, which only code can give, may lead anywhere"
     assert picture.image().getpixel((0, 0)) == (255, 0, 0)
 
 
-def turned() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # held on its side
-    return saved(RED, "JPEG", exif=exif)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_message_has_each_part_that_is_a_picture_in_one_form(part: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(DATA)
+    ours = {"type": "image", "image": picture_of(DATA)}
+    text = {"type": "text", "text": "What is it?"}
+    message = {"role": "user", "content": [text, part, {"type": "input_text", "text": "And this?"}, part], "name": "x"}
+    shown = stored_pictures(message, tmp_path)
+    assert shown == message | {"content": [text, ours, text | {"text": "And this?"}, ours]}
+    assert message["content"][1] is part, "messages of a caller's are left alone"
+    assert stored_pictures(shown) is shown
+
+
+def test_a_video_becomes_its_frames() -> None:
+    blue = Image.new("RGB", (4, 2), (0, 0, 255))
+    video = {"type": "video", "video": [RED, np.array(blue), DATA], "fps": 2.0}
+    content = stored_pictures({"role": "user", "content": [video]})["content"]
+    assert content == [{"type": "image", "image": picture_of(frame)} for frame in (RED, blue, RED)]
+
+
+@pytest.mark.parametrize("content", [None, "text", [], [{"type": "text", "text": "x"}], [{"type": "audio"}], ["x"], 7])
+def test_a_message_without_pictures_is_left_as_it_is(content: object) -> None:
+    message = {"role": "user", "content": content}
+    assert stored_pictures(message) is message
 
 
 @pytest.mark.parametrize(
-    ("data", "size", "pixel"),
+    ("part", "words"),
+    [
+        ({"type": "image"}, "part 1: a part of type 'image' holds no picture: it has type"),
+        ({"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}, "part 1: .* is an address"),
+        ({"type": "image", "image": "red.png"}, "part 1: 'red.png' is text, and no file is read for it here"),
+        ({"type": "video", "video": "film.mp4"}, "part 1: a video is read as the list of its frames"),
+        ({"type": "video", "video": [RED, b"x"]}, "part 1: is no picture"),
+    ],
+)
+def test_a_part_that_shows_nothing_says_which_it_is(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(PictureError, match=words):
+        stored_pictures({"role": "user", "content": [{"type": "text", "text": "x"}, part]})
+
+
+def test_without_pillow_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = picture_of(DATA)
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    assert picture_of(known) is known
+    with pytest.raises(PictureError, match=r"pip install 'fsm-rollout\[vision\]'"):
+        picture_of(DATA)
+
+
+def turned(image: Image.Image = RED) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # held on its side
+    return saved(image, "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "pixel"),
     [
         (turned(), (2, 4), (254, 0, 0)),
+        (Image.open(io.BytesIO(turned())), (2, 4), (254, 0, 0)),
+        (saved(RED, "MPO", save_all=True, append_images=[RED.resize((2, 1))]), (4, 2), (254, 0, 0)),  # with a thumbnail
         (saved(RED.convert("CMYK"), "JPEG"), (4, 2), (254, 0, 0)),
         (saved(Image.new("RGBA", (4, 2), (255, 0, 0, 0))), (4, 2), (255, 255, 255)),
         (saved(Image.new("P", (4, 2), 0), transparency=0), (4, 2), (255, 255, 255)),
@@ -90,9 +152,9 @@ def turned() -> bytes:
     ],
 )
 def test_what_decoders_read_differently_becomes_plain(
-    data: bytes, size: tuple[int, int], pixel: tuple[int, int, int]
+    source: object, size: tuple[int, int], pixel: tuple[int, int, int]
 ) -> None:
-    picture = picture_of(data)
+    picture = picture_of(source)
     stored = Image.open(io.BytesIO(picture.data))
     assert (picture.mime, stored.format, stored.size) == ("image/png", "PNG", size)
     assert stored.mode in ("RGB", "L")
@@ -109,6 +171,11 @@ def test_what_all_read_alike_stays_as_it_is(form: str) -> None:
     ("source", "words"),
     [
         (NOISE[:-200], "damaged"),
+        (Image.open(io.BytesIO(NOISE[:-200])), "damaged"),
+        (Image.new("L", (20_000, 1)), "20,000 × 1 pixels"),
+        (Image.new("L", (10_000, 4_001)), "10,000 × 4,001 pixels"),
+        ("data:," + "x" * (pictures.ENCODED + 1), "100,663,296 are read"),
+        ({"type": "image", "data": "x" * (pictures.ENCODED + 1)}, "100,663,296 are read"),
         (b"no picture", "PNG, JPEG, WEBP"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "render it first"),
         (MOVING, "animation of"),

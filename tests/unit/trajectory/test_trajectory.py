@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.trajectory.event_bytes import decode, encode
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
@@ -32,8 +33,6 @@ from fsm_rollout.trajectory.events import (
     ToolCall,
     Transitioned,
     UserReplied,
-    decode,
-    encode,
 )
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import AssistantTurn, Stream

@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
             server.over.wait()
         elif path in server.raw:
             self.wfile.write(server.raw[path])
-        elif path == server.generate:
+        elif path == server.generate and body.get("stream"):
             self.send_response(200)
             self.end_headers()
             try:
@@ -115,6 +115,8 @@ class SGLangStandIn(StandIn):
     def __init__(self, port: int = 0) -> None:
         self.token, self.label = FIRST, "default"
         self.loaded: list[tuple[str, str]] = []
+        self.reads: int | None = None
+        """How many tokens it reads of a prompt with a picture; ``None``: it was not started for these."""
         self.refusal: str | None = None
         """Why it takes no weights."""
         self.stays = False
@@ -127,7 +129,11 @@ class SGLangStandIn(StandIn):
             case "/server_info":
                 return {"max_req_input_len": 1000}
             case "/model_info":
-                return {"weight_version": self.label}
+                return {"weight_version": self.label, "has_image_understanding": self.reads is not None}
+            case "/generate":  # to whoever does not stream
+                event = self._event(body, 1, {"type": "length"})
+                event["meta_info"]["prompt_tokens"] = self.reads
+                return event
             case "/update_weights_from_disk" if self.refusal is not None:
                 return 400, {"success": False, "message": self.refusal}
             case "/update_weights_from_disk":

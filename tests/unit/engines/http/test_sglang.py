@@ -16,21 +16,24 @@ from safetensors.torch import load_file, save_file
 from fsm_rollout.engines import weights as weights_module
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.http import link as http_link
+from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Load, ReplicaLost
+from fsm_rollout.engines.protocol import Load, ReplicaLost, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
+from fsm_rollout.engines.sglang.pictures import shown_once
 from fsm_rollout.engines.weights import StoredTensors, shapes_in
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from tests.integration.sglang_oracle import ask
-from tests.unit.engines.http.stand_ins import EARLY, FIRST, SGLangStandIn
+from tests.unit.engines.http.stand_ins import EARLY, FIRST, SGLangStandIn, VLLMStandIn
 from tests.unit.engines.http.test_any_server import asked_for, one, request
+from tests.vision import FAMILIES
 
 
 class Process:
@@ -270,3 +273,33 @@ async def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_
     assert second.loaded == [(str(folder.resolve()), "1")]
     await pool.aclose()
     second.stop()
+
+
+def saved(processor: Any, folder: Path) -> None:
+    processor.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "gemma3"}')
+
+
+@pytest.mark.parametrize(("more", "why"), [(0, None), (1, "it has read"), (None, "it was not started for pictures")])
+def test_a_server_that_reads_pictures_otherwise_or_not_at_all_is_sent_none(
+    server: SGLangStandIn, more: int | None, why: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known before the run, which then refuses prompts with pictures; texts are sampled all the same."""
+    processor = FAMILIES["gemma3"]()
+    saved(processor, tmp_path)
+    server.reads = None if more is None else len(shown_once(processor).ids) + more
+    engine = SGLangHTTPEngine(server.url, tmp_path)
+    assert (facts_of(engine).processor is None) == (why is not None)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("fsm_rollout")]
+    assert [why in line for line in said if why is not None] == [True] * (why is not None)
+    asyncio.run(engine.aclose())
+
+
+def test_a_protocol_without_pictures_is_sent_none(tmp_path: Path) -> None:
+    """OpenAI's completions take ids alone, so the engine says that its model reads text only."""
+    saved(FAMILIES["gemma3"](), tmp_path)
+    server = VLLMStandIn()
+    engine = OpenAIEngine(server.url, tmp_path)
+    assert facts_of(engine).processor is None
+    asyncio.run(engine.aclose())
+    server.stop()

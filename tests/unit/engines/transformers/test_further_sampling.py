@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 import fsm_rollout as fr
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.integration.sglang_oracle import ask, expected, request
+from tests.integration.sglang_oracle import ask, closes_thinking, expected, request
 from tests.kit import ROOT
 
 KINDS: list[dict[str, Any]] = [
@@ -72,6 +73,18 @@ def test_no_token_is_sampled_behind_the_one_that_completes_a_stop_string() -> No
         assert string not in engine.tokenizer.decode(stopped.ids[:-1])
         assert rest.ids == stopped.ids[-2:]
         assert (whole.reason, stopped.reason, rest.reason) == ("length", "stop", "stop")
+
+
+def test_thinking_is_closed_at_its_budget() -> None:
+    engine = TransformersEngine("embedded", threads=1, send_every=3)
+
+    async def closed() -> None:
+        for prompt in range(4):
+            asked = request(engine, f"r{prompt}", prompt, 32, temperature=1.0, seed=prompt, ignore_eos=True)
+            await closes_thinking(EngineClient(engine), asked)
+        await engine.aclose()
+
+    asyncio.run(closed())
 
 
 def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:

@@ -1,0 +1,192 @@
+"""Tracing a run while it goes on: events in, OpenTelemetry's spans out, to whoever collects them.
+
+Invariant: what is traced is a listener of the run's recorder, and nothing else knows of it; a collector that is down
+costs one warning, and no trajectory. Spans leave in a thread of their own; those that it cannot keep up with are
+dropped, and `fsm-rollout export --format otlp` sends them later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from fsm_rollout.report.readers import Tracing
+from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
+from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
+from fsm_rollout.trajectory.journal import Journal, events
+from fsm_rollout.trajectory.trace_ids import TraceIds
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+QUEUE = 2**16  # spans that wait for their collector, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
+LATER = 2**14  # trajectories that have ended and may still get a reward
+PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
+
+
+History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
+
+
+class Tracer:
+    """Where the spans of runs go, and which of them.
+
+    Args:
+        tracing: what to trace, and where to send it.
+        exporter: takes the spans instead of the collector that ``tracing`` names.
+    """
+
+    def __init__(self, tracing: Tracing, exporter: SpanExporter | None = None) -> None:
+        self.tracing = tracing
+        if exporter is None:
+            sender, where = exporter_of(tracing)
+            exporter = _Sender(sender, where)
+        size = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE
+        self._processor = BatchSpanProcessor(exporter, max_queue_size=size)
+
+    def of_run(self, run_id: str, description: Mapping[str, Any], journal: Journal | None) -> TracedRun:
+        """Return what listens to the trajectories of a run."""
+        maker = maker_of(self.tracing, run_id, description, None if journal is None else journal.path.absolute().parent)
+
+        def history(trajectory_id: str) -> list[AnyEvent]:
+            assert journal is not None
+            journal.flush()
+            return events(journal.path, trajectory_id)
+
+        return TracedRun(maker, self._processor.on_end, None if journal is None else history)
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+        self._processor.force_flush()
+
+    def close(self) -> None:
+        """Send what is left, and end. Blocks; safe to call twice."""
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
+
+
+def exporter_of(tracing: Tracing) -> tuple[OTLPSpanExporter, str]:
+    """Return what sends spans by OTLP over HTTP, and where to; ConfigError: nothing says where."""
+    to = tracing.destination()
+    return OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None), to.endpoint or "its collector"
+
+
+def maker_of(tracing: Tracing, run_id: str, description: Mapping[str, Any], folder: Path | None) -> SpanMaker:
+    """Return what makes the spans of a run that is described so, live or later; ``folder`` is that of its journal."""
+    own = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "fsm-rollout"}
+    resource = Resource.create({**own, **tracing.destination(checked=False).resource})
+    name = tracing.experiment or ("rollout" if folder is None else folder.name)
+    return SpanMaker.of(TraceIds(run_id, tracing.share), resource, name, description, tracing.content)
+
+
+class TracedRun:
+    """Listens to the trajectories of one run.
+
+    Args:
+        maker: makes its spans.
+        on_end: takes them.
+        history: what is known of a trajectory that another process has begun, its latest event the last; ``None``:
+            there is none such.
+    """
+
+    def __init__(
+        self, maker: SpanMaker, on_end: Callable[[ReadableSpan], None], history: History | None = None
+    ) -> None:
+        self.maker = maker
+        self._on_end, self._history = on_end, history
+        self._times = RunTimes()
+        self._known: dict[str, TracedTrajectory] = {}
+        self._ended: dict[str, None] = {}  # those that have, the earliest first
+
+    def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Take in an event that was recorded."""
+        kind, traced = type(event), self._known.get(trajectory.trajectory_id)
+        if kind in _OF_THE_RUN:
+            self._times.take(event)
+            if traced is None:
+                traced = self._begun(trajectory, event)
+                if traced is None:
+                    return
+            elif kind is Ended:
+                self._ended[trajectory.trajectory_id] = None
+                if len(self._ended) > LATER:
+                    oldest = next(iter(self._ended))
+                    del self._ended[oldest], self._known[oldest]
+        if traced is not None:
+            for span in traced.take(event):
+                self._on_end(span)
+
+    def _begun(self, trajectory: Trajectory, event: AnyEvent) -> TracedTrajectory | None:
+        """Return what traces a trajectory that begins or, begun by another process, goes on; `None`: nobody does."""
+        ids, trajectory_id = self.maker.ids, trajectory.trajectory_id
+        if not ids.sampled(ids.of(trajectory.group_id, trajectory_id).trace_id):
+            return None
+        if isinstance(event, Prompted):
+            self._known[trajectory_id] = self.maker.begin(event)
+            return None
+        if self._history is None or not isinstance(event, Resumed):
+            return None
+        first, *history = self._history(trajectory_id)
+        assert isinstance(first, Prompted)
+        traced = self._known[trajectory_id] = self.maker.begin(first)
+        for earlier in history[:-1]:
+            spans = traced.take(earlier)
+            if isinstance(earlier, Suspended) and earlier.reason == DIED:  # else the earlier process has sent them
+                for span in spans:
+                    self._on_end(span)
+        return traced
+
+    def end(self) -> None:
+        """End the present run: its own span, or those of its steps, as they stand."""
+        for span in self._times.spans(self.maker):
+            self._on_end(span)
+
+    def close(self) -> None:
+        """End what is still open, as far as it has come."""
+        for traced in self._known.values():
+            for span in traced.rest():
+                self._on_end(span)
+        self._known.clear()
+
+
+_OF_THE_RUN = frozenset({Prompted, Resumed, Suspended, Ended})
+
+
+class _Sender(SpanExporter):
+    """Sends spans to a collector; one that does not answer is named once, and left alone for a while."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter, self._endpoint = exporter, endpoint
+        self._until, self._warned, self.lost = 0.0, False, 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send some spans."""
+        if time.monotonic() < self._until:
+            self.lost += len(spans)
+            return SpanExportResult.FAILURE
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self.lost += len(spans)
+            self._until = time.monotonic() + PAUSE
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "no spans reach %s; the run goes on without them, and `fsm-rollout export RUN --format otlp` sends "
+                    "them later", self._endpoint,
+                )  # fmt: skip
+        return result
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Do nothing: nothing waits here."""
+        return True

@@ -1,0 +1,92 @@
+"""Whether a rollout is traced, and by whom: OpenTelemetry is loaded only where it is.
+
+Invariant: where nothing asks for spans, nothing here listens to anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.report.readers import Tracing, tracing_of
+from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.trajectory.trace_ids import TraceIds
+
+if TYPE_CHECKING:
+    from fsm_rollout.report.tracer import TracedRun, Tracer
+
+    TracingLike = Tracing | Tracer | Mapping[str, object] | str | bool | None
+
+logger = logging.getLogger(__name__)
+
+MISSING = "tracing needs OpenTelemetry's SDK: pip install 'fsm-rollout[otel]'"
+
+
+class RolloutTracing:
+    """The tracing of one rollout.
+
+    Args:
+        tracing: settings, as in a run YAML; a :class:`~fsm_rollout.report.tracer.Tracer`; ``False``: none; ``None``:
+            what OpenTelemetry's variables say, if anything.
+
+    Raises:
+        ConfigError: the settings are wrong, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, tracing: TracingLike) -> None:
+        self._tracer: Tracer | None = None
+        self._own_id = uuid4().hex  # of runs without a journal
+        self._run: TracedRun | None = None
+        is_setting = tracing is None or isinstance(tracing, Tracing | Mapping | str | bool)
+        settings = tracing_of(tracing) if is_setting else None
+        if is_setting and settings is None:
+            return
+        try:
+            from fsm_rollout.report.tracer import Tracer
+        except ImportError as error:
+            if tracing is None:
+                logger.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and %s", MISSING)
+                return
+            raise ConfigError(MISSING) from error
+        if settings is None and not isinstance(tracing, Tracer):
+            raise ConfigError(f"tracing: got {tracing!r}; give a mapping: {{'endpoint': 'http://127.0.0.1:4318'}}")
+        self._tracer = Tracer(settings) if settings is not None else tracing  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return self._tracer is not None
+
+    @contextmanager
+    def listens(self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool) -> Iterator[TraceIds | None]:
+        """Listen to a run; yields how its spans are called (``None``: it is not traced).
+
+        ``lasts``: what is open afterwards goes on in a later run of the same recorder.
+        """
+        if self._tracer is None:
+            yield None
+            return
+        journal, run = recorder.journal, self._run
+        run_id = journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex
+        if run is None or not lasts or run.maker.ids.run_id != run_id:
+            run = self._tracer.of_run(run_id, description, journal)
+            recorder.listeners = (*(heard for heard in recorder.listeners if heard is not self._run), run)
+        if lasts:
+            self._run = run
+        try:
+            yield run.maker.ids
+        finally:
+            run.end()
+            if not lasts:
+                run.close()
+
+    async def aclose(self) -> None:
+        """Send what is left. Safe to call twice."""
+        if self._run is not None:
+            self._run.close()
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)

@@ -1,0 +1,176 @@
+"""Pictures from a handler to rows: what the engine is asked, what the journal holds and what is resumed agree."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.states import State
+from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.testing import run_virtual
+from fsm_rollout.trajectory.journal import Journal, read
+from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.tokens import collapsed
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.runs import agent, rows
+from tests.vision import FAMILIES, PLACEHOLDERS
+
+
+@cache
+def processor(family: str) -> Any:
+    return FAMILIES[family]()
+
+
+@cache
+def picture(seed: int) -> StoredPicture:
+    rng = np.random.default_rng(seed)
+    return picture_of(rng.integers(0, 256, (*rng.integers(8, 99, 2), 3), dtype=np.uint8))
+
+
+def content(said: list[str | int]) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": picture(part)}
+        for part in said
+    ]
+
+
+class Show(State):
+    """Shows what the prompt says is to be shown next."""
+
+    triggers = ("shown", "over")
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        turn = trajectory.visits[ctx.state] - 1
+        if turn == len(trajectory.extra["then"]):
+            return Outcome("over")
+        ctx.write([{"role": "user", "content": content(trajectory.extra["then"][turn])}], context="main")
+        return Outcome("shown")
+
+
+GRAPH = agent(
+    {
+        "states": {
+            "PENDING": {},
+            "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
+            "SHOWING": {"handler": f"{__name__}:Show", "timeout": 100.0},
+        },
+        "transitions": rows(
+            "PENDING prompted GENERATING", "GENERATING generated SHOWING", "SHOWING shown GENERATING",
+            "SHOWING over TERMINATED",
+        ),
+    }
+)  # fmt: skip
+
+
+class Run:
+    """A run of one family's model, played from a script."""
+
+    def __init__(self, family: str, script: Any, journal: Path) -> None:
+        self.processor = processor(family)
+        self.engine = ScriptedEngine(script, tokenizer=self.processor.tokenizer, processor=self.processor, log=True)
+        client = EngineClient(self.engine)
+        client.chats = CHATS.setdefault(family, {})
+        self.journal = Journal(journal)
+        self.scheduler = Scheduler({"a": GRAPH}, {"policy": client}, journal=self.journal)
+
+    async def go(self, prompt: Prompt, **options: Any) -> list[Trajectory]:
+        groups = [group async for group in self.scheduler.run([prompt], 2, **options)]
+        self.journal.close()
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    @property
+    def asked(self) -> list[Request]:
+        return [line.what for line in self.engine.log if isinstance(line.what, Request)]
+
+
+CHATS: dict[str, dict[object, ChatTemplate]] = {}
+words = st.sampled_from(["What?", " and ", "2 + 2", "Ünï "])
+shown = st.lists(words | st.integers(0, 5), min_size=1, max_size=4).map(lambda found: ["look", *found, "now"])
+
+
+def prompt_of(said: list[list[str | int]]) -> Prompt:
+    return Prompt(prompt_id="p", messages=({"role": "user", "content": "Look."},), then=said)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=min(20, settings().max_examples))
+@given(said=st.lists(shown, min_size=1, max_size=5))
+def test_streams_show_what_was_shown(
+    family: str, said: list[list[str | int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    run = Run(family, ["It is so."] * 9, folder / "journal.sqlite")
+    trajectories = run_virtual(run.go(prompt_of(said)))
+    assert [trajectory.stop_reason for trajectory in trajectories] == ["answered"] * 2
+    names = [picture(part) for message in said for part in message if isinstance(part, int)]
+    for trajectory in trajectories:
+        (stream,) = trajectory.streams
+        ids, media = stream.tokens.ids, stream.media
+        # 1. Each picture in its place, as the processor makes it.
+        assert [span.picture for span in media] == names
+        for span in media:
+            alone = run.processor(text=[PLACEHOLDERS[family]], images=[span.picture.image()], add_special_tokens=False)
+            assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
+        # 2. Cut at its spans, it is the stream of the same text with a mark for each picture.
+        decoded = run.processor.tokenizer.decode(collapsed(ids, media))
+        assert decoded.count(PLACEHOLDERS[family]) == len(names)
+        # 3. Nothing of a picture is trained on, and the engine was asked with what the stream holds.
+        trained = [*[0] * stream.tokens.prompt_length, *stream.tokens.response_mask()]
+        assert not any(any(trained[span.start : span.end]) for span in media)
+        asked = [request for request in run.asked if request.trajectory_id == trajectory.trajectory_id]
+        assert len(asked) == len(said) + 1
+        for request in asked:
+            assert request.ids == ids[: len(request.ids)]
+            assert list(request.media) == [span for span in media if span.end <= len(request.ids)]
+    # 4. What is read is what was run.
+    assert list(read(folder)) == trajectories
+
+
+def test_a_run_that_was_cut_off_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:
+    said: list[list[str | int]] = [["look", 1], [2, "and", 1], ["or", 3, 3], [4]]
+    whole = run_virtual(Run("gemma3", ["It is so."] * 9, tmp_path / "whole" / "journal.sqlite").go(prompt_of(said)))
+    for kept in range(3, 12):
+        folder = tmp_path / str(kept)
+        histories = {t.trajectory_id: events_of(tmp_path / "whole", t.trajectory_id)[:kept] for t in whole}
+        run = Run("gemma3", ["It is so."] * 9, folder / "journal.sqlite")
+        for trajectory_id, history in histories.items():
+            for event in history:
+                run.journal.append(trajectory_id, event)
+        unfinished = [Trajectory.fold(history) for history in histories.values()]
+        again = run_virtual(run.go(prompt_of(said), resume=unfinished))
+        assert [(stream.tokens, stream.media) for trajectory in again for stream in trajectory.streams] == [
+            (stream.tokens, stream.media) for trajectory in whole for stream in trajectory.streams
+        ], kept
+
+
+def events_of(folder: Path, trajectory_id: str) -> Any:
+    from fsm_rollout.trajectory.journal import events
+
+    return events(folder, trajectory_id)
+
+
+@pytest.mark.parametrize("before", ["", "I see "])
+def test_a_sampled_pad_ends_the_trajectory_and_stands_nowhere(before: str, tmp_path: Path) -> None:
+    tokenizer = processor("gemma3").tokenizer
+    pad = tokenizer.convert_tokens_to_ids("<image_soft_token>")
+    ids = [*tokenizer.encode(before, add_special_tokens=False), pad]
+    run = Run("gemma3", ["Yes.", Turn(ids=ids)], tmp_path / "journal.sqlite")
+    for trajectory in run_virtual(run.go(prompt_of([["look", 1]]))):
+        assert (trajectory.stop_reason, trajectory.failure) == ("failed:PictureSampled", "policy")
+        assert "'<image_soft_token>', which stands for a picture" in (trajectory.detail or "")
+        (stream,) = trajectory.streams
+        assert stream.tokens.tail(stream.tokens.length - len(ids) + 1).tolist() == ids[:-1]
+        assert pad not in [id_ for span in stream.tokens.sampled() for id_ in stream.tokens.ids[span.start : span.end]]

@@ -1,0 +1,140 @@
+"""Spans nest, cover their trajectory's time, and are the same live and later: over drawn agents, failures, resumes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
+
+from hypothesis import given
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+
+from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.report.telemetry import RunTimes, SpanMaker
+from fsm_rollout.report.tracer import TracedRun
+from fsm_rollout.scheduler.run_agents import RunAgents
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.testing.simulation.plan import Plan
+from fsm_rollout.testing.simulation.simulate import simulate, without_clocks
+from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed
+from fsm_rollout.trajectory.trace_ids import TraceIds
+from tests.laws.agents import agents
+from tests.laws.test_laws import WORKERS, _tokenizer, drawn, said  # noqa: F401  # its fixture, too
+from tests.paired_workers import sharing
+
+MAKER = SpanMaker.of(TraceIds("run"), Resource({}), "law", {}, "tokens")
+Spans = dict[int, ReadableSpan]
+
+
+def by_id(spans: Iterable[ReadableSpan]) -> Spans:
+    """Return spans as a collector keeps them: of those with one id the latest."""
+    return {span.context.span_id: span for span in spans if span.context is not None}
+
+
+def told(spans: Spans) -> dict[int, str]:
+    return {key: span.to_json() for key, span in spans.items()}
+
+
+def later(histories: Iterable[list[AnyEvent]]) -> Spans:
+    times, spans = RunTimes(), list[ReadableSpan]()
+    for history in histories:
+        for event in history:
+            times.take(event)
+        spans += MAKER.spans(history)
+    return by_id([*spans, *times.spans(MAKER)])
+
+
+def listening(heard: list[ReadableSpan], around: Any) -> Any:
+    """Listen to a simulated run as a tracer does."""
+
+    @asynccontextmanager
+    async def listens(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
+        traced = TracedRun(MAKER, heard.append)
+        scheduler.recorder.listeners += (traced,)
+        async with nullcontext() if around is None else around(scheduler, simulated):
+            yield
+        traced.close()
+        traced.end()
+
+    return listens
+
+
+def nest_and_cover(spans: Spans, histories: dict[str, list[AnyEvent]]) -> None:
+    """Hold spans to what their readers take for granted."""
+    children: dict[int, list[ReadableSpan]] = defaultdict(list)
+    resumed = {name for name, history in histories.items() if any(isinstance(event, Resumed) for event in history)}
+    for span in spans.values():
+        if span.parent is None:
+            continue
+        children[span.parent.span_id].append(span)
+        above = spans.get(span.parent.span_id)
+        attributes = span.attributes or {}
+        if "fsm_rollout.part" in attributes and (resumed or above is None):
+            continue  # of a sub-agent's call that has not ended, or was made again
+        assert above is not None, span.to_json()
+        if span.name == "reward":
+            assert times(above)[1] <= times(span)[0], "it comes after what it judges"
+        else:
+            assert within(span, above), (span.to_json(), above.to_json())
+    for key, span in spans.items():
+        if "fsm_rollout.part" in (span.attributes or {}):
+            visits = sorted(times(child) for child in children[key] if is_visit(child))
+            edges = [edge for visit in visits for edge in visit]
+            start, end = times(span)
+            assert [start, *edges[1:-1:2], end] == [*edges[::2], end], (
+                "visits lie side by side, from its start to its end"
+            )
+    begun = sum(isinstance(event, Prompted) for history in histories.values() for event in history)
+    assert sum((span.attributes or {}).get("fsm_rollout.part") == 0 for span in spans.values()) == begun
+
+
+def is_visit(span: ReadableSpan) -> bool:
+    return not {"gen_ai.operation.name", "gen_ai.evaluation.name"} & {*(span.attributes or {})} and span.name != "user"
+
+
+def times(span: ReadableSpan) -> tuple[int, int]:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return span.start_time, span.end_time
+
+
+def within(span: ReadableSpan, above: ReadableSpan) -> bool:
+    (start, end), (earliest, latest) = times(span), times(above)
+    return earliest <= start <= end <= latest
+
+
+@given(drawn(agents()) | said(failures=True), WORKERS)
+def test_spans_nest_cover_the_time_and_are_the_same_later(case: tuple[AgentGraph, Plan], workers: int) -> None:
+    heard = list[ReadableSpan]()
+    run = simulate(*case, around=listening(heard, sharing(workers)))
+    live = by_id(heard)
+    assert told(live) == told(later(run.events.values()))
+    nest_and_cover(live, run.events)
+
+
+@given(drawn(agents(), failures=False, faults=False, killed=True))
+def test_a_run_that_was_killed_goes_on_in_its_traces(case: tuple[AgentGraph, Plan]) -> None:
+    """What two processes send, the first of which was killed, is what is made of the whole journal."""
+    graph, plan = without_clocks(case[0]), case[1]
+    first, second = list[ReadableSpan](), list[ReadableSpan]()
+    whole = simulate(graph, plan)
+    before = whole.killed(plan.killed_after)
+    traced = TracedRun(MAKER, first.append)
+    for trajectory_id, event in whole.order[: plan.killed_after]:
+        traced(whole.live[trajectory_id], event)
+    resumed = simulate(graph, plan, resume=before)
+    known = {str(history[0].trajectory_id): len(history) for history in before if isinstance(history[0], Prompted)}
+    heard: dict[str, list[AnyEvent]] = defaultdict(list)
+    traced = TracedRun(MAKER, second.append, lambda trajectory_id: heard[trajectory_id])
+    for trajectory_id, event in resumed.order:
+        heard[trajectory_id].append(event)
+        if len(heard[trajectory_id]) > known.get(trajectory_id, 0):
+            traced(resumed.live[trajectory_id], event)
+    traced.close()
+    spans = later(resumed.events.values())
+    run_spans = {key for key, span in spans.items() if span.name.startswith("invoke_workflow")}
+    both = by_id([*first, *second])
+    assert told(both) == {key: text for key, text in told(spans).items() if key not in run_spans}
+    nest_and_cover(spans, resumed.events)
