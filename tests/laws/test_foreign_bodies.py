@@ -9,8 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 import aiohttp
-import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
@@ -76,6 +75,20 @@ def bodies(draw: st.DrawFn, dialect: str) -> Any:
     return body
 
 
+def changed(dialect: str, *path: Any, to: Any) -> tuple[str, list[Any]]:
+    """Return a good body in which one thing is something else, as an example."""
+    body = holder = deepcopy(BODIES[dialect])
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = to
+    return dialect, [body]
+
+
+def sent_in(dialect: str) -> st.SearchStrategy[tuple[str, list[Any]]]:
+    """Return what draws the bodies of one agent."""
+    return st.tuples(st.just(dialect), st.lists(bodies(dialect), min_size=1, max_size=8))
+
+
 SENT: list[Any] = []
 ANSWERED: list[tuple[int, str]] = []
 
@@ -90,10 +103,13 @@ async def sends(visit: ForeignVisit) -> None:
                 ANSWERED.append((answer.status, await answer.text()))
 
 
-@pytest.mark.parametrize("dialect", PATHS)
-@given(data=st.data())
-def test_whatever_is_sent_is_answered_or_refused_in_words(dialect: str, data: st.DataObject) -> None:
-    SENT[:] = [dialect, *data.draw(st.lists(bodies(dialect), min_size=1, max_size=8)), BODIES[dialect]]
+@given(sent=st.one_of(*map(sent_in, PATHS)))
+@example(sent=changed("openai", "tools", 0, "function", "name", to=None))
+@example(sent=changed("anthropic", "tools", 0, "name", to=None))
+@settings(max_examples=settings().max_examples * len(PATHS))
+def test_whatever_is_sent_is_answered_or_refused_in_words(sent: tuple[str, list[Any]]) -> None:
+    dialect, drawn = sent
+    SENT[:] = [dialect, *drawn, BODIES[dialect]]
     ANSWERED.clear()
     engine = ScriptedEngine(lambda request: "It is 42.", tokenizer=embedded_tokenizer(), log=True)
 

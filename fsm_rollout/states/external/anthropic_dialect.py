@@ -30,6 +30,7 @@ from fsm_rollout.states.external.chat_request import (
     ProtocolError,
     content_of,
     refuse,
+    tool_of,
     unsupported,
 )
 from fsm_rollout.states.external.openai_dialect import sampling_of
@@ -43,7 +44,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body, or raise ProtocolError."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise refuse("`messages` must be a list of at least one message")
+        raise refuse("`messages` must be a list of at least one message", param="messages")
     for key in ("stop_sequences", "thinking", "container", "mcp_servers"):
         if body.get(key) and (body.get(key) or {}) != {"type": "disabled"}:
             raise unsupported(key)
@@ -57,9 +58,10 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for i, message in enumerate(messages):
         read += _messages(message, f"messages[{i}]", names)
     tools = []
-    for tool in body.get("tools") or ():
-        if not isinstance(tool, Mapping) or "input_schema" not in tool:
-            raise refuse("`tools` must have a name and an input_schema: server tools are not supported")
+    for i, described in enumerate(body.get("tools") or ()):
+        tool = tool_of(described, f"tools[{i}]", "input_schema")
+        if tool.get("input_schema") is None:
+            raise unsupported(f"tools[{i}]", "needs an input_schema: server tools are not supported")
         function = {"name": tool["name"], "description": tool.get("description") or tool["name"]}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     return ChatRequest(

@@ -30,9 +30,9 @@ class ProtocolError(Exception):
         self.retry_after, self.param = retry_after, param
 
 
-def refuse(message: str, code: str = "invalid_request") -> ProtocolError:
+def refuse(message: str, code: str = "invalid_request", param: str | None = None) -> ProtocolError:
     """Return the error of a request that is wrong, or asks for what there is not."""
-    return ProtocolError(400, code, message)
+    return ProtocolError(400, code, message, param=param)
 
 
 def unsupported(key: str, why: str = "is not supported; leave it out") -> ProtocolError:
@@ -98,6 +98,21 @@ def content_of(message: Mapping[str, object], where: str) -> str:
         else:
             raise refuse(f"{where}: a part of type '{kind}' is not supported; only text is", "unsupported_content")
     return "".join(texts)
+
+
+def tool_of(tool: object, where: str, schema: str) -> Mapping[str, Any]:
+    """Return a tool that a protocol describes at ``where``, its parameters under ``schema``, or raise ProtocolError."""
+    if not isinstance(tool, Mapping):
+        raise refuse(f"`{where}` must be an object, got {type(tool).__name__}", param=where)
+    name, about, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
+    if not isinstance(name, str) or not name:
+        raise refuse(f"`{where}.name` must be the tool's name, got {name!r}", param=f"{where}.name")
+    if not isinstance(about, str | None):
+        raise refuse(f"`{where}.description` must be text, got {type(about).__name__}", param=f"{where}.description")
+    if not isinstance(parameters, Mapping | None):
+        kind = type(parameters).__name__
+        raise refuse(f"`{where}.{schema}` must be a JSON schema, got {kind}", param=f"{where}.{schema}")
+    return tool
 
 
 def arguments_of(arguments: object) -> object:

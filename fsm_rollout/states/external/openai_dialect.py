@@ -27,6 +27,7 @@ from fsm_rollout.states.external.chat_request import (
     arguments_of,
     content_of,
     refuse,
+    tool_of,
     unsupported,
 )
 from fsm_rollout.trajectory.enums import FinishReason
@@ -46,7 +47,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body, or raise ProtocolError."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise refuse("`messages` must be a list of at least one message")
+        raise refuse("`messages` must be a list of at least one message", param="messages")
     for key, served in _UNSERVED.items():
         if body.get(key) not in served:
             raise unsupported(key)
@@ -57,12 +58,14 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
             )
     if (body.get("response_format") or {}).get("type", "text") != "text":
         raise unsupported("response_format", "is not supported; ask for text")
-    tools = [tool for tool in body.get("tools") or () if isinstance(tool, Mapping)]
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
-    if any(tool.get("type") != "function" or "name" not in (tool.get("function") or {}) for tool in tools):
-        raise unsupported("tools", "must be functions, each with a name")
+    tools = body.get("tools") or ()
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise unsupported(f"tools[{i}]", "must be a tool of type 'function': no other is supported")
+        tool_of(tool.get("function"), f"tools[{i}].function", "parameters")
     return ChatRequest(
         messages=_named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
         tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],

@@ -260,6 +260,9 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
         ({"temperature": -1}, "sampling"),
+        ({"tools": ["x"]}, r"^`tools\[0\]` must be a tool of type"),
+        ({"tools": [{"type": "function", "function": None}]}, r"^`tools\[0\].function` must be an object"),
+        ({"tools": [{"type": "function", "function": {"name": None}}]}, r"^`tools\[0\].function.name` must be"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any], message: str) -> None:
@@ -269,12 +272,14 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any]
         own = {"Authorization": f"Bearer {visit.api_key}"}
         url = f"{visit.base_url}/chat/completions"
         async with aiohttp.ClientSession(headers=own) as http, http.post(url, json=good | body) as answer:
-            SEEN.append((answer.status, (await answer.json())["error"]["message"]))
+            SEEN.append((answer.status, (await answer.json())["error"]))
 
     globals()["asks"] = asks
     run("asks", [])
-    ((status, told),) = SEEN
+    ((status, error),) = SEEN
+    told = error["message"]
     assert status == 400
+    assert error["param"] == (told.split("`")[1] if told.startswith("`") else None)
     with pytest.raises(ValueError, match=message):
         raise ValueError(told)
 
