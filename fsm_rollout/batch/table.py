@@ -92,7 +92,8 @@ def standard_error(scores: Iterable[SampleScore]) -> float | None:
 def row_data(row: TrainingRow) -> dict[str, Any]:
     """Return a row's fields by name, those of tensors by the batch's; arrays as they are."""
     data = {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
-    return data | {"routed_experts": row.routed_experts.tolist() if row.routed_experts.size else []}
+    nested = {key: data[key].tolist() if data[key].size else [] for key in ("routed_experts", "mrope_position_ids")}
+    return data | nested
 
 
 def data_frame(rows: Iterable[TrainingRow]) -> pd.DataFrame:

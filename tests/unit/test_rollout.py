@@ -446,7 +446,7 @@ def test_an_argument_that_nothing_takes_is_refused_before_anything_is_sampled() 
             rollout.evaluate(["hm"], samplin={})
         assert rollout.engine_stats()["policy"]["requests"] == 0
     takes = inspect.signature(fr.TrajectoryBatch.from_trajectories).parameters
-    assert set(BATCH_OPTIONS) == set(takes) - {"trajectories"}
+    assert set(BATCH_OPTIONS) == set(takes) - {"trajectories", "processor"}, "the processor is the engine's"
 
 
 def test_a_misspelt_argument_and_a_reward_that_is_not_there_are_one_line_each() -> None:
