@@ -6,7 +6,7 @@ A mutant has 60 seconds. It is caught when a test fails or hangs in them; what n
 a difference. `tests/cases/equivalent.yaml` names changes that nobody can notice, each with its reason: they count for
 neither side. Exit status 1 below 85 of 100.
 
-Invariant: the same COUNT and SEED draw the same mutants of the same code.
+Invariant: the same COUNT and SEED draw the same mutants of the same code, whatever changes beside it.
 """
 
 from __future__ import annotations

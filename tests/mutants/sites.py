@@ -1,6 +1,8 @@
 """Where the core can be changed, and how: by the operators of cosmic-ray, one change at a time.
 
-Invariant: a mutant differs from its original in what runs: annotations, docstrings and what is there for the type
+Invariant: what a seed draws of some code does not depend on the code beside it: places are ordered by a digest of the
+seed and of the line they stand in, so a mutant that has a test once is not exchanged for another when something else
+changes. A mutant differs from its original in what runs: annotations, docstrings and what is there for the type
 checker alone are left as they are. So are sizes and times that somebody chose (numbers other than 0 and 1, as constants
 and defaults), as tests hold what is done with them; and guards against mistakes that the code does not make (`frozen`,
 `slots`, `strict`).
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,12 @@ class Site:
     """Operators and the number of the occurrence."""
     lines: range | None
     """Which run where this has an effect, of a loop its first alone; None where it runs on import."""
+    name: str
+    """What stays when other lines change: the file, the line's text, the place in it, and which of several such."""
+
+    def dice(self, seed: int) -> random.Random:
+        """Return what is drawn from for this place."""
+        return random.Random(f"{seed}/{self.name}")
 
 
 def core_files() -> list[str]:
@@ -61,16 +69,19 @@ def sites(file: str) -> Iterator[Site]:
         for occurrence, start in enumerate(positions):
             if not any(first <= start < last for first, last in silent):
                 found[start].append((name, occurrence))
+    lines, alike = text.splitlines(), Counter[str]()
     for start, changes in sorted(found.items()):
-        yield Site(file, start, tuple(changes), _lines(tree, start))
+        line = lines[start[0] - 1]
+        name = f"{file}/{line.strip()}/{start[1] - len(line) + len(line.lstrip())}"
+        alike[name] += 1
+        yield Site(file, start, tuple(changes), _lines(tree, start), f"{name}/{alike[name]}")
 
 
 def draw(count: int, seed: int) -> list[tuple[Site, str, str]]:
     """Draw mutants of the core: a place each, the name of the operator, and the file's new text."""
-    dice = random.Random(seed)
-    places = [site for file in core_files() for site in sites(file)]
+    places = [(dice := site.dice(seed), dice.random(), site) for file in core_files() for site in sites(file)]
     mutants: list[tuple[Site, str, str]] = []
-    for site in dice.sample(places, len(places)):
+    for dice, _, site in sorted(places, key=lambda place: place[1]):
         name, occurrence = dice.choice(site.changes)
         old = (ROOT / "fsm_rollout" / site.file).read_text("utf-8")
         try:
