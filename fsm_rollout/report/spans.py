@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent
-from fsm_rollout.trajectory.trace_ids import reply_key, try_key
+from fsm_rollout.trajectory.trace_ids import reply_key, try_key, visit_key
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Kind = Literal["visit", "queue", "generate", "tool", "interact", "away", "part", "ask", "reward"]
@@ -137,7 +137,7 @@ class Fold:
         return [Interval("visit", self._state, self._since, end, self._state)]  # a final state's visit lasts no time
 
     def _visit_key(self) -> str:
-        return f"visit/{self.visit}/{self.part}"
+        return visit_key(self.visit, self.part)
 
     def _took(
         self,

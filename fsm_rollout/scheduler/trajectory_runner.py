@@ -42,7 +42,7 @@ from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitN
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow, tries_before
+from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow, tries_before, visit_key, within
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -297,6 +297,9 @@ async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerConte
             work = handler.run(live.trajectory, ctx)
             if type(handler).__module__ == built_in.__name__:
                 return await work
+            if live.trace is not None:
+                key = visit_key(live.trajectory.transitions, live.trajectory.resumptions)
+                work = within(live.trace.parent(key), work)
             return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
     except TimeoutError:
         if not ctx.deadline.expired:

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, TypeVar, cast
 
 from fsm_rollout.trajectory.events import as_score
+from fsm_rollout.trajectory.trace_ids import traceparent
 
 T = TypeVar("T")
 
@@ -41,6 +42,11 @@ class ToolContext:
     """The call's own within its trajectory, also when it is made again: with both ids another system knows a call."""
     number: int = 1
     """Which try of the call this is: 1, 2, …"""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C ``traceparent`` of the span that runs, for other systems; empty where nobody traces the run."""
+        return traceparent.get()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, parameters_of
+from fsm_rollout.trajectory.trace_ids import inside, traceparent
 
 LOG_AFTER = 2.0  # seconds of connecting to Ray after which a line says what is waited for
 RAY_OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -56,6 +57,7 @@ class ToolRequest(msgspec.Struct, frozen=True):
     hidden: Arguments  # the values of the parameters that the model does not see
     contexts: Sequence[str] = ()  # the parameters that get `context`
     context: ToolContext | None = None
+    trace: str = msgspec.field(default_factory=traceparent.get)  # of the span that calls
 
 
 class ToolAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -248,7 +250,7 @@ async def ray_instance(use: str, /, **kwargs: object) -> SimpleNamespace:
     instance = actor.remote(use, kwargs, sys.path)
 
     async def run(method: str, /, **arguments: object) -> object:
-        return await _ray_result(instance.run.remote(method, arguments), force=False)
+        return await _ray_result(instance.run.remote(method, arguments, traceparent.get()), force=False)
 
     async def release() -> None:
         try:
@@ -268,7 +270,11 @@ class _Holder:
         self._instance: object = None
         self._making = asyncio.Lock()
 
-    async def run(self, method: str, arguments: dict[str, object]) -> bytes:
+    async def run(self, method: str, arguments: dict[str, object], trace: str) -> bytes:
+        with inside(trace):
+            return await self._run(method, arguments)
+
+    async def _run(self, method: str, arguments: dict[str, object]) -> bytes:
         try:
             async with self._making:
                 if self._instance is None:
@@ -292,9 +298,10 @@ def _answer(block: bytes, path: Sequence[str] = (), call: int = 0) -> bytes:
         function = cast(Function, load_object(request.use))
         parameters = parameters_of(function, where=f"tool '{request.use}'", hidden=request.hidden)
         contexts = dict.fromkeys(request.contexts, request.context)
-        value = function(**request.hidden, **parameters.read(request.arguments), **contexts)
-        if is_async(function):
-            value = asyncio.run(cast("Coroutine[object, object, object]", value))
+        with inside(request.trace):
+            value = function(**request.hidden, **parameters.read(request.arguments), **contexts)
+            if is_async(function):
+                value = asyncio.run(cast("Coroutine[object, object, object]", value))
         answer = _returned(value)
     except BaseException as error:  # whatever the tool raises, SystemExit too
         answer = _raised(error)

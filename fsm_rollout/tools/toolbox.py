@@ -304,14 +304,15 @@ class ToolSession:
                     )
                 if value is None:
                     tool.report_silence()
+                said = partial(Called.of, call, tries=number, failed_tries=failed)
                 if isinstance(value, ToolResult):
-                    return Called.of(call, tool_messages.result(value.text), reward=value.reward, tries=number)
+                    return said(tool_messages.result(value.text), reward=value.reward)
                 if not isinstance(value, AgentAnswer):
                     if tool_messages.is_short(value):
-                        return Called.of(call, tool_messages.result(value), tries=number)
-                    return Called.of(call, await asyncio.to_thread(tool_messages.result, value), tries=number)
+                        return said(tool_messages.result(value))
+                    return said(await asyncio.to_thread(tool_messages.result, value))
                 if value.failure is None:
-                    return Called.of(call, tool_messages.clean(value.text), tries=number, child_id=value.child_id)
+                    return said(tool_messages.clean(value.text), child_id=value.child_id)
                 text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)
                 called = Called.of(call, text, value.failure, child_id=value.child_id)
                 names = frozenset({value.failure, value.failure.rpartition(":")[2]})

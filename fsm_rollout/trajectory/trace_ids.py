@@ -102,6 +102,11 @@ def try_key(call_id: str, number: int) -> str:
     return f"tool/{call_id}/{number}"
 
 
+def visit_key(visit: int, part: int) -> str:
+    """Return the key of a visit, or of what a part of the trajectory has of it; both are counted from 0."""
+    return f"visit/{visit}/{part}"
+
+
 def reply_key(visit: int, number: int) -> str:
     """Return the key of a reply of the user: that of a visit with that number, from 0."""
     return f"user/{visit}/{number}"
@@ -120,7 +125,10 @@ async def within(parent: str, work: Awaitable[T]) -> T:
 
 @contextmanager
 def inside(parent: str) -> Iterator[None]:
-    """Run code in the span of a ``traceparent``; spans that it begins of its own are that one's children."""
+    """Run code in the span of a ``traceparent`` (empty: in none); what it begins of its own is below that one."""
+    if not parent:
+        yield
+        return
     token, leave = traceparent.set(parent), _attach(parent)
     try:
         yield

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tests", log_level="ERROR")
@@ -50,6 +50,12 @@ def die() -> str:
 def environment() -> list[str]:
     """Name the environment's variables."""
     return sorted(os.environ)
+
+
+@server.tool()
+def trace(ctx: Context) -> str:
+    """Say which span calls."""
+    return str((ctx.request_context.meta or {}).get("traceparent"))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.events import Generated
+from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import NoteKind, as_ids
+from fsm_rollout.trajectory.trace_ids import TraceIds
+from tests.collector import Collector
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import (
@@ -637,3 +640,34 @@ async def test_it_conforms_and_leaves_no_process_behind(served: Served, elsewher
         await ask(other, request(other, next(names)))
     assert other.load() == Load()
     await other.aclose()
+
+
+@pytest.mark.real
+def test_what_a_server_does_is_below_the_generation_that_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang's own spans, of a server that traces: those of the trajectories that are sampled, and no others."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="SGLang traces with all exporters of OTLP")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    prompts, sampling = [f"What is {number} + 1?" for number in range(32)], {"max_tokens": 4}
+
+    async def main() -> None:
+        with Collector() as collector, Journal(tmp_path / "journal.sqlite") as journal:
+            ids, endpoint = TraceIds(journal.run_id, 0.5), f"{collector.url}/v1/traces"
+            traces = {ids.trace(f"{number}/0").to_bytes(16, "big") for number in range(32)}
+            traces = {trace for trace in traces if ids.sampled(int.from_bytes(trace, "big"))}
+            args = {"enable_trace": True, "otlp_traces_endpoint": endpoint}
+            engine = {"kind": "sglang", "threads": 1, "max_context": 2040, "args": args}
+            options: dict[str, Any] = {"journal": journal, "sampling": sampling}
+            options["tracing"] = {"endpoint": endpoint, "sample": ids.share}
+            async with fr.Rollout(CONFIGS / "agents/single_turn.yaml", engine, **options) as rollout:
+                await rollout.arun(prompts)
+                async with asyncio.timeout(PATIENCE):
+                    while {span.trace_id for span in collector.spans if " Req " in span.name} != traces:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+        asked = {span.trace_id: span.span_id for span in collector.spans if span.name.startswith("chat ")}
+        served = {span.trace_id: span.parent_span_id for span in collector.spans if " Req " in span.name}
+        assert asked == served
+        assert 0 < len(asked) < len(prompts)
+
+    asyncio.run(main())

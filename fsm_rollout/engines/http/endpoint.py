@@ -206,16 +206,19 @@ class Endpoint(ABC):
 
     # -- generating --------------------------------------------------------------------------------------------------
 
-    async def stream(self, ids: Ids, body: Mapping[str, object]) -> AsyncGenerator[AnswerPart, None]:
+    async def stream(self, ids: Ids, body: Mapping[str, object], trace: str = "") -> AsyncGenerator[AnswerPart, None]:
         """Generate after ``ids``, as ``body`` says it, and yield the answer; some part has a ``finish_reason``.
+
+        ``trace``: the ``traceparent`` of the span that asks; servers that trace go on in it.
 
         Raises:
             EngineError: it refuses this request, or does not read the prompt as it was sent. ReplicaLost: it is gone,
                 fails, or is no such server.
         """
         answered = finished = read = False
+        headers = {"traceparent": trace} if trace else None
         try:
-            async with self._client.post(self.url + self.generate, data=encode(body)) as answer:
+            async with self._client.post(self.url + self.generate, data=encode(body), headers=headers) as answer:
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     kind = EngineError if answer.status in REFUSALS else ReplicaLost
                     raise kind(self._refused(self.generate, answer.status, await answer.read()))

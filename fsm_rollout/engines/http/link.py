@@ -177,7 +177,8 @@ class ServerLink(threading.Thread):
         before, name = entry.sampled, self._endpoint.name
         reason, message, error = FinishReason.ABORT, None, None
         try:
-            async with aclosing(self._endpoint.stream(entry.ids[:], self._endpoint.body(entry))) as parts:
+            body, trace = self._endpoint.body(entry), entry.request.trace
+            async with aclosing(self._endpoint.stream(entry.ids[:], body, trace)) as parts:
                 async for part in parts:
                     # Parts may hold the whole answer so far, or what is new; their ends are the same.
                     count = len(part.ids) if part.sampled is None else before + part.sampled - entry.sampled

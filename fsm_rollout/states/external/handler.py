@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.events import Message, Scored
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import ImportPath
 from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.trace_ids import traceparent
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class External(State):
         from_yaml = from_environment(self.options.env)
         mark, folder = uuid.uuid4().hex, mkdtemp(prefix="fsm-rollout-")
         env = scrubbed() | {"HOME": folder} | gateway | from_yaml | {MARK: mark}
+        if trace := traceparent.get():
+            env.setdefault("TRACEPARENT", trace)
         if len(visit.task.encode()) <= LONGEST_TASK and "\0" not in visit.task:
             env.setdefault("TASK", visit.task)
         data = json.dumps({"task": visit.task, "messages": visit.messages, "extra": visit.extra}, default=str).encode()

@@ -40,7 +40,7 @@ def guard(settings: Settings, run: socket.socket, folder: str) -> None:
     while (request := lines.next()) is not None:
         if process is None:
             process = _Process(settings, folder)
-        text, ended = process.call(request["code"], settings, run)
+        text, ended = process.call(request, settings, run)
         if ended is not None:
             process.kill()
             process = None
@@ -75,7 +75,7 @@ class _Process:
         self._answers = answers
         self._lines = JSONLines(answers)
 
-    def call(self, code: str, settings: Settings, run: socket.socket) -> tuple[str, str | None]:
+    def call(self, request: dict[str, str], settings: Settings, run: socket.socket) -> tuple[str, str | None]:
         """Have code run; return its output, and why the session ended with it, if it did.
 
         When ``run`` is closed, the connection to who asked, nobody waits for the output, and the code is ended.
@@ -95,7 +95,7 @@ class _Process:
                 raise _Exceeded("processes")
 
         try:
-            data = json.dumps({"code": code, "output": settings["output"] + 1}).encode() + b"\n"
+            data = json.dumps({**request, "output": settings["output"] + 1}).encode() + b"\n"
             while data:  # a pipe that is not read is full after 64 kB
                 _, writable, _ = select.select([], [self._requests], [], max(0.0, until - time.monotonic()))
                 if not writable:

@@ -28,7 +28,7 @@ def serve(language: str, requests: int, answers: int, folder: str) -> None:
         os.dup2(descriptor, 2)
         ended = False
         try:
-            ended = run(request["code"])
+            ended = run(request["code"], request["trace"])
         except OSError:  # its output has filled what it may fill
             pass
         finally:
@@ -67,8 +67,10 @@ class _Python:
         sys.argv = [""]
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def __call__(self, code: str) -> bool:
-        """Run code; return whether it ends the session."""
+    def __call__(self, code: str, trace: str) -> bool:
+        """Run code, within a span if there is one; return whether it ends the session."""
+        if trace:
+            os.environ["TRACEPARENT"] = trace
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
         try:
@@ -122,13 +124,14 @@ class _Bash:
         self.pid = self._shell.pid
         os.close(self._tell)
 
-    def __call__(self, code: str) -> bool:
-        """Run a script in the shell; return whether it has ended the shell."""
+    def __call__(self, code: str, trace: str) -> bool:
+        """Run a script in the shell, within a span if there is one; return whether it has ended the shell."""
         descriptor, path = tempfile.mkstemp(prefix=".code")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(code)
         output, errors = os.dup(1), os.dup(2)
-        line = f". {path} </dev/null >/proc/{os.getpid()}/fd/{output} 2>&1; echo $? >&{self._tell}\n"
+        exported = f"export TRACEPARENT={trace}; " if trace else ""
+        line = f"{exported}. {path} </dev/null >/proc/{os.getpid()}/fd/{output} 2>&1; echo $? >&{self._tell}\n"
         assert self._shell.stdin is not None
         self._shell.stdin.write(line.encode())
         status = b""

@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 
 from fsm_rollout.errors import ToolError
 from fsm_rollout.tools.sandbox.system_calls import filters
+from fsm_rollout.trajectory.trace_ids import traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class LocalSession:
         async with self._one_at_a_time:
             reader, writer = self._pipe = self._pipe or await self._begin()
             try:
-                writer.write(json.dumps({"code": code}).encode() + b"\n")
+                writer.write(json.dumps({"code": code, "trace": traceparent.get()}).encode() + b"\n")
                 async with asyncio.timeout(self._limits.seconds + GRACE_SECONDS):
                     await writer.drain()
                     line = await reader.readline()

@@ -1,0 +1,61 @@
+"""Code of users' sees the span that it runs in: what it begins itself is below that."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.open_spans import TracedRuns, calling
+from tests.runs import agent, rows
+
+HERE = "tests.open_spans"
+
+
+@pytest.mark.parametrize("use", ["plain", "waiting", "told", "Kept"])
+def test_a_tool_runs_in_the_span_of_its_try(use: str) -> None:
+    runs = TracedRuns({"here": {"use": f"{HERE}:{use}"}}, calling(), calling(), "done")
+    spans = runs.spans("execute_tool here")
+    assert len(set(spans)) == 2
+    assert runs.results == spans
+
+
+def test_each_try_has_its_own_also_where_a_later_one_succeeds() -> None:
+    runs = TracedRuns({"here": {"use": f"{HERE}:second_time", "retry": {"attempts": 2}}}, calling(), "done")
+    first, second = runs.spans("execute_tool here")
+    assert runs.results == [f"{first} {second}"]
+
+
+def test_a_user_and_a_handler_of_ones_own_run_in_theirs() -> None:
+    graph = agent(
+        {
+            "states": {"PENDING": {"handler": f"{HERE}:Visits"}, "GENERATING": {"timeout": 9.0}, "INTERACTING": {}},
+            "transitions": rows(
+                "PENDING prompted GENERATING",
+                "GENERATING generated INTERACTING",
+                "INTERACTING replied GENERATING",
+                "INTERACTING interaction_done TERMINATED",
+            ),
+        },
+        interaction={"use": f"{HERE}:User"},
+    )
+    runs = TracedRuns(graph, "one")
+    (visit,) = runs.spans("PENDING")
+    (reply,) = runs.named("user")
+    (trajectory,) = runs.trajectories
+    texts = [message["content"] for stream in trajectory.streams for message in stream.messages]
+    assert visit in texts
+    assert reply in texts
+
+
+def test_a_trajectory_that_is_not_sampled_says_so() -> None:
+    """Its tools' own spans are not recorded either."""
+    runs = TracedRuns({"here": {"use": f"{HERE}:told"}}, calling(), "done")
+    assert runs.spans("execute_tool here", share=0.0) == []
+    (result,) = runs.results
+    assert result.startswith("00-")
+    assert result.endswith("-00")
+
+
+def test_where_nobody_traces_there_is_none() -> None:
+    runs = TracedRuns({"here": {"use": f"{HERE}:plain"}}, calling(), "done")
+    assert runs.spans("execute_tool here", share=None) == []
+    assert runs.results == ["none "]
