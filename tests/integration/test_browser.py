@@ -59,7 +59,9 @@ def opened(browser: Any, page: Path, *, width: int = 1280, dark: bool = False) -
     emulate(browser, width, dark=dark)
     browser.get_log("browser")
     browser.get(page.resolve().as_uri())
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
+    WebDriverWait(browser, 600).until(  # where machines are busy, the driver may be back before the page's script ran
+        lambda page: page.execute_script("return document.documentElement.dataset.ready") == "1"
+    )
     return browser
 
 
