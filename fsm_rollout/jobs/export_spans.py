@@ -53,7 +53,8 @@ def send_spans(
         make_exporter: makes what takes the spans; by default OTLP over HTTP.
 
     Raises:
-        ConfigError: nothing says where to send them, or OpenTelemetry is not installed.
+        ConfigError: nothing says where to send them, the journal alone says where headers go, or OpenTelemetry is not
+            installed.
         EngineError: nobody takes them there.
         JournalError: there is no journal that can be read.
     """
@@ -66,6 +67,9 @@ def send_spans(
     facts = metadata(folder, report)
     run = facts.get("run") or {}
     own = (json.loads(run) if isinstance(run, str) else run).get("tracing") or {}
+    if own.get("endpoint") and (own.get("use") or own.get("headers")) and "endpoint" not in (changes or {}):
+        # The folder may come from elsewhere, and these may hold secrets of the present environment.
+        raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
     exporter, where = (make_exporter or tracer.exporter_of)(tracing)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
@@ -94,6 +98,7 @@ def send_spans(
 
 def _send(exporter: SpanExporter, batch: list[ReadableSpan], sent: Sent) -> None:
     if batch and exporter.export(batch).name != "SUCCESS":
-        raise EngineError(f"no spans reach {sent.where} ({sent.spans:,} have); is it up, and the address right?")
+        why = getattr(exporter, "why", "")
+        raise EngineError(f"no spans reach {sent.where} ({sent.spans:,} have; {why}); is it up, and the address right?")
     sent.spans += len(batch)
     batch.clear()

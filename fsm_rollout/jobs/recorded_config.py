@@ -74,7 +74,8 @@ def recorded_config(
             ]
         )
     say(f"code is imported as {yaml_file} names it")
-    return config.with_keys_of(own).model_copy(update={"out": folder.absolute()})
+    # Where spans go, and the secrets that go with them, is the user's to say as well.
+    return config.with_keys_of(own).model_copy(update={"out": folder.absolute(), "tracing": own.tracing})
 
 
 def _own_file(folder: Path, recorded: Mapping[str, object], file: Path | None) -> Path:

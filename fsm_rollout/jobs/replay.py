@@ -126,6 +126,7 @@ def replay(
         sampling=sampling,
         on_event=[listen],
         failures=ENDS if config is None else config.failures.within_trajectories,
+        tracing=None if config is None else config.tracing,
     )
     rollout.scheduler.starter.replayed = {name: history for name, (_, history) in recordings.items()}
     firsts = [recordings[trajectory.trajectory_id][1][:1] for trajectory in samples]

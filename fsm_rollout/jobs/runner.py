@@ -207,7 +207,6 @@ def _carry_out(
             worker_placement=config.worker_placement,
             group_filter=config.group_filter,
             on_event=[listener],
-            tracing=config.tracing,
         )
         return main.run(_run(rollout, config, prompts, earlier))
 
@@ -218,7 +217,7 @@ def rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments:
         name: getattr(config, name)
         for name in ("engines", "base", "seed", "sampling", "validation_sampling", "concurrency", "queue_timeout")
     }
-    common |= {"validate": config.validate_run, "failures": config.failures}
+    common |= {"validate": config.validate_run, "failures": config.failures, "tracing": config.tracing}
     return Rollout(agents, config.engine, **common | arguments)
 
 

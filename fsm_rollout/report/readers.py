@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
-from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.names.registry import Registry
-from fsm_rollout.trajectory.settings import Named, StrictModel
+from fsm_rollout.tools.commands import from_environment
+from fsm_rollout.trajectory.settings import FrozenMap, StrictModel
 
 Figures = Mapping[str, float]
+Share = Annotated[float, Field(ge=0, le=1)]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -195,7 +197,7 @@ class Tracing(StrictModel):
         description="the address of the collector: http://127.0.0.1:4318; default: that of `use`, or of "
         "`OTEL_EXPORTER_OTLP_ENDPOINT`",
     )
-    headers: Named[str] = Field(
+    headers: Annotated[Mapping[str, str], AfterValidator(FrozenMap)] = Field(
         default_factory=dict, description="sent with each request; `$NAME` is read from the environment"
     )
     project: str | None = Field(
@@ -207,7 +209,7 @@ class Tracing(StrictModel):
     content: Literal["none", "text", "tokens"] = Field(
         "none", description="what was said: nothing, as text, or also as token ids with their log-probs"
     )
-    sample: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    sample: Share | None = Field(
         None,
         description="the share of trajectories that are traced, each with its sub-agents; default: what "
         "`OTEL_TRACES_SAMPLER` says, else all",
@@ -215,19 +217,24 @@ class Tracing(StrictModel):
 
     @property
     def share(self) -> float:
-        """The share of trajectories that are traced."""
+        """The share of trajectories that are traced; ConfigError: the sampler's own variable is wrong."""
         if self.sample is not None:
             return self.sample
         sampler = os.environ.get("OTEL_TRACES_SAMPLER", "always_on").removeprefix("parentbased_")
         if sampler == "traceidratio":
-            return float(os.environ.get("OTEL_TRACES_SAMPLER_ARG") or 1.0)
+            text = os.environ.get("OTEL_TRACES_SAMPLER_ARG") or "1"
+            try:
+                return TypeAdapter(Share).validate_python(text)
+            except ValueError:
+                raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG: got {text!r}; give a share, from 0 to 1") from None
         return 0.0 if sampler == "always_off" else 1.0
 
     def destination(self, *, checked: bool = True) -> Destination:
         """Return where the spans go; not ``checked``: also where nothing says so.
 
         Raises:
-            ConfigError: nothing says so, or ``use`` is not known.
+            ConfigError: nothing says so, ``use`` is not known, a header names a variable that is not set, or
+                ``share`` is wrong.
         """
         if self.use is None:
             found = Destination("")
@@ -240,11 +247,15 @@ class Tracing(StrictModel):
         endpoint = self.endpoint or found.endpoint
         if self.endpoint is not None and not re.fullmatch(r".+//[^/]+/.+", self.endpoint):
             endpoint = f"{self.endpoint.rstrip('/')}/v1/traces"
-        if checked and not endpoint and not any(os.environ.get(name) for name in ENDPOINTS):
+        if not checked:
+            return Destination(endpoint, {}, found.resource)
+        if not endpoint and not any(os.environ.get(name) for name in ENDPOINTS):
             raise ConfigError(f"tracing: say where: `endpoint: http://…`, `use: phoenix`, or {ENDPOINTS[1]}")
-        own = {
-            name: os.environ.get(text[1:], "") if text.startswith("$") else text for name, text in self.headers.items()
-        }
+        try:
+            own = from_environment(self.headers)
+        except ToolError as error:
+            raise ConfigError(f"tracing: headers: {error}") from None
+        _ = self.share
         return Destination(endpoint, {**found.headers, **own}, found.resource)
 
 
@@ -252,6 +263,7 @@ def tracing_of(value: object) -> Tracing | None:
     """Return settings as they are, by one word, or as a mapping; with ``None`` those of the usual variables, if any."""
     if value is None:
         off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        off = off or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
         return Tracing() if not off and any(os.environ.get(name) for name in ENDPOINTS) else None
     if value is False or isinstance(value, Tracing):
         return value or None

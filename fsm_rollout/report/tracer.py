@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 QUEUE = 2**16  # spans that wait for their collector, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
 LATER = 2**14  # trajectories that have ended and may still get a reward
 PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
+# Seconds in which it must answer, tries included: so long the end of a run waits for one that hangs.
+ANSWERS_WITHIN = 4.0
+TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 
 
 History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
@@ -48,7 +52,7 @@ class Tracer:
         self.tracing = tracing
         if exporter is None:
             sender, where = exporter_of(tracing)
-            exporter = _Sender(sender, where)
+            exporter = _WhileItAnswers(sender, where)
         size = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE
         self._processor = BatchSpanProcessor(exporter, max_queue_size=size)
 
@@ -72,10 +76,13 @@ class Tracer:
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
-def exporter_of(tracing: Tracing) -> tuple[OTLPSpanExporter, str]:
+def exporter_of(tracing: Tracing) -> tuple[SpanExporter, str]:
     """Return what sends spans by OTLP over HTTP, and where to; ConfigError: nothing says where."""
-    to = tracing.destination()
-    return OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None), to.endpoint or "its collector"
+    to, timeout = tracing.destination(), None
+    if not any(os.environ.get(name) for name in TIMEOUTS):
+        timeout = ANSWERS_WITHIN
+    exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=timeout)
+    return _Silent(exporter), to.endpoint or "its collector"
 
 
 def maker_of(tracing: Tracing, run_id: str, description: Mapping[str, Any], folder: Path | None) -> SpanMaker:
@@ -159,34 +166,62 @@ class TracedRun:
 _OF_THE_RUN = frozenset({Prompted, Resumed, Suspended, Ended})
 
 
-class _Sender(SpanExporter):
+class _Silent(SpanExporter, logging.Filter):
+    """Sends spans, and keeps the reason why that failed, which the library would log at each try, in ``why``."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        logging.Filter.__init__(self)
+        self._exporter, self._thread, self.why = exporter, 0, ""
+        self._log = logging.getLogger(type(exporter).__module__)
+        self._log.addFilter(self)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send some spans."""
+        self._thread, self.why = threading.get_ident(), ""
+        try:
+            return self._exporter.export(spans)
+        finally:
+            self._thread = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let through what others have logged."""
+        if record.thread != self._thread:
+            return True
+        # The first says what has happened, later ones that it was given up.
+        causes = [item for item in record.args or () if isinstance(item, Exception)]
+        while causes and isinstance(cause := getattr(causes[0], "reason", (*causes[0].args, None)[0]), Exception):
+            causes[0] = cause
+        self.why = self.why or (str(causes[0]) if causes else record.getMessage()).rstrip(".")
+        return False
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+        self._log.removeFilter(self)
+
+
+class _WhileItAnswers(SpanExporter):
     """Sends spans to a collector; one that does not answer is named once, and left alone for a while."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter, self._endpoint = exporter, endpoint
-        self._until, self._warned, self.lost = 0.0, False, 0
+        self._until, self._warned = 0.0, False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send some spans."""
         if time.monotonic() < self._until:
-            self.lost += len(spans)
             return SpanExportResult.FAILURE
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
-            self.lost += len(spans)
             self._until = time.monotonic() + PAUSE
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "no spans reach %s; the run goes on without them, and `fsm-rollout export RUN --format otlp` sends "
-                    "them later", self._endpoint,
+                    "no spans reach %s (%s); the run goes on without them, and `fsm-rollout export RUN --format otlp` "
+                    "sends them later", self._endpoint, getattr(self._exporter, "why", ""),
                 )  # fmt: skip
         return result
 
     def shutdown(self) -> None:
         """Close the connection."""
         self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Do nothing: nothing waits here."""
-        return True

@@ -7,6 +7,7 @@ name of our environment. What it has started ends with it, also what has left it
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from fsm_rollout.names.objects import looked_in
 INHERITED = ("LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 # Stands in the environment of a program and of all that it starts, so that they are found again.
 MARK = "FSM_ROLLOUT_PROGRAM"
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})")
 
 
 def search_path() -> str:
@@ -50,11 +52,11 @@ def scrubbed() -> dict[str, str]:
 
 def from_environment(values: Mapping[str, Any]) -> dict[str, str]:
     """Return settings with each ``$NAME`` read from the environment (or ToolError), so no journal holds a secret."""
-    read = {key: os.path.expandvars(str(value)) for key, value in values.items()}
-    for key, value in read.items():
-        if value == values[key] and value.startswith("$"):
-            raise ToolError(f"{key}: the environment has no {value}; set it where the run is started")
-    return read
+    for key, value in values.items():
+        for bare, braced in _VARIABLE.findall(str(value)):
+            if (bare or braced) not in os.environ:
+                raise ToolError(f"{key}: the environment has no ${bare or braced}; set it where the run is started")
+    return {key: os.path.expandvars(str(value)) for key, value in values.items()}
 
 
 def end_family(pid: int, mark: str) -> None:

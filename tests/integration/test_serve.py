@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
 from fsm_rollout.trajectory.journal import read
+from tests.collector import Collector
 from tests.kit import ROOT
 from tests.programs import PATIENCE, started
 
@@ -47,7 +48,8 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     follow: Any = {"role": "user", "content": "What is that plus 3?"}
     question: Any = {"model": "tool_user", "max_tokens": 200, "messages": [dict(chat[0])]}
     # 1. Four ways to ask, and a follow-up.
-    with serving(tmp_path, "serve.keep=false", ends_by=signal.SIGINT) as url:
+    collector = Collector()
+    with collector, serving(tmp_path, "serve.keep=false", f"tracing={collector.url}", ends_by=signal.SIGINT) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             answer: Any = client.chat.completions.create(model="tool_user", messages=chat)
             text = answer.choices[0].message.content
@@ -62,6 +64,8 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
                 assert "".join(stream.text_stream) == message.content[0].text == text  # type: ignore[union-attr]
     ids = {t.trajectory_id: t for t in read(tmp_path / "chat-serve" / "journal.sqlite")}
     assert len(ids) == 4
+    begun = [span.name for span in collector.spans if not span.parent_span_id]  # they go on below that
+    assert sorted(begun) == ["invoke_agent tool_user"] * 4 + ["invoke_workflow chat-serve"]
     assert second.trajectory in ids, "the stream had asked the same and goes on too"
     trajectory = ids[second.trajectory]
     assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == [m["content"] for m in chat[::2]]

@@ -1,0 +1,161 @@
+"""Where spans go: to whom settings and variables say; and what becomes of a run when they are not taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.agent.loader import loads
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.jobs.export_spans import send_spans
+from fsm_rollout.jobs.replay import replay
+from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.jobs.runner import execute
+from fsm_rollout.report import tracer
+from fsm_rollout.report.progress import RunProgress
+from fsm_rollout.report.readers import Tracing, tracing_of
+from fsm_rollout.trajectory.journal import Journal
+from tests.cases import FILES
+from tests.collector import Collector
+from tests.embedded import tokenizer
+from tests.kit import CONFIGS
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+COUNT = 3
+TRAJECTORY = ["invoke_agent single", "PENDING", "GENERATING", "chat final"]
+
+
+def run(tracing: Any = None, journal: Journal | None = None, count: int = COUNT) -> list[fr.Trajectory]:
+    trajectories: list[fr.Trajectory] = []
+
+    async def main() -> None:
+        engine = ScriptedEngine(["Four."], tokenizer=tokenizer())
+        async with fr.Rollout(loads(FILES["single"]), engine, tracing=tracing, journal=journal) as rollout:
+            async for group in rollout.stream([f"What is {number}?" for number in range(count)]):
+                trajectories.extend(group.trajectories)
+
+    asyncio.run(main())
+    return trajectories
+
+
+def nobody() -> str:
+    """Return an address at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+# -- a collector that is down -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("refused", "Connection refused"),
+        ("500", "500, reason: Internal Server Error"),
+        ("404", "404"),
+        ("hangs", "timeout"),
+    ],
+)
+def test_a_collector_that_is_down_costs_one_warning_and_no_rollout(
+    how: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tracer, "ANSWERS_WITHIN", 1.5 if how == "refused" else 0.2)
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")  # so that there are several requests to be given up
+    with Collector(int(how) if how.isdigit() else 200, hangs=how == "hangs") as collector:
+        url = nobody() if how == "refused" else collector.url
+        with Journal(tmp_path / "journal.sqlite") as journal:
+            assert {t.stop_reason for t in run({"endpoint": url}, journal, 20)} == {"answered"}
+        (warning,) = caplog.records
+        assert warning.levelno == logging.WARNING
+        assert why in warning.getMessage()
+        assert f"no spans reach {url}/v1/traces" in warning.getMessage()
+        assert len(collector.requests) <= 2, "it is left alone"
+        # Later they are sent all the same; there, whoever does not take them is an error.
+        with pytest.raises(EngineError, match=f"no spans reach {url}/v1/traces .*{why}"):
+            send_spans(tmp_path, {"endpoint": url}, report=print)
+    with Collector() as later:
+        sent = send_spans(tmp_path, {"endpoint": later.url}, report=print)
+        assert (sent.trajectories, sent.spans) == (20, len(later.spans))
+    assert len(caplog.records) == 1
+
+
+def test_what_others_log_of_their_exporters_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    with Collector() as collector:
+        exporter, _ = tracer.exporter_of(Tracing(endpoint=collector.url))
+        logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").error("another's")
+        exporter.shutdown()
+    assert [record.getMessage() for record in caplog.records] == ["another's"]
+
+
+# -- where they go ----------------------------------------------------------------------------------------------------
+
+
+def test_the_usual_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Collector() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=maths")
+        run()
+        assert sorted(span.name for span in collector.spans) == sorted([*TRAJECTORY * COUNT, "invoke_workflow rollout"])
+        assert {headers.get("x-key") for _, headers, _ in collector.requests} == {"secret"}
+        assert b"maths" in collector.requests[0][2]
+        sent = len(collector.requests)
+        run(tracing=False)
+        for name, value in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                run()
+        assert len(collector.requests) == sent
+
+
+def test_a_run_and_its_replay_are_traced_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    out = tmp_path / "run"
+    with Collector() as collector:
+        (file := tmp_path / "traced.yaml").write_text(
+            f"tracing: {{endpoint: '{collector.url}', headers: {{x-key: 'It is $KEY'}}, sample: 1.0}}\n"
+            f"agent: {CONFIGS}/agents/single_turn.yaml\nprompts: {CONFIGS}/data/sums.jsonl\nlimit: 4\n"
+            "engine: {kind: scripted, turns: [Four.]}\nout: run\n"
+        )
+        with pytest.raises(ConfigError, match=r"traced.yaml:1: tracing: headers: x-key: the environment has no \$KEY"):
+            execute(load_run(file, [f"out={out}"]), _quiet(Console(quiet=True)))
+        monkeypatch.setenv("KEY", "mine")
+        execute(load_run(file, [f"out={out}"]), _quiet(Console(quiet=True)))
+        live = {(span.trace_id, span.span_id) for span in collector.spans}
+        assert {headers["x-key"] for _, headers, _ in collector.requests} == {"It is mine"}
+        collector.requests.clear()
+        # Another process may go on with what a folder says, and the folder may come from elsewhere.
+        with pytest.raises(ConfigError, match="say that they may go there: --endpoint"):
+            send_spans(out, report=print)
+        send_spans(out, {"endpoint": collector.url}, report=print)
+        assert {(span.trace_id, span.span_id) for span in collector.spans} == live
+        collector.requests.clear()
+        assert not replay(out, report=print).differences
+        assert collector.spans
+        assert not {span.trace_id for span in collector.spans} & {trace for trace, _ in live}
+
+
+def _quiet(console: Any) -> Any:
+    return lambda total, done: RunProgress(total, done, console)
+
+
+@pytest.mark.parametrize("value", ["often", "2", "-1", "nan"])
+def test_a_share_that_is_none_is_said(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", value)
+    with pytest.raises(ConfigError, match=f"OTEL_TRACES_SAMPLER_ARG: got '{value}'; give a share, from 0 to 1"):
+        run()
+    assert Tracing(sample=0.5).share == 0.5
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+    assert (settings := tracing_of(None)) is not None
+    assert settings.share == 0.25
