@@ -1,7 +1,8 @@
 """The figures of a report: counts, histograms and courses over time, all of them sums over the trajectories' events.
 
-Invariant: what is gathered of a trajectory is small (no tokens, no texts), so a run of any size is read in one pass;
-and everything adds up: bars of a histogram to the number of values, the course of throughput to the tokens sampled.
+Invariant: what is gathered of a trajectory is small (no tokens, no texts; of a run, a few pictures), so a run of any
+size is read in one pass; and everything adds up: bars of a histogram to the number of values, the course of throughput
+to the tokens sampled.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of
 from fsm_rollout.report.texts import number, percent
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.wall_time import covered
 
 BINS = 120  # points of a course over time
 BARS = 24
+PICTURES = 24  # of a run, that its report shows
 _DOING: dict[Kind, str] = {
     "queue": "waiting for the engine",
     "generate": "generating",
@@ -109,6 +112,17 @@ class ToolUse:
     failures: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class PictureUse:
+    """One picture of a run."""
+
+    picture: StoredPicture
+    trajectory_id: str
+    """The first that was shown it."""
+    tokens: set[int] = field(default_factory=set)
+    """How many it was, by the models that saw it."""
+
+
 class Figures:
     """Everything a report is about: :meth:`add` all trajectories, of which little is kept, then read."""
 
@@ -117,6 +131,9 @@ class Figures:
         self.tools: dict[str, ToolUse] = {}
         self.generations: list[Interval] = []
         self.queued: defaultdict[str, float] = defaultdict(float)  # seconds that generations waited, by replica
+        self.pictures: dict[str, PictureUse] = {}  # the first that were shown, by hash
+        self.seen: Counter[str] = Counter()  # how often each picture was shown, by hash
+        self.picture_tokens = 0
         for recording in recordings:
             self.add(recording)
 
@@ -131,6 +148,13 @@ class Figures:
             use.seconds.append(interval.seconds)
             if interval.failure is not None:
                 use.failures[interval.failure] += 1
+        for span in (span for stream in recording.trajectory.streams for span in stream.media):
+            self.seen[name := span.picture.sha256] += 1
+            self.picture_tokens += span.length
+            if name not in self.pictures and len(self.pictures) < PICTURES:
+                self.pictures[name] = PictureUse(span.picture, recording.trajectory.trajectory_id)
+            if name in self.pictures:
+                self.pictures[name].tokens.add(span.length)
 
     @cached_property
     def own(self) -> list[Line]:

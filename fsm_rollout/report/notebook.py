@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 SHOWN_ROWS = 20  # of a batch
+SHOWN_PICTURES = 12  # below a batch's table, which is kept in the notebook's file
+SHOWN_BYTES = 4 * 2**20  # of them
 
 
 def register(ipython: object) -> None:
@@ -71,9 +73,14 @@ def trajectory_frame(trajectory: Trajectory) -> str:
 def batch_table(batch: TrajectoryBatch) -> str:
     """Return a batch's first rows as a table; ids link to the pages of a run that the batch was saved by."""
     from fsm_rollout.report.pages import Links, render_template
+    from fsm_rollout.report.pictures import picture_data, pictures_in, words_of
 
     links = Links(batch.folder.parent, Path("notebook.ipynb")) if batch.folder is not None else None
     rows = batch.select(range(min(len(batch), SHOWN_ROWS))).rows()
+    media = [span for row in rows for span in row.media]
+    pictures = pictures_in([span.picture for span in media])
+    numbers = {picture: number for number, picture in enumerate(pictures, 1)}
+    data = picture_data(pictures[:SHOWN_PICTURES], SHOWN_BYTES)
     lines = [
         {
             "id": str(row.row_id if row.stream else row.trajectory_id),
@@ -81,11 +88,20 @@ def batch_table(batch: TrajectoryBatch) -> str:
             "score": None if row.score is None else f"{row.score:.3g}",
             "stop_reason": row.stop_reason,
             "context": row.context,
+            "pictures": ", ".join(str(numbers[span.picture]) for span in row.media),
             "numbers": (row.num_turns, len(row.prompt_ids), len(row.response_ids), int(row.mask.sum())),
         }
         for row in rows
     ]
-    facts = {"summary": repr(batch), "lines": lines, "more": len(batch) - len(rows)}
+    shown = [
+        (words_of(picture, (span.length for span in media if span.picture is picture)), data[picture.sha256])
+        for picture in pictures
+        if picture.sha256 in data
+    ]
+    facts = {
+        "summary": repr(batch), "lines": lines, "more": len(batch) - len(rows), "pictures": shown,
+        "unshown": len(pictures) - len(shown),
+    }  # fmt: skip
     return render_template("batch.html.jinja", facts)
 
 

@@ -3,6 +3,7 @@
 Invariants: a page asks the network for nothing; nothing that a model, a tool or a prompt wrote is ever markup or code.
 Jinja escapes every value, data for the script is JSON that cannot close its element, and the page's own
 Content-Security-Policy lets only this package's script run (by its hash), so that holds even if the first two fail.
+Pictures are shown from the page's data.
 
 A link leads only to a page that exists when the linking page is written, or that is written along with it; where there
 is none, :meth:`Links.command` makes one. Links are relative, so a run's folder can be moved and served.
@@ -29,6 +30,7 @@ from fsm_rollout.diagrams.draw import template_environment
 from fsm_rollout.diagrams.palette import css_variables
 from fsm_rollout.diagrams.picture import shown
 from fsm_rollout.files import written_whole
+from fsm_rollout.report.pictures import pieces, words_in
 from fsm_rollout.report.recording import kind_of_end
 from fsm_rollout.report.texts import as_json, duration, folded, number, percent, replica_name, visible
 
@@ -51,7 +53,7 @@ def render_page(
         scripts.insert(0, _source("live.js"))
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'"
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src blob:; base-uri 'none'"
     page = {
         "title": title,
         "policy": f"{policy}; connect-src 'self'; form-action 'self'" if version else policy,
@@ -141,6 +143,8 @@ def _environment() -> Environment:
             "number": number,
             "percent": lambda share: percent(share).replace(" ", "\u00a0"),
             "as_json": as_json,
+            "pieces": pieces,
+            "words_in": words_in,
             "state_class": state_class,
             "shown": shown,
             "dot_string": _dot_string,

@@ -15,6 +15,7 @@ from pathlib import Path
 from fsm_rollout.report.figures import Figures, Line, histogram
 from fsm_rollout.report.flow import Flow, traffic_picture
 from fsm_rollout.report.pages import REPORT, Links, page_path, render_page, write_page
+from fsm_rollout.report.pictures import picture_data, words_of
 from fsm_rollout.report.recording import EndKind, RunFolder, open_run
 from fsm_rollout.report.spans import PARTS
 from fsm_rollout.report.texts import duration, number, visible
@@ -118,6 +119,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
             "agent": names.index("agent"),
             "command": links.command("TRAJECTORY"),
             "no_page": NO_PAGE,
+            "pictures": picture_data(use.picture for use in figures.pictures.values()),
         },
         run=run,
         setting=setting_of(run, [flow.agent for flow in flows] or list(run.agents)),
@@ -143,6 +145,9 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         versions=sorted({version for line in lines for version in line.versions}),
         spent=spent if any(spent.values()) else {},
         tail=sorted((line for line in lines if line.wall > 0), key=lambda line: -line.wall)[:TAIL],
+        pictures=[
+            (use, words_of(use.picture, use.tokens), figures.seen[name]) for name, use in figures.pictures.items()
+        ],
         tools=sorted(figures.tools.values(), key=lambda use: -sum(use.seconds)),
         flows=[(flow, traffic_picture(flow)) for flow in flows],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,

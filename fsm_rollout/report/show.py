@@ -23,13 +23,13 @@ from fsm_rollout.report.cards import Card, cards
 from fsm_rollout.report.figures import Figures, Line
 from fsm_rollout.report.folding import folded_repeats
 from fsm_rollout.report.pages import Links, write_page
+from fsm_rollout.report.pictures import line_of, text_with_pictures
 from fsm_rollout.report.recording import Recording, RunFolder, kind_of_end, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.spans import parts_of
 from fsm_rollout.report.texts import GOES_ON, TokenTexts, duration, number, shortened, visible
 from fsm_rollout.report.trace import trace
 from fsm_rollout.report.trajectory import ending_of, page_of_run
-from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 ROWS = 20
@@ -206,7 +206,7 @@ def _card(
     if card.guarded:
         title.append(f"  {card.guarded} markers kept as text", "yellow")
     # 2. Its tokens, or the messages that have none.
-    messages = [Text(_cut(visible(text_of(message)))) for message in card.messages]
+    messages = [Text(_cut(visible(text_with_pictures(message)))) for message in card.messages]
     shown: list[RenderableType] = [title, *(messages if pending else [_ribbon(card, recording, texts, spread)])]
     # 3. Its calls, and what became of them.
     for call in card.calls:
@@ -231,12 +231,19 @@ def _ribbon(
     ids = tokens.ids[card.start : card.end]
     logprobs = tokens.response_logprobs()[max(0, card.start - tokens.prompt_length) :]
     vocabulary = token_texts.vocabulary(ids) if token_texts else {}
+    pictures = {span.start - card.start: span for span in stream.media}
+    inside = {at for start, span in pictures.items() for at in range(start + 1, start + span.length)}
+    places = [place for place in range(len(ids)) if place not in inside]  # a picture is one thing
     ribbon, half = Text(), TOKENS_SHOWN // 2
-    for place, id_ in enumerate(ids):
-        if half <= place < len(ids) - half:
-            if place == half:
-                ribbon.append(f" … {len(ids) - 2 * half:,} more tokens … ", "dim italic")
+    for number_of, place in enumerate(places):
+        if half <= number_of < len(places) - half:
+            if number_of == half:
+                ribbon.append(f" … {places[-half] - place:,} more tokens … ", "dim italic")
             continue
+        if (span := pictures.get(place)) is not None:
+            ribbon.append(line_of(span.picture, [span.length]), "cyan")
+            continue
+        id_ = ids[place]
         style = "underline" if card.kind == "model" and tokens.trained else ""
         if card.kind == "model":
             surprise = -float(logprobs[place])

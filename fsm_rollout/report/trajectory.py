@@ -22,10 +22,12 @@ from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow, path_picture
 from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import Links, render_page
+from fsm_rollout.report.pictures import picture_data, pictures_in, words_of
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, parts_of
 from fsm_rollout.report.texts import TokenTexts, visible
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -36,6 +38,7 @@ TICKS = 5
 # The id of a prompt's own trajectory; a sub-agent's ends in its tool's name and a number.
 _SAMPLE = re.compile(r".*/\d+(~\d+)?", re.DOTALL)
 GIST = 240  # characters of what was asked and answered that stand at the top
+GIST_PICTURES = 8  # and pictures
 NO_EVENTS = (
     "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
     "(rollout.page(trajectory) finds them there, and the tokens' texts)"
@@ -143,7 +146,8 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
 
     ``streams``: ids (int32) and logprobs (float32, 0.0 in the prompt) as base64 of little-endian bytes, ``spans`` as
     ``[start, end, owner, state, turn, version]``, ``spread`` and ``guarded`` by position; ``vocabularies``: visible
-    text by engine and id; ``markers``: the ids that are control markers, by engine.
+    text by engine and id; ``markers``: the ids that are control markers, by engine; ``media``: a stream's pictures as
+    ``[start, length, hash, words]``; ``pictures``: see :func:`~fsm_rollout.report.pictures.picture_data`.
     """
     streams: list[dict[str, object]] = []
     vocabularies: dict[str, dict[int, str]] = {}
@@ -163,6 +167,7 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
                 "spans": [(s.start, s.end, s.owner.value, s.state, s.turn, s.version) for s in tokens.spans],
                 "spread": {at: visible(text) for at, text in token_texts.spread(tokens).items()} if token_texts else {},
                 "guarded": stream.guarded_at,
+                "media": [(s.start, s.length, s.picture.sha256, words_of(s.picture, [s.length])) for s in stream.media],
             }
         )
     for engine, ids in used.items():
@@ -170,7 +175,11 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
         if token_texts is not None:
             vocabularies[engine] = {id_: visible(text) for id_, text in token_texts.vocabulary(ids).items()}
             markers[engine] = sorted(ids & set(token_texts.markers))
-    return {"kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers}
+    seen = [([span.picture for span in stream.media], stream.messages) for stream in trajectory.streams]
+    return {
+        "kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers,
+        "pictures": picture_data(pictures_in(trajectory.prompt_messages, seen)),
+    }  # fmt: skip
 
 
 def relation_of(context: str) -> str:
@@ -196,7 +205,7 @@ def ending_of(recording: Recording) -> str:
     return f"In {row.source}, {row.trigger}{limit} led to {row.dest}" + (f": {detail}" if detail else ".")
 
 
-def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
+def _gist(trajectory: Trajectory) -> list[tuple[str, str, list[StoredPicture]]]:
     """Return what a reader wants first: what was asked and what is expected, and the last that was asked and said.
 
     Said by what is trained, where there is such: a critic's verdict is not what a trajectory came to.
@@ -207,15 +216,20 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str]]:
     first_request, last_request = _last_of("user", trajectory.prompt_messages), _last_of("user", latest)
     gist = [
         ("question", first_request),
-        ("expected", _text(trajectory.extra.get("answer"))),
-        ("last question", last_request if last_request != first_request else ""),
+        ("expected", (_text(trajectory.extra.get("answer")), [])),
+        ("last question", last_request if last_request != first_request else ("", [])),
         ("last answer", _last_of("assistant", latest)),
     ]
-    return [(name, shown(" ".join(text.split()), GIST)) for name, text in gist if text.strip()]
+    return [
+        (name, shown(" ".join(text.split()), GIST), pictures)
+        for name, (text, pictures) in gist
+        if text.strip() or pictures
+    ]
 
 
-def _last_of(role: str, messages: Sequence[Message]) -> str:
-    return next((text_of(message) for message in reversed(messages) if message.get("role") == role), "")
+def _last_of(role: str, messages: Sequence[Message]) -> tuple[str, list[StoredPicture]]:
+    message = next((message for message in reversed(messages) if message.get("role") == role), {})
+    return text_of(message), pictures_in(message)[:GIST_PICTURES]
 
 
 def _text(value: object) -> str:

@@ -28,7 +28,10 @@ def beside_page(runs: Sequence[RunFolder], trajectory_ids: Sequence[str], links:
     dealt = [cards(recording) for recording in recordings]
     pairs = zip(*dealt, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: _same(pair, recordings), pairs))
-    sides, data = list[dict[str, Any]](), dict[str, Any](kind="beside", streams=[], vocabularies={}, markers={})
+    sides, data = (
+        list[dict[str, Any]](),
+        dict[str, Any](kind="beside", streams=[], vocabularies={}, markers={}, pictures={}),
+    )
     for place, (run, recording, link) in enumerate(zip(runs, recordings, links, strict=True)):
         trajectory, offset = recording.trajectory, len(data["streams"])
         _add(data, token_data(trajectory, run.texts), place)
@@ -68,5 +71,6 @@ def _facts(card: Card, recording: Recording) -> object:
 def _add(data: dict[str, Any], of_side: Mapping[str, Any], place: int) -> None:
     """Add a trajectory's tokens; engines of two runs may have one name and different vocabularies."""
     data["streams"] += [{**stream, "engine": f"{place} {stream['engine']}"} for stream in of_side["streams"]]
+    data["pictures"] |= of_side["pictures"]
     for key in ("vocabularies", "markers"):
         data[key] |= {f"{place} {engine}": found for engine, found in of_side[key].items()}

@@ -1,5 +1,5 @@
 "use strict";
-/* Draws tokens and tables from the page's own data. It reads that data as text and never as markup or code. */
+/* Draws tokens, pictures and tables from the page's own data. It reads that data as text, never as markup or code. */
 (() => {
   let data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
@@ -37,8 +37,46 @@
   };
   foldLong();
 
-  /* -- tokens ------------------------------------------------------------------------------------------------ */
+  /* -- pictures: the bytes of each once, in the data, however often it is shown ---------------------------------- */
   const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)).buffer;
+  const urls = new Map();
+  const urlOf = (hash) => {
+    const picture = (data.pictures || {})[hash];
+    if (picture && !urls.has(hash)) urls.set(hash, URL.createObjectURL(new Blob([bytes(picture.data)], { type: picture.mime })));
+    return urls.get(hash);
+  };
+  const hang = (button) => {
+    const url = urlOf(button.dataset.picture);
+    if (url) button.querySelector("img").src = url;
+    else button.classList.add("absent");
+  };
+  const hangPictures = () => fresh("button.picture").forEach(hang);
+  hangPictures();
+  const enlarge = (button) => {
+    let dialog = document.getElementById("enlarged");
+    if (!dialog) {
+      dialog = make("dialog");
+      dialog.id = "enlarged";
+      dialog.append(make("img"), make("p"));
+      dialog.addEventListener("click", () => dialog.close());
+      document.body.append(dialog);
+    }
+    const [large, caption] = dialog.children, small = button.querySelector("img");
+    const times = Math.max(1, Math.floor(400 / Math.max(small.naturalWidth, small.naturalHeight, 1)));
+    large.src = small.src;
+    large.alt = dialog.ariaLabel = `picture ${button.textContent}`;
+    large.style.width = small.naturalWidth * times + "px";
+    large.style.imageRendering = times > 1 ? "pixelated" : "";  // each of its pixels can be seen
+    caption.textContent = `${button.textContent} · sha256 ${button.dataset.picture.slice(0, 12)}${times > 1 ? ` · ${times} times as large` : ""}`;
+    tip.hidden = true;
+    dialog.showModal();
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button.picture:not(.absent)");
+    if (button) enlarge(button);
+  });
+
+  /* -- tokens ------------------------------------------------------------------------------------------------ */
   const decoded = () => (data.streams || []).map((stream) => ({
     ...stream,
     ids: new Int32Array(bytes(stream.ids)),
@@ -60,6 +98,19 @@
     }
     return stream.spans[low];
   };
+  /* Where a picture's tokens are, one thumbnail stands. It counts as one token where much is folded, and is never cut. */
+  const after = (stream, at, count) => {
+    for (const [start, length] of stream.media) {
+      if (start < at) continue;
+      if (start - at >= count) break;
+      count -= start - at + 1;
+      at = start + length;
+    }
+    return at + count;
+  };
+  const shownIn = (stream, start, end) =>
+    stream.media.reduce((count, [at, length]) => count - (at >= start && at < end ? length - 1 : 0), end - start);
+  const mediaAt = (stream, at) => stream.media.find(([start, length]) => at >= start && at < start + length);
   const isTrained = (stream, span) => stream.trained && span[2] === "model";
   const textOf = (stream, at) => {
     if (!stream.vocabulary) return String(stream.ids[at]);
@@ -68,8 +119,10 @@
   };
   const aboutToken = (number, at) => {
     const stream = streams[number], [, , owner, state, turn, version] = spanAt(stream, at);
-    const logprob = stream.logprobs[at];
-    const lines = [`${JSON.stringify(textOf(stream, at))}   id ${stream.ids[at]}, position ${at}`];
+    const logprob = stream.logprobs[at], seen = mediaAt(stream, at);
+    const lines = [seen
+      ? `picture ${seen[3]}   positions ${seen[0]} to ${seen[0] + seen[1] - 1}`
+      : `${JSON.stringify(textOf(stream, at))}   id ${stream.ids[at]}, position ${at}`];
     if (owner === "model") lines.push(`log p ${logprob.toPrecision(4)}, p ${Math.exp(logprob).toPrecision(3)}, weights ${version}`);
     lines.push(`${state}, generation ${turn}, ${isTrained(stream, spanAt(stream, at)) ? "trained" : owner === "model" ? "sampled, not trained" : owner + ", not trained"}`);
     if (stream.guarded.has(at)) lines.push("spells a control marker, and was kept from being one");
@@ -95,11 +148,24 @@
     element.textContent = stream.spread[at] === "⋯" ? "" : textOf(stream, at);
     return element;
   };
+  const thumbnail = (number, [start, , hash, words]) => {
+    const button = make("button", "picture"), image = make("img");
+    button.type = "button";
+    Object.assign(button.dataset, { picture: hash, s: number, k: start });
+    image.alt = "picture";
+    button.append(image, make("small", "", words));
+    hang(button);
+    return button;
+  };
   const fill = (into, number, start, end) => {
     const stream = streams[number], parts = document.createDocumentFragment();
     for (let at = start, span; at < end; at++) {
       if (!span || at >= span[1]) span = spanAt(stream, at);
-      parts.append(token(number, at, span));
+      const seen = stream.media.length && mediaAt(stream, at);
+      if (seen) {
+        parts.append(thumbnail(number, seen));
+        at = seen[0] + seen[1] - 1;
+      } else parts.append(token(number, at, span));
     }
     into.append(parts);
   };
@@ -133,30 +199,37 @@
     ribbon.previousElementSibling.remove();
   };
   const blocks = (before, number, start, end) => {
-    for (let at = start; at < end; at += BLOCK) {
+    for (let at = start, next; at < end; at = next) {
       const block = make("span", "block empty");
-      Object.assign(block.dataset, { stream: number, start: at, end: Math.min(end, at + BLOCK) });
+      next = Math.min(end, after(streams[number], at, BLOCK));
+      Object.assign(block.dataset, { stream: number, start: at, end: next });
       before.before(block);
       near.observe(block);
     }
+  };
+  /* Where the first and the last part of much begin to be left out: nowhere, if all is shown. */
+  const ends = (number, start, end) => {
+    const stream = streams[number], count = shownIn(stream, start, end);
+    return count <= HEAD + TAIL + BLOCK / 2 ? [end, end] : [after(stream, start, HEAD), after(stream, start, count - TAIL)];
   };
   const open = (ribbon, whole) => {
     const number = +ribbon.dataset.stream, start = +ribbon.dataset.start, end = +ribbon.dataset.end;
     ribbon.dataset.drawn = "1";
     near.unobserve(ribbon);
     ribbon.replaceChildren();
-    if (end - start <= HEAD + TAIL + BLOCK / 2) return fill(ribbon, number, start, end);
+    const [head, tail] = ends(number, start, end);
+    if (head === end) return fill(ribbon, number, start, end);
     if (whole) {
       const last = make("span");
       ribbon.append(last);
       blocks(last, number, start, end);
       return last.remove();
     }
-    fill(ribbon, number, start, start + HEAD);
-    const more = make("button", "more", `… ${(end - start - HEAD - TAIL).toLocaleString("en")} more tokens …`);
+    fill(ribbon, number, start, head);
+    const more = make("button", "more", `… ${(tail - head).toLocaleString("en")} more tokens …`);
     more.addEventListener("click", () => open(ribbon, true));
     ribbon.append("\n", more, "\n");
-    fill(ribbon, number, end - TAIL, end);
+    fill(ribbon, number, tail, end);
   };
   const watchRibbons = () => {
     for (const ribbon of fresh(".ribbon[data-stream]")) {
@@ -173,7 +246,7 @@
     ribbon.classList.remove("empty");
     unfold(ribbon);
     const start = +ribbon.dataset.start, end = +ribbon.dataset.end;
-    const folded = end - start > HEAD + TAIL + BLOCK / 2 && at >= start + HEAD && at < end - TAIL;
+    const [head, tail] = ends(number, start, end), folded = at >= head && at < tail;
     if (folded || !ribbon.dataset.drawn) open(ribbon, folded);
     const block = [...ribbon.querySelectorAll(".block")].find((b) => at >= +b.dataset.start && at < +b.dataset.end);
     if (block && !block.dataset.drawn) {
@@ -181,8 +254,8 @@
       block.classList.remove("empty");
       fill(block, number, +block.dataset.start, +block.dataset.end);
     }
-    const found = ribbon.querySelector(`i[data-k="${at}"]`);
-    for (const hit of document.querySelectorAll("i.hit")) hit.classList.remove("hit");
+    const seen = mediaAt(streams[number], at), found = ribbon.querySelector(`[data-k="${seen ? seen[0] : at}"]`);
+    for (const hit of document.querySelectorAll(".hit")) hit.classList.remove("hit");
     if (found) {
       found.classList.add("hit");
       found.scrollIntoView({ block: "center" });
@@ -271,6 +344,7 @@
     data = JSON.parse(document.getElementById("data").textContent);
     streams = decoded();
     foldLong();
+    hangPictures();
     watchRibbons();
     beginStrips();
     drawAll();

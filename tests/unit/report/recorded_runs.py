@@ -8,15 +8,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.chat.markers import Part, encoder_for
 from fsm_rollout.trajectory.events import (
     AnyEvent,
     Called,
+    ContextOpened,
     Ended,
     Generated,
     MessagesAppended,
+    Prompted,
     PromptExtended,
     Scored,
     ToolCall,
@@ -24,6 +28,8 @@ from fsm_rollout.trajectory.events import (
     UserReplied,
 )
 from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.tokens import MediaSpan
 from tests.embedded import tokenizer
 from tests.events import opened, prompted
 from tests.kit import ROOT
@@ -151,4 +157,35 @@ def history(
     ]  # fmt: skip
     if score is not None:
         events.append(Scored(at=at + 10.0, value=score, source="reward"))
+    return events
+
+
+PADS = 700
+"""Tokens that each picture is in :func:`showing`."""
+
+
+def showing(question: Sequence[StoredPicture], answer: Sequence[StoredPicture], **facts: Any) -> list[AnyEvent]:
+    """The usual history, whose question and tool's answer also show pictures, before their text."""
+
+    def parts(message: dict[str, Any], pictures: Sequence[StoredPicture]) -> dict[str, Any]:
+        images = [{"type": "image", "image": picture} for picture in pictures]
+        return message | {"content": [*images, {"type": "text", "text": message["content"]}]}
+
+    def shown(event: Any, pictures: Sequence[StoredPicture]) -> Any:
+        media = [MediaSpan(1 + at * (PADS + 1), PADS, picture, 5) for at, picture in enumerate(pictures)]
+        pads = array("i", [6] + ([5] * PADS + [6]) * len(pictures))
+        return replace(event, ids=pads + event.ids, guarded_at=[], media=media)
+
+    events: list[AnyEvent] = []
+    for event in history(**facts):
+        if isinstance(event, Prompted):
+            event = replace(event, messages=[parts(event.messages[0], question)])
+        elif isinstance(event, ContextOpened):
+            *before, asked = event.messages
+            event = shown(replace(event, messages=[*before, parts(asked, question)]), question)
+        elif isinstance(event, MessagesAppended):
+            event = replace(event, messages=[parts(event.messages[0], answer)])
+        elif isinstance(event, PromptExtended):
+            event = shown(event, answer)
+        events.append(event)
     return events
