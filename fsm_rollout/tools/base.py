@@ -97,7 +97,7 @@ class AgentCall:
     task: str
     seed: int  # the try's own, however often it is interrupted and made again
     call_id: str
-    number: int = 1  # which try of the call it is: 1, 2, …
+    number: int  # which try of the call it is: 1, 2, …
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def chosen(reach: Reach, site: Site) -> tuple[list[str], Path | None]:
             python = ROOT / ".venv-over" / environment / "bin" / "python"
             if not python.exists():
                 raise SystemExit(f"the adapters are tested with the trainers' own packages: make {python.parents[1]}")
-            return [f"tests/trainers/{name}" for name in names], python
+            return ["tests/unit/adapters", *(f"tests/trainers/{name}" for name in names)], python
     tests, left = [], SECONDS
     for test in reach.tests_of(site.file, site.lines):
         if left <= 0:
