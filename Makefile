@@ -30,7 +30,7 @@ test: $(STAMP)  ## all that fits into five minutes: units, laws, one SGLang, one
 test-real: $(STAMP) $(OVER)/vision/.installed  ## the rest, marked `real`: clusters, killed servers, training, and pictures
 	$(PYTEST) -m real
 	$(OVER)/vision/bin/python -m pytest -q tests/pictures tests/unit/chat/test_pictures.py tests/unit/batch/test_media.py \
-		tests/unit/engines/transformers/test_picture_rows.py tests/laws/test_pictures.py
+		tests/unit/engines/transformers/test_picture_rows.py tests/unit/adapters/test_pictures.py tests/laws/test_pictures.py
 
 test-trainers: $(TRAINERS:%=$(OVER)/%/.installed)  ## the adapters against the trainers' own packages
 	for trainers in $(TRAINERS); do \

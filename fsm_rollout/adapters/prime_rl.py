@@ -1,4 +1,4 @@
-"""prime-rl: the fields of ``TrainingSample``.
+"""prime-rl: the fields of ``TrainingSample``, and pictures as its ``renderers`` hold them.
 
 prime-rl needs Python 3.12 and vLLM, so nothing of it is imported: build its struct with ``TrainingSample(**fields)``.
 The list of fields is that of ``src/prime_rl/transports/rollouts/types.py``, August 2026 (commit a608ad9).
@@ -7,31 +7,42 @@ The list of fields is that of ``src/prime_rl/transports/rollouts/types.py``, Aug
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import text_only, whole
+from fsm_rollout.adapters.requirements import inputs_of, whole
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.pictures import StoredPicture
+
+if TYPE_CHECKING:
+    from renderers.base import MultiModalData
 
 
-def training_samples(rows: Sequence[TrainingRow], advantages: Sequence[float] | None = None) -> list[dict[str, object]]:
+def training_samples(
+    rows: Sequence[TrainingRow], advantages: Sequence[float] | None = None, processor: Any = None
+) -> list[dict[str, object]]:
     """Return the fields of one ``TrainingSample`` for each row: flat lists over prompt and response.
 
     ``mask`` is true on trained tokens, ``temperatures`` are those of the logprobs (1.0 elsewhere). ``advantages`` are
     one number per row, as ``batch.advantages()`` gives them, spread over the trained tokens. A score and a weight
     version have no field: prime-rl's orchestrator has them with the rollout.
 
+    Of rows with pictures, for which ``processor`` is the model's, ``mm_refs`` is plain data that goes over the wire as
+    prime-rl's own; in its process make it ``msgspec.convert(fields["mm_refs"], MMRefs)``.
+
     Raises:
-        BatchError: not one advantage per row, or a NaN among them.
+        BatchError: not one finite advantage per row; pictures without a processor, or in several parts.
     """
-    text_only(rows, "prime-rl")
     if advantages is not None and (len(advantages) != len(rows) or not np.isfinite(advantages).all()):
         raise BatchError(
             f"{len(rows)} rows need as many finite advantages, got {list(advantages)}; leave rows without a score out: "
             "batch.select(~batch.advantages().isnan())"
         )
     samples: list[dict[str, object]] = []
+    uris: dict[StoredPicture, str] = {}
     for number, row in enumerate(rows):
         mask = whole(row, row.mask, 0)
         fields: dict[str, object] = {
@@ -43,5 +54,39 @@ def training_samples(rows: Sequence[TrainingRow], advantages: Sequence[float] | 
         }
         if advantages is not None:
             fields["advantages"] = (mask * float(advantages[number])).tolist()
+        if row.media:
+            types, runs = np.zeros(len(mask), dtype=np.int64), _placeholders(row, processor)
+            for start, length in runs:
+                types[start : start + length] = 1
+            uris |= {span.picture: span.picture.data_uri() for span in row.media if span.picture not in uris}
+            fields["mm_refs"] = [[[uris[span.picture], *run] for span, run in zip(row.media, runs, strict=True)]]
+            fields["mm_token_type_ids"] = types.tolist()
         samples.append(fields)
     return samples
+
+
+def multi_modal_data(row: TrainingRow, processor: Any) -> MultiModalData:
+    """Return the pictures of a row as ``renderers`` holds those of a prompt: hashes, places and the model's inputs.
+
+    Raises:
+        BatchError: there is no processor, or a picture stands in several parts.
+    """
+    from renderers.base import MultiModalData, PlaceholderRange
+
+    if not row.media:
+        return MultiModalData()
+    places = [PlaceholderRange(*run) for run in _placeholders(row, processor)]
+    items = [inputs_of(replace(row, media=[span]), processor, "prime-rl") for span in row.media]
+    return MultiModalData({"image": [span.picture.sha256 for span in row.media]}, {"image": places}, {"image": items})
+
+
+def _placeholders(row: TrainingRow, processor: Any) -> list[tuple[int, int]]:
+    """Return where the ids of each picture stand, without what the processor puts around them: start and length."""
+    inputs_of(row, processor, "prime-rl")
+    ids, found = np.concatenate([row.prompt_ids, row.response_ids]), []
+    for span in row.media:
+        at = span.start + np.flatnonzero(ids[span.start : span.end] == processor.image_token_id)
+        if not len(at) or at[-1] - at[0] != len(at) - 1:
+            raise BatchError(f"row {row.row_id} shows a picture in several parts, and prime-rl takes pictures in one")
+        found.append((int(at[0]), len(at)))
+    return found

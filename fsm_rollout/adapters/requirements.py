@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from fsm_rollout.batch.media import TOKEN_TYPES, row_inputs
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 
@@ -33,6 +36,23 @@ def text_only(rows: Sequence[TrainingRow], trainer: str) -> None:
                 f"row {row.row_id} shows {len(row.media)} picture{'s' * (len(row.media) > 1)}, and nothing carries "
                 f"them to {trainer} yet; it would train on their ids without them"
             )
+
+
+def inputs_of(row: TrainingRow, processor: Any, trainer: str) -> dict[str, torch.Tensor] | None:
+    """Return what the model is fed of a row's pictures, types of tokens apart; ``None`` where it shows none.
+
+    Raises:
+        BatchError: it shows some, and nobody gave the model's processor.
+    """
+    if not row.media:
+        return None
+    if processor is None:
+        raise BatchError(
+            f"row {row.row_id} shows {len(row.media)} picture{'s' * (len(row.media) > 1)}, and {trainer} would train "
+            "on their ids without them; give the model's processor, as `batch.processor` is"
+        )
+    inputs = row_inputs(row.media, len(row.prompt_ids) + len(row.response_ids), processor)
+    return {key: value for key, value in inputs.items() if not key.endswith(TOKEN_TYPES)}
 
 
 def score_of(row: TrainingRow, trainer: str) -> float:

@@ -8,21 +8,27 @@ Neither is on PyPI, so nothing of them is imported. The list of fields is that o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from fsm_rollout.adapters.requirements import experts_of, text_only, trained_turns
+from fsm_rollout.adapters.requirements import experts_of, inputs_of, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.enums import StopReason
 
 
-def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
+def samples(rows: Sequence[TrainingRow], processor: Any = None) -> list[dict[str, object]]:
     """Return the fields of one ``Sample`` for each row; what a custom generate function returns as a list.
 
     ``weight_versions`` has one text for each generation (the oldest of its tokens), ``rollout_id`` is the same for all
     rows of a sample, ``reward`` is ``None`` and ``remove_sample`` true where there is no score. Where the engine told
     from which ids it sampled, those of response token i are ``rollout_top_p_token_ids[offsets[i] : offsets[i + 1]]``.
     Where it told the experts that all tokens were routed to, they are ``rollout_routed_experts``, for router replay.
+
+    Pictures are images of Pillow's in ``multimodal_inputs``, and what ``processor``, the model's, makes of them in
+    ``multimodal_train_inputs``, without types of tokens, which slime's trainer does not take.
+
+    Raises:
+        BatchError: rows show pictures, and there is no processor.
     """
-    text_only(rows, "slime")
     groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
     rollouts = {name: number for number, name in enumerate(dict.fromkeys((row.group_id, row.sample) for row in rows))}
     return [
@@ -41,6 +47,8 @@ def samples(rows: Sequence[TrainingRow]) -> list[dict[str, object]]:
             else None,
             "rollout_routed_experts": experts_of(row),
             "weight_versions": [str(row.versions[stretch].min()) for stretch in trained_turns(row)],
+            "multimodal_inputs": {"images": [span.picture.image() for span in row.media]} if row.media else None,
+            "multimodal_train_inputs": inputs_of(row, processor, "slime"),
             "reward": row.score,
             "remove_sample": row.score is None,
             "status": _status(row.stop_reason),

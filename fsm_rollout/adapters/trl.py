@@ -27,10 +27,17 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
     ``env_mask`` is 1 on trained tokens. ``score`` (``None`` where there is none) and ``weight_versions`` (per token,
     -1 where none sampled) reach the reward functions as keyword arguments: :func:`score_reward` hands the score on.
 
+    Pictures of prompts are not in it: the trainer makes the model's inputs from its dataset's column ``images``.
+
     Raises:
-        BatchError: a sample has several rows.
+        BatchError: a sample has several rows, or shows pictures after its prompt.
     """
-    text_only(rows, "TRL")
+    for row in rows:
+        if row.media and row.media[-1].end > len(row.prompt_ids):
+            raise BatchError(
+                f"row {row.row_id} shows pictures after its prompt, and {TRAINER} has no way for them: the trainer "
+                "feeds the model those of its dataset alone; show all in the prompt, or train such agents elsewhere"
+            )
     one_row_each(rows, TRAINER)
     return {
         "prompt_ids": [row.prompt_ids.tolist() for row in rows],
@@ -64,7 +71,7 @@ def rollout_samples(batch: TrajectoryBatch, *, first_group_id: int = 0) -> list[
     if len(batch) and not len(scored):
         raise BatchError(f"none of {len(batch)} rows has a score to learn from; give the rollout a reward")
     rows = scored.rows()
-    text_only(rows, "TRL")
+    text_only(rows, "TRL's AsyncGRPO")
     samples = []
     for row, advantage, group in zip(
         rows, scored.advantages().tolist(), scored.tensordict["group_index"].tolist(), strict=True

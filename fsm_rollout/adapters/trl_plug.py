@@ -9,14 +9,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
+from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.batch.media import TOKEN_TYPES
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.stream import media_of, text_of
+from fsm_rollout.trajectory.tokens import as_ids, collapsed
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 # What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages).
 Trl: TypeAlias = Any
+_GIVEN = ("prompt", "images", "image")  # the columns of its datasets that make a prompt
 
 
 def rollout_func(
@@ -37,10 +42,14 @@ def rollout_func(
     the messages (the ``answer``) is looked up in ``dataset`` by the prompt's messages: TRL gives only these. Set
     ``bf16=False`` where the engine samples in float32: autocast in the trainer alone moves ratios by some 10 %.
 
+    Pictures of prompts come from the dataset's column ``images``, as for any model that sees in TRL; what ``Rollout``
+    shows later, in a tool's result, has no way into the trainer.
+
     Raises (when called):
-        BatchError: a sample has several rows, or none, because it failed before a token was sampled.
+        BatchError: a sample has several rows, or none, because it failed before a token was sampled; or the trainer
+            would not feed the model the pictures that it was shown, where it was shown them.
     """
-    known = {_key(row["prompt"]): {name: row[name] for name in row if name != "prompt"} for row in dataset}
+    known = {_key(_as_given(row)): {name: row[name] for name in row if name not in _GIVEN} for row in dataset}
     loaded: int | None = None
 
     def run(prompts: list[Trl], trainer: Trl) -> dict[str, list[object]]:
@@ -58,9 +67,39 @@ def rollout_func(
                 f"{len(prompts) - len(rows)} of {len(prompts)} samples have no row ({batch.unrowed or batch.dropped}), "
                 f"and {TRAINER} needs one for each; look at the engine, and give the rollout no group filter"
             )
-        return rollout_func_result(rows)
+        result = rollout_func_result(rows)
+        if "media" in batch.tensordict:
+            _check_pictures(batch, prompts, trainer)
+        return result
 
     return run
+
+
+def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl) -> None:
+    """Raise BatchError where the trainer would not feed the model the pictures of rows, or not at their places.
+
+    It makes the inputs from its dataset's images and its own text of each prompt: types of tokens, from which models
+    count positions, are those of that text.
+    """
+    columns = getattr(trainer.train_dataset, "column_names", None)
+    if columns is not None and not {"images", "image"} & set(columns):
+        raise BatchError(
+            f"rows show pictures, and {TRAINER} trains on those of the dataset's column `images` alone, which has "
+            f"{', '.join(columns)}; put them there, and parts of type image without one, or none, into the messages"
+        )
+    from trl.data_utils import apply_chat_template
+
+    inputs = batch.tensordict.get("multi_modal_inputs").tolist()
+    for row, prompt, fed in zip(batch.rows(), prompts, inputs, strict=True):
+        if any(key.endswith(TOKEN_TYPES) for key in fed):
+            own = apply_chat_template({"prompt": prompt}, trainer.processing_class, **trainer.chat_template_kwargs)
+            ids = trainer.processing_class.tokenizer(own["prompt"])["input_ids"]
+            if ids != collapsed(as_ids(row.prompt_ids.tolist()), row.media).tolist():
+                raise BatchError(
+                    f"row {row.row_id} begins otherwise than the text that the trainer makes of the same messages, by "
+                    "which it would count the positions of pictures; with pictures, the agent may show no tools and "
+                    "add no messages of its own before the model's first turn"
+                )
 
 
 class RolloutWorker:
@@ -154,5 +193,21 @@ def _messages(prompt: Trl) -> list[dict[str, Trl]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
+def _as_given(row: Mapping[str, Trl]) -> Trl:
+    """Return the prompt of a row of TRL's dataset as TRL gives it to a ``rollout_func``: its images in it."""
+    images = row.get("images") or [image for image in [row.get("image")] if image is not None]
+    if not images:
+        return row["prompt"]
+    from trl.data_utils import prepare_multimodal_messages
+
+    return prepare_multimodal_messages(row["prompt"], images=images)
+
+
 def _key(prompt: Trl) -> str:
-    return repr([(message["role"], text_of(message), media_of(message)) for message in _messages(prompt)])
+    return repr([(m["role"], text_of(m), [*map(_pixels, media_of(m))]) for m in _messages(prompt)])
+
+
+def _pixels(part: Trl) -> str:
+    """Return what tells a picture from others: TRL gives copies, which are no longer the dataset's own objects."""
+    image = part.get("image")
+    return sha256(image.convert("RGB").tobytes()).hexdigest() if hasattr(image, "convert") else repr(part)

@@ -127,10 +127,9 @@ def _pictures(batch: TrajectoryBatch) -> dict[str, list[object]]:
     """Return verl's columns of pictures; types of tokens are only for positions there, which are counted already."""
     if batch.processor is None:
         raise BatchError("the rows show pictures; make the batch with the model's `processor`, as `Rollout.run` does")
-    inputs = batch.tensordict.get("multi_modal_inputs").tolist()
-    return {
-        "multi_modal_inputs": [
-            {key: value for key, value in row.items() if not key.endswith(TOKEN_TYPES)} for row in inputs
-        ],
-        "multi_modal_data": batch.tensordict.get("multi_modal_data").tolist(),
-    }
+    columns: list[dict[str, torch.Tensor]] = []
+    for row in batch.tensordict.get("multi_modal_inputs").tolist():
+        columns.append({key: value for key, value in row.items() if not key.endswith(TOKEN_TYPES)})
+        if (grid := row.get("image_grid_thw")) is not None:  # by which verl's trainer counts what a step has cost
+            columns[-1]["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+    return {"multi_modal_inputs": list(columns), "multi_modal_data": batch.tensordict.get("multi_modal_data").tolist()}

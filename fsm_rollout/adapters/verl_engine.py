@@ -2,7 +2,8 @@
 
 Invariant: verl owns the servers and their weights. An answer carries the weight versions (``min_global_steps`` to
 ``max_global_steps``) that verl says; where they differ, only the last token of the answer carries the newest, because
-verl does not say which token changed over.
+verl does not say which token changed over. A picture goes as verl's servers take it: decoded, beside ids in which it is
+one placeholder; what they read is not compared with the stream, because verl does not say how much that was.
 """
 
 from __future__ import annotations
@@ -10,31 +11,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import Chunk, Load, Request
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request, basic_facts
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Note, as_ids, as_logprobs, routed_experts
+from fsm_rollout.trajectory.tokens import MediaSpan, Note, as_ids, as_logprobs, collapsed, routed_experts
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class VerlEngine:
     """See the module: a source of tokens, whose weights and sleep are verl's own.
 
-    ``max_context`` is verl's ``prompt_length + response_length``.
+    ``max_context`` is verl's ``prompt_length + response_length``; ``processor`` is verl's own, of a model that sees.
     """
 
-    def __init__(self, client: Any, tokenizer: Any, *, max_context: int) -> None:
+    def __init__(self, client: Any, tokenizer: Any, *, max_context: int, processor: Any = None) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self.processor = processor
         self.max_context = max_context
         self.eos_ids = stop_tokens(tokenizer.eos_token_id)
         self.weight_version = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What verl's servers run."""
+        return basic_facts(self, self.processor)
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         """Ask verl for each request on its own; its client balances the load."""
@@ -61,9 +71,9 @@ class VerlEngine:
             "stop_token_ids": sorted(sampling.stop_ids),
         }
         try:
-            output = await self.client.generate(
-                request.session, prompt_ids=request.ids.tolist(), sampling_params=params
-            )
+            pictures = {"image_data": await asyncio.to_thread(_decoded, request.media)} if request.media else {}
+            ids = collapsed(request.ids, request.media).tolist()
+            output = await self.client.generate(request.session, prompt_ids=ids, sampling_params=params, **pictures)
             for chunk in self._chunks(request, output):
                 stream.put(chunk)
         except asyncio.CancelledError:
@@ -137,3 +147,7 @@ class VerlEngine:
     async def aclose(self) -> None:
         """Wait for no answer any more."""
         self._cancel(list(self._tasks))
+
+
+def _decoded(media: Sequence[MediaSpan]) -> list[Image]:
+    return [span.picture.image() for span in media]

@@ -21,6 +21,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import transfer_queue as tq
@@ -64,13 +65,18 @@ class SharedRollout:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def of_config(cls, config: Verl, client: Verl, tokenizer: Verl, agent: str, reward: str | None) -> SharedRollout:
-        """Return the rollout of an entry of verl's agent loops; ``config`` is verl's whole configuration."""
+    def of_config(
+        cls, config: Verl, client: Verl, model: tuple[Verl, Verl], agent: str, reward: str | None
+    ) -> SharedRollout:
+        """Return the rollout of an entry of verl's agent loops.
+
+        ``config`` is verl's whole configuration, ``model`` its tokenizer and, of one that sees pictures, its processor.
+        """
         settings = config.actor_rollout_ref.rollout
         path, tools = resolve_config_path(agent), settings.multi_turn.get("tool_config_path")
         graph = load_agent_with(path, resolve_config_path(tools)) if tools else load_agent(path)
         room = settings.prompt_length + settings.response_length
-        engine = VerlEngine(client, tokenizer, max_context=room)
+        engine = VerlEngine(client, model[0], max_context=room, processor=model[1])
         own = Reward(reward) if reward else None
         return cls(Rollout(graph, engine), settings.prompt_length, settings.response_length, own)
 
@@ -116,7 +122,7 @@ class SharedRollout:
         for name in Prompt.model_fields:
             extra.pop(name, None)
         number = next(self._numbers)
-        prompt = as_prompt({"messages": list(plain["raw_prompt"]), **extra}, number)
+        prompt = as_prompt({"messages": [_with_files(message) for message in plain["raw_prompt"]], **extra}, number)
         top_k = int(sampling.get("top_k", -1))
         own = Sampling(
             temperature=float(sampling.get("temperature", 1.0)),
@@ -159,9 +165,8 @@ class FSMAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
         self.config = kwargs["trainer_config"].config
         key = id(kwargs["server_manager"]), str(agent), reward
         if key not in _SHARED:
-            _SHARED[key] = SharedRollout.of_config(
-                self.config, kwargs["server_manager"], kwargs["tokenizer"], agent, reward
-            )
+            model = kwargs["tokenizer"], kwargs.get("processor")
+            _SHARED[key] = SharedRollout.of_config(self.config, kwargs["server_manager"], model, agent, reward)
         self.shared = _SHARED[key]
 
     async def run(self, sampling_params: dict[str, Verl], **kwargs: Verl) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -183,7 +188,7 @@ class _VerlWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: i
         entries: Verl = OmegaConf.load(resolve_config_path(path)) if path else []
         self.shared = {
             entry.name: SharedRollout.of_config(
-                self.config, self.llm_client, self.tokenizer, entry.agent, entry.get("reward")
+                self.config, self.llm_client, (self.tokenizer, self.processor), entry.agent, entry.get("reward")
             )
             for entry in entries
             if "agent" in entry
@@ -239,6 +244,18 @@ class FSMAgentLoopManager:
     def generate_sequences(self, prompts: Verl) -> None:
         """Begin the rollouts of a batch (a TensorDict) and return; their rows come into TransferQueue as they end."""
         self.loop.call(lambda: self.worker.generate_sequences(prompts))
+
+
+def _with_files(message: dict[str, Verl]) -> dict[str, Verl]:
+    """Return a message of verl's dataset, whose texts for pictures name files of its user's wherever they lie."""
+    if not isinstance(message["content"], list):
+        return message
+    parts = [dict(part) for part in message["content"]]
+    for part in parts:
+        name = part.get("image")
+        if isinstance(name, str) and not name.startswith(("data:", "http")):
+            part["image"] = Path(name.removeprefix("file://"))
+    return {**message, "content": parts}
 
 
 def _plain(value: Verl) -> Verl:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from trl.experimental.async_grpo.async_grpo_trainer import (
     DataCollatorForRollout,
     FixedCountBatcher,
@@ -21,10 +22,13 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 import fsm_rollout as fr
 from fsm_rollout.adapters.trl import rollout_func_result, score_reward
 from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
+from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import BatchError, RolloutError
 from tests.doc_blocks import run_page
 from tests.kit import CONFIGS
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
+from tests.unit.batch.test_media import picture
+from tests.vision import FAMILIES, MODELS, random_model
 
 STEPS, PROMPTS, N = 20, 2, 4
 
@@ -143,3 +147,84 @@ def test_rollout_func_takes_one_row_each(agent: str) -> None:
             rollout_func_result(rows)
     else:
         assert len(rollout_func_result(rows)["logprobs"]) == 4
+
+
+def drawn(trajectory: Any) -> float:
+    """Score what was sampled; what the dataset says of the pictures that the model was shown came with them."""
+    (stream,) = trajectory.streams
+    assert stream.media[0].picture is picture(10 * int(trajectory.extra["answer"]), 60, 90)
+    return float(sum(stream.tokens.ids.tolist()) % 97)
+
+
+def seeing(family: str, *changes: str) -> tuple[Any, Any, fr.Rollout]:
+    """Return a random model that sees, its processor, and a rollout on a copy of it."""
+    processor = FAMILIES[family]()
+    model, copy = (random_model(family, processor) for _ in range(2))
+    engine = TransformersEngine(copy, processor.tokenizer, processor=processor, threads=1)
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml", ["states.GENERATING.sampling.max_tokens=8", *changes])
+    return model, processor, fr.Rollout(graph, engine, reward=drawn)
+
+
+def shown(row: int) -> dict[str, Any]:
+    """Return a row of a dataset of TRL's; all have the same words."""
+    images = [picture(10 * row, 60, 90).image(), picture(10 * row + 1, 40, 28).image()]
+    prompt = [{"role": "user", "content": "Which is larger?"}]
+    return {"prompt": prompt, "images": images, "answer": str(row)}
+
+
+def grpo(model: Any, processor: Any, data: Dataset, func: Any, folder: Path, kind: Any = GRPOTrainer) -> Any:
+    arguments = GRPOConfig(
+        output_dir=str(folder), max_steps=1, per_device_train_batch_size=4, num_generations=2, max_completion_length=64,
+        learning_rate=1e-3, temperature=1.0, beta=0.0, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
+        disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    return kind(model, score_reward, args=arguments, train_dataset=data, processing_class=processor, rollout_func=func)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_step_of_grpo_with_pictures_in_prompts(family: str, tmp_path: Path) -> None:
+    """The trainer's forward pass, on its own inputs, gives what was sampled with; the part that sees has learnt."""
+    model, processor, own = seeing(family)
+    data = [shown(0), shown(1)]
+    trained: dict[tuple[int, ...], Any] = {}
+    sampled: list[dict[str, Any]] = []
+
+    class Watched(GRPOTrainer):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, own: Any, ids: Any, attended: Any, keep: int, **fed: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(own, ids, attended, keep, **fed)
+            trained.update(zip(map(tuple, ids[:, -keep:].tolist()), found[0].detach(), strict=True))
+            return found
+
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with own:
+        func = rollout_func(own, data)
+
+        def kept(given: list[Any], trainer: Any) -> dict[str, Any]:
+            sampled.append(func(given, trainer))
+            return sampled[-1]
+
+        grpo(model, processor, Dataset.from_list(data), kept, tmp_path, Watched).train()
+    (result,) = sampled
+    pad = processor.tokenizer.pad_token_id
+    for ids, logprobs in zip(result["completion_ids"], result["logprobs"], strict=True):
+        logps = trained[tuple(ids + [pad] * (8 - len(ids)))][: len(ids)]
+        assert (logps - torch.tensor(logprobs)).exp().sub(1).abs().max() < 1e-3
+    moved = [name for name, weight in model.named_parameters() if not torch.equal(before[name], weight)]
+    assert any("vis" in name for name in moved), moved
+
+
+@pytest.mark.parametrize("family", [family for family in MODELS if family.startswith("qwen")])
+def test_pictures_that_the_trainer_would_not_feed_are_refused(family: str, tmp_path: Path) -> None:
+    """TRL's dataset has no images, or the trainer's text of the prompt is not the agent's, which shows more."""
+    for changes, columns, why in (
+        ([], ["answer"], "column `images` alone, which has prompt, answer"),
+        (["contexts={main: {system: Look.}}"], ["images"], "begins otherwise than the text"),
+    ):
+        model, processor, own = seeing(family, *changes)
+        data = Dataset.from_list([shown(0)] * 2)
+        with own:
+            func = rollout_func(own, data)
+            trainer = grpo(model, processor, data.select_columns(["prompt", *columns]), func, tmp_path)
+            given = prepare_multimodal_messages(shown(0)["prompt"], images=shown(0)["images"])
+            with pytest.raises(BatchError, match=why):
+                func([given] * 2, trainer)

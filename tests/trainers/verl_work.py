@@ -134,7 +134,7 @@ class FakeClient:
         )
 
 
-def config(folder: Path, agent: Path | None = None, **entry: str) -> Any:
+def config(folder: Path, agent: Path | None = None, model: Path | None = None, **entry: str) -> Any:
     """Return verl's whole configuration, with our agent loop and verl's own tool YAML."""
     import verl
 
@@ -153,7 +153,7 @@ def config(folder: Path, agent: Path | None = None, **entry: str) -> Any:
             "ppo_trainer",
             overrides=[
                 "actor_rollout_ref.rollout.name=sglang",
-                f"actor_rollout_ref.model.path={embedded_model()}",
+                f"actor_rollout_ref.model.path={model or embedded_model()}",
                 "data.max_prompt_length=256",
                 "data.max_response_length=256",
                 "actor_rollout_ref.rollout.n=2",
