@@ -78,4 +78,6 @@ class VerlTool(BoundTool):
             response, reward, _ = await self.tool.execute(instance, arguments)
         finally:
             await self.tool.release(instance)
+        if response.image or response.video:
+            raise ToolError(f"{self.where}: it answered with pictures, which verl's tools cannot show here yet")
         return ToolResult(response.text or "", reward=reward)

@@ -205,6 +205,7 @@ def test_a_step_of_grpo_with_pictures_in_prompts(family: str, tmp_path: Path) ->
 
         grpo(model, processor, Dataset.from_list(data), kept, tmp_path, Watched).train()
     (result,) = sampled
+    assert None not in result["score"], "each was scored, by what the dataset says of its pictures"
     pad = processor.tokenizer.pad_token_id
     for ids, logprobs in zip(result["completion_ids"], result["logprobs"], strict=True):
         logps = trained[tuple(ids + [pad] * (8 - len(ids)))][: len(ids)]
