@@ -44,6 +44,7 @@ from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.trajectory.pictures import is_picture
 from fsm_rollout.trajectory.prompt import Prompt, as_prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
 
@@ -122,7 +123,7 @@ class SharedRollout:
         for name in Prompt.model_fields:
             extra.pop(name, None)
         number = next(self._numbers)
-        prompt = as_prompt({"messages": [_with_files(message) for message in plain["raw_prompt"]], **extra}, number)
+        prompt = as_prompt({"messages": list(plain["raw_prompt"]), **extra}, number)
         top_k = int(sampling.get("top_k", -1))
         own = Sampling(
             temperature=float(sampling.get("temperature", 1.0)),
@@ -246,22 +247,13 @@ class FSMAgentLoopManager:
         self.loop.call(lambda: self.worker.generate_sequences(prompts))
 
 
-def _with_files(message: dict[str, Verl]) -> dict[str, Verl]:
-    """Return a message of verl's dataset, whose texts for pictures name files of its user's wherever they lie."""
-    if not isinstance(message["content"], list):
-        return message
-    parts = [dict(part) for part in message["content"]]
-    for part in parts:
-        name = part.get("image")
-        if isinstance(name, str) and not name.startswith(("data:", "http")):
-            part["image"] = Path(name.removeprefix("file://"))
-    return {**message, "content": parts}
-
-
 def _plain(value: Verl) -> Verl:
-    """Return plain data for what numpy, torch or TensorDict hold."""
+    """Return plain data for what numpy, torch or TensorDict hold; a picture's file may lie anywhere, as for verl."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        found = {str(key): _plain(item) for key, item in value.items()}
+        file = found.get("image") if is_picture(found) else None
+        named = isinstance(file, str) and not file.startswith(("data:", "http"))
+        return found | {"image": Path(file.removeprefix("file://"))} if named else found
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
