@@ -253,7 +253,7 @@ def _plain(value: Verl) -> Verl:
         value = value.tolist()
     if isinstance(value, Mapping):
         found = {str(key): _plain(item) for key, item in value.items()}
-        file = found.get("image") if is_picture(found) else None
+        file: Verl = found.get("image") if is_picture(found) else None
         named = isinstance(file, str) and not file.startswith(("data:", "http"))
         return found | {"image": Path(file.removeprefix("file://"))} if named else found
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

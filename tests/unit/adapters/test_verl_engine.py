@@ -33,7 +33,9 @@ class Client:
         return self.answer
 
 
-def output(ids: list[int], *, log_probs: Any = ..., reason: str = "completed", experts: Any = None, **fields: int) -> Any:
+def output(
+    ids: list[int], *, log_probs: Any = ..., reason: str = "completed", experts: Any = None, **fields: int
+) -> Any:
     return SimpleNamespace(
         token_ids=ids, log_probs=[-0.5 * i for i in range(len(ids))] if log_probs is ... else log_probs,
         stop_reason=reason, routed_experts=experts, extra_fields=fields,
