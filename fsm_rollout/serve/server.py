@@ -42,7 +42,7 @@ OPEN = frozenset({*PAGE, "/health"})  # what is answered without a key
 # Sent with the page: it runs its own script alone, and speaks to this server alone.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -139,7 +139,7 @@ class Server:
         return answer
 
     async def _models(self, request: web.Request) -> web.Response:
-        body = openai_dialect.models(list(self.service.models))
+        body = openai_dialect.models(self.service.models, self.service.seeing)
         return web.Response(body=body, content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -22,13 +22,23 @@ from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
-from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
+from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of, shown_context
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse, unsupported
 from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, ToolCall, Transitioned
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    ContextOpened,
+    Ended,
+    Generated,
+    Prompted,
+    PromptExtended,
+    ToolCall,
+    Transitioned,
+)
 from fsm_rollout.trajectory.journal import Recorded
 from fsm_rollout.trajectory.prompt import as_prompt
 from fsm_rollout.trajectory.stream import text_of
@@ -52,6 +62,12 @@ class Service:
         self.rollout, self.serving, self.calls = rollout, serving, calls
         # The agents by the names that callers use.
         self.models = {name: agent.graph for name, agent in rollout.scheduler.agents.by_name.items()}
+        # The names of those to whom users can show pictures.
+        self.seeing = {
+            name
+            for name, agent in rollout.scheduler.agents.by_name.items()
+            if agent.contexts[shown_context(agent.graph)].chat.sees
+        }
         self._prompts = PromptQueue()
         self._conversations: dict[str, ServedConversation] = {}  # those that have not ended, by group
         self._exchanges: dict[Exchange, ServedConversation] = {}  # the requests under way
@@ -194,7 +210,7 @@ class Service:
             return
         # 2. What the caller sees.
         conversation.take(trajectory, event)
-        _notes(conversation.exchange, trajectory, event)
+        _notes(conversation, trajectory, event)
         # 3. Its beginning and its end.
         if isinstance(event, Prompted):
             conversation.trajectory_id = trajectory.trajectory_id
@@ -207,7 +223,7 @@ class Service:
     async def reply(self, conversation: users.Conversation) -> Reply:
         """Answer the request whose turn has come to its end, and wait for the caller's next message."""
         served = self._conversations[conversation.trajectory.group_id]
-        _notes(served.exchange, conversation.trajectory, None)
+        _notes(served, conversation.trajectory, None)
         served.end_exchange(FinishReason.STOP)
         while len(self._waiting) >= self.serving.waiting:
             self._give_up(next(iter(self._waiting.values())))
@@ -237,11 +253,20 @@ class Service:
                 del self._by_history[conversation.answered]
 
 
-def _notes(exchange: Exchange | None, trajectory: Trajectory, event: AnyEvent | None) -> None:
+def _notes(conversation: ServedConversation, trajectory: Trajectory, event: AnyEvent | None) -> None:
     """Tell those who asked for it what has happened; without an event, that it is the user's turn."""
+    exchange = conversation.exchange
     if exchange is None or not exchange.chat.notes:
         return
     match event:
+        case ContextOpened() | PromptExtended() if event.media and event.context == conversation.context:
+            exchange.note(
+                kind="pictures",
+                pictures=[
+                    {"width": span.picture.width, "height": span.picture.height, "tokens": span.length}
+                    for span in event.media
+                ],
+            )
         case Prompted():
             exchange.note(kind="state", state=event.initial, trajectory=event.trajectory_id)
         case Transitioned():

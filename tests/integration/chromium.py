@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -46,6 +49,36 @@ def emulate(browser: Any, width: int, *, dark: bool, height: int = 900) -> None:
 def quiet(browser: Any) -> None:
     assert browser.get_log("browser") == []
     assert browser.title != "owned"
+
+
+@contextmanager
+def chat_page(browser: Any, turns: Any, **options: Any) -> Iterator[Any]:
+    """Open the chat page of a server (see ``served``) that says these turns; yield what waits for a condition."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    from tests.unit.serve.test_serve import served
+
+    address: list[str] = []
+    done = threading.Event()
+
+    async def main() -> None:
+        async with served(turns, **options) as server:
+            address.append(server.url)
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    try:
+        wait = WebDriverWait(browser, 600, poll_frequency=0.05)
+        wait.until(lambda _: address)
+        browser.get_log("browser")
+        browser.get(address[0])
+        wait.until(lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "1")
+        yield wait
+    finally:
+        browser.get("about:blank")
+        done.set()
+        thread.join()
 
 
 def unfolded(browser: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal import events as events_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
-from tests.integration.chromium import NEEDED, emulate, quiet, unfolded
+from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfolded
 from tests.unit.diagrams.sixty_states import sixty_states
 from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, history, write_run
 
@@ -376,26 +374,12 @@ def test_an_empty_run_has_a_page(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_chat_shows_states_and_calls_as_they_happen_and_all_of_it_as_text(browser: Any) -> None:
-    from tests.unit.serve.test_serve import CALL, Turn, served
+    from tests.unit.serve.test_serve import CALL, Turn
 
     marked = "<b>42</b><img src=x onerror=\"document.title='owned'\">"
     turns = [f"Let me see. {CALL}", Turn(text=f"It is {marked}.", chunks=4), "Again.", Turn(text="so", hang=True)]
-    address: list[str] = []
-    done = threading.Event()
-
-    async def main() -> None:
-        async with served(turns) as server:
-            address.append(server.url)
-            await asyncio.to_thread(done.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    try:
-        wait = WebDriverWait(browser, 600, poll_frequency=0.05)
-        wait.until(lambda _: address)
-        browser.get_log("browser")
-        browser.get(address[0])
-        wait.until(lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "1")
+    with chat_page(browser, turns) as wait:
+        assert not browser.find_element("id", "pick").is_displayed(), "its model sees no pictures"
 
         def say(words: str) -> None:
             browser.find_element("id", "text").send_keys(words, Keys.ENTER)
@@ -428,7 +412,3 @@ def test_a_chat_shows_states_and_calls_as_they_happen_and_all_of_it_as_text(brow
             assert browser.execute_script("return document.documentElement.scrollWidth") <= 340
             assert browser.execute_script("return at('log').scrollWidth <= at('log').clientWidth")
         quiet(browser)
-    finally:
-        browser.get("about:blank")
-        done.set()
-        thread.join()

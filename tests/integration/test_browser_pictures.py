@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from fsm_rollout.report.pages import Links, page_path, write_page
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.trajectory import page_of_run
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.integration.chromium import NEEDED, emulate, quiet, unfolded
+from tests.cases import FILES
+from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfolded
 from tests.unit.report.recorded_runs import NASTY, PADS, showing, write_run
 from tests.unit.report.test_pictures import picture
+from tests.vision import gemma3
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra `dev` has it)")
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 pytestmark = NEEDED
+SINGLE = FILES["single"]
 SEEN = [picture(1), picture(2, 1200, 900), picture(3, 2000, 40)]
 
 
@@ -150,3 +155,46 @@ def test_a_picture_is_enlarged_within_a_notebook_s_frame(browser: Any, tmp_path:
     assert sizes(browser, "dialog img") == [[64, 48]]
     browser.switch_to.default_content()
     quiet(browser)
+
+
+# -- the chat page ----------------------------------------------------------------------------------------------------
+
+
+def paste(browser: Any, shown: StoredPicture) -> None:
+    """Put a picture on the clipboard, and press Ctrl+V where one writes."""
+    grants = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.execute_cdp_cmd("Browser.grantPermissions", grants)
+    browser.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
+    browser.find_element("id", "text").click()
+    told = browser.execute_async_script(
+        """const [text, done] = arguments, bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+           const item = new ClipboardItem({ "image/png": new Blob([bytes], { type: "image/png" }) });
+           navigator.clipboard.write([item]).then(() => done(null), (error) => done(`${error}`))""",
+        base64.b64encode(shown.data).decode(),
+    )
+    assert told is None
+    browser.find_element("id", "text").send_keys(Keys.CONTROL, "v")
+
+
+def test_pictures_are_uploaded_pasted_and_left_out_again(browser: Any, tmp_path: Path) -> None:
+    emulate(browser, 400, dark=True, height=700)
+    files = []
+    for number, shown in enumerate(SEEN[:2]):
+        files.append(tmp_path / f"{number}.png")
+        files[-1].write_bytes(shown.data)
+    (tmp_path / "no.txt").write_text("This is none.")
+    with chat_page(browser, ["Four."], agents=SINGLE, processor=gemma3()) as wait:
+        assert browser.find_element("id", "pick").is_displayed()
+        browser.find_element("id", "files").send_keys("\n".join(map(str, [*files, tmp_path / "no.txt"])))
+        wait.until(lambda _: len(browser.find_elements("css selector", "#pictures .picture")) >= 2)
+        paste(browser, SEEN[2])
+        wait.until(lambda _: len(browser.find_elements("css selector", "#pictures .picture")) >= 3)
+        assert sizes(browser, "#pictures img") == [[each.width, each.height] for each in SEEN]
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+        browser.find_elements("css selector", "#pictures .kept > button:last-child")[1].click()
+        assert sizes(browser, "#pictures img") == [[each.width, each.height] for each in (SEEN[0], SEEN[2])]
+        browser.find_element("css selector", "#pictures .picture").click()
+        assert enlarged(browser)
+        browser.find_element("id", "enlarged").click()
+        assert enlarged(browser) is None
+        quiet(browser)

@@ -4,6 +4,59 @@ const at = (id) => document.getElementById(id);
 const log = at("log"), form = at("say"), text = at("text"), agent = at("agent"), key = at("key");
 let history = [];   // what was said, as it is sent again with each message
 let call = null;    // the request under way
+let kept = [];      // the pictures that go with the next message: their data URIs, and where the page has them
+
+// -- pictures ----------------------------------------------------------------------------------------------------
+
+const sees = () => agent.selectedOptions[0]?.dataset.sees === "true";
+
+function thumbnail(url, parent, words = "") {
+  const button = made("button", "picture", parent), image = made("img", "", button);
+  button.type = "button";
+  image.alt = "picture";
+  image.src = url;
+  made("small", "", button, words);
+  button.addEventListener("click", () => {
+    const [large, caption] = at("enlarged").children;
+    large.src = url;
+    caption.textContent = button.textContent;
+    at("enlarged").showModal();
+  });
+  return button;
+}
+
+const uriOf = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(file);
+});
+
+async function keep(files) {
+  for (const file of files) kept.push({ uri: await uriOf(file), url: URL.createObjectURL(file) });
+  shown();
+}
+
+const picturesIn = (transfer) => [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/"));
+
+function showKept() {
+  const row = at("pictures");
+  row.replaceChildren();
+  row.hidden = !kept.length || !sees();
+  for (const picture of kept) {
+    const place = made("span", "kept", row);
+    thumbnail(picture.url, place);
+    const drop = made("button", "", place, "×");
+    drop.type = "button";
+    drop.setAttribute("aria-label", "Leave this picture out");
+    drop.addEventListener("click", () => {
+      kept = kept.filter((other) => other !== picture);
+      shown();
+    });
+  }
+}
+
+// -- what is said ------------------------------------------------------------------------------------------------
 
 function made(tag, kind, parent, words = "") {
   const element = document.createElement(tag);
@@ -23,7 +76,8 @@ const headers = () => ({ "Content-Type": "application/json", ...(key.value && { 
 
 // An answer on the page: the states it goes through, its tool calls and its text, in the order in which they come.
 class Answer {
-  constructor() {
+  constructor(pictures) {
+    this.pictures = pictures;   // the thumbnails of what it answers, of which it is not known how many tokens they are
     this.article = made("article", "agent busy", log);
     this.foot = made("p", "foot", this.article);
     this.said = "";
@@ -59,6 +113,12 @@ class Answer {
       took.textContent = note.failure ? `failed: ${note.failure}` : `${short} · ${note.seconds.toFixed(2)} s`;
       result.textContent = note.text;
       card.classList.toggle("failed", Boolean(note.failure));
+    } else if (note.kind === "pictures" && note.pictures.length >= this.pictures.length) {
+      const last = note.pictures.slice(note.pictures.length - this.pictures.length);
+      this.pictures.forEach((button, place) => {
+        button.lastElementChild.textContent = `${last[place].width}×${last[place].height}, ${last[place].tokens} tokens`;
+      });
+      this.pictures = [];
     } else if (note.kind === "waits") this.foot.textContent += " · waits for you";
     else if (note.kind === "end") this.foot.textContent += ` · ended: ${note.stop_reason}`;
   }
@@ -82,11 +142,15 @@ async function* events(body) {
   }
 }
 
-async function ask(words) {
+async function ask(words, pictures) {
   log.querySelector(".empty")?.remove();
   const own = made("article", "user", log);
-  made("p", "text", own, words);
-  const answer = new Answer(), messages = [...history, { role: "user", content: words }];
+  const row = pictures.length ? made("div", "pictures", own) : null;
+  const thumbnails = pictures.map(({ url }) => thumbnail(url, row));
+  if (words) made("p", "text", own, words);
+  const parts = pictures.map(({ uri }) => ({ type: "image_url", image_url: { url: uri } }));
+  const content = parts.length ? [...parts, ...(words ? [{ type: "text", text: words }] : [])] : words;
+  const answer = new Answer(thumbnails), messages = [...history, { role: "user", content }];
   log.scrollTop = log.scrollHeight;
   call = new AbortController();
   shown();
@@ -111,6 +175,7 @@ async function ask(words) {
   } catch (error) {
     scrolled(() => answer.fail(error.name === "AbortError" ? "Stopped." : `${error.message}`));
     if (!text.value) text.value = words;   // to be sent again, or changed
+    if (!kept.length) kept = pictures;
   }
   answer.end();
   call = null;
@@ -121,6 +186,8 @@ function shown() {
   at("send").hidden = call !== null;
   at("stop").hidden = call === null;
   agent.disabled = history.length > 0 || call !== null;
+  at("pick").hidden = !sees();
+  showKept();
   text.style.height = "auto";
   text.style.height = `${text.scrollHeight + 2}px`;
   text.focus();
@@ -130,15 +197,21 @@ async function models() {
   const response = await fetch("v1/models", { headers: headers() });
   at("keyed").hidden &&= response.status !== 401;
   if (!response.ok) return;
-  agent.replaceChildren(...(await response.json()).data.map((model) => new Option(model.id, model.id)));
+  agent.replaceChildren(...(await response.json()).data.map((model) => {
+    const option = new Option(model.id, model.id);
+    option.dataset.sees = model.architecture.input_modalities.includes("image");
+    return option;
+  }));
+  shown();
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  const words = text.value.trim();
-  if (!words || call) return;
+  const words = text.value.trim(), pictures = sees() ? kept : [];
+  if (!(words || pictures.length) || call) return;
   text.value = "";
-  ask(words);
+  kept = [];
+  ask(words, pictures);
 });
 text.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -146,6 +219,24 @@ text.addEventListener("keydown", (event) => {
   form.requestSubmit();
 });
 text.addEventListener("input", shown);
+agent.addEventListener("change", shown);
+at("pick").addEventListener("click", () => at("files").click());
+at("files").addEventListener("change", async () => {
+  await keep(picturesIn(at("files")));
+  at("files").value = "";
+});
+text.addEventListener("paste", (event) => {
+  const pictures = picturesIn(event.clipboardData);
+  if (!sees() || !pictures.length || event.clipboardData.types.includes("text/plain")) return;
+  event.preventDefault();
+  keep(pictures);
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  if (sees()) keep(picturesIn(event.dataTransfer));
+});
+at("enlarged").addEventListener("click", () => at("enlarged").close());
 key.addEventListener("change", models);
 at("keyed").addEventListener("submit", (event) => event.preventDefault());
 at("stop").addEventListener("click", () => call?.abort());

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from openai.types import CompletionUsage, Model
@@ -224,7 +224,11 @@ def failure(error: ProtocolError) -> bytes:
     return json.dumps({"error": answer.model_dump()}).encode()
 
 
-def models(names: list[str]) -> bytes:
-    """Return the list of models."""
-    cards = [Model(id=name, object="model", created=0, owned_by="fsm-rollout").model_dump() for name in names]
+def models(names: Iterable[str], seeing: Container[str] = ()) -> bytes:
+    """Return the list of models; of each it is said whether it sees pictures, in OpenRouter's words."""
+    cards = [
+        Model(id=name, object="model", created=0, owned_by="fsm-rollout").model_dump()
+        | {"architecture": {"input_modalities": ["text", "image"] if name in seeing else ["text"]}}
+        for name in names
+    ]
     return json.dumps({"object": "list", "data": cards}).encode()

@@ -27,6 +27,7 @@ from fsm_rollout.trajectory.journal import Journal, recordings
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.foreign import CALL, check_exact
+from tests.vision import gemma3
 
 CHATTING = FILES["chats"]
 SINGLE = FILES["single"]
@@ -71,10 +72,11 @@ class Served:
 @asynccontextmanager
 async def served(
     turns: Any, *, agents: str = CHATTING, calls: int = 64, keys: tuple[str, ...] = (), journal: Path | None = None,
-    rollout: dict[str, Any] | None = None, **serving: Any,
+    rollout: dict[str, Any] | None = None, processor: Any = None, **serving: Any,
 ) -> AsyncIterator[Served]:  # fmt: skip
     """Serve an agent on a scripted engine; at the end its rows must be what the engine has sampled."""
-    engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer(), log=True)
+    tokenizer = processor.tokenizer if processor is not None else embedded_tokenizer()
+    engine = ScriptedEngine(turns, tokenizer=tokenizer, processor=processor, log=True)
     again = journal is not None and journal.exists()  # noqa: ASYNC240  # a test may
     earlier = list(recordings(journal, unfinished=True)) if journal is not None and again else []
     async with asyncio.timeout(600), fr.Rollout(loads(agents), engine, **(rollout or {})) as own:
@@ -113,7 +115,14 @@ async def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
         assert answer.usage.completion_tokens == trajectory.trained_tokens
         assert answer.usage.prompt_tokens == trajectory.streams[0].tokens.prompt_length
         async with server.openai() as client:
-            assert [model.id for model in (await client.models.list()).data] == ["chatting"]
+            (model,) = (await client.models.list()).data
+            assert (model.id, model.architecture) == ("chatting", {"input_modalities": ["text"]})  # type: ignore[attr-defined]
+
+
+async def test_who_sees_pictures_says_so() -> None:
+    async with served(["A cat."], agents=SINGLE, processor=gemma3()) as server, server.openai() as client:
+        (model,) = (await client.models.list()).data
+        assert model.architecture == {"input_modalities": ["text", "image"]}  # type: ignore[attr-defined]
 
 
 async def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
