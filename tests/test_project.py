@@ -43,3 +43,12 @@ def test_make_help_lists_every_target() -> None:
 
 def test_make_test_and_make_test_real_are_all_tests_between_them() -> None:
     assert re.findall(r"^\t\$\(PYTEST\) -m (.+)$", MAKEFILE, re.MULTILINE) == ['"not real"', "real"]
+
+
+def test_each_fault_with_pictures_that_others_had_has_tests_here() -> None:
+    threads = yaml.safe_load(read("tests/cases/media_threads.yaml"))
+    named = [test for fault in threads for test in fault["tests"]]
+    gone = [test for test in named if f"def {test.split('::')[1]}(" not in read(test.split("::")[0])]
+    assert not gone
+    assert all(fault["tests"] for fault in threads)
+    assert len({thread for fault in threads for thread in fault["threads"]}) == 23

@@ -19,10 +19,13 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import run_virtual
+from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Limits
+from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import collapsed
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.runs import agent, rows
@@ -154,6 +157,33 @@ def test_a_run_that_was_cut_off_shows_the_same_when_it_goes_on(tmp_path: Path) -
         assert [(stream.tokens, stream.media) for trajectory in again for stream in trajectory.streams] == [
             (stream.tokens, stream.media) for trajectory in whole for stream in trajectory.streams
         ], kept
+
+
+@pytest.mark.parametrize("limit", [LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS])
+def test_no_limit_cuts_a_picture_apart(limit: LimitName, tmp_path: Path) -> None:
+    """Whatever there is room for, what a stream holds of a picture is all of it; and a cut turn is text."""
+    eye, prompt = processor("gemma3"), prompt_of([["look", 1, 2], [3, "and", 1]])
+
+    def tokens(most: int | None) -> tuple[Trajectory, Stream]:
+        run = Run("gemma3", ["It is so."] * 9, tmp_path / f"{most}.sqlite")
+        limited = prompt.model_copy(update={"limits": Limits(**({} if most is None else {limit: most}))})
+        trajectory = run_virtual(run.go(limited))[0]
+        return trajectory, trajectory.streams[0]
+
+    _, whole = tokens(None)
+    least = whole.tokens.prompt_length + 1 if limit is LimitName.CONTEXT_TOKENS else 1
+    shown = set[int]()
+    for most in range(least, whole.tokens.length + 1):
+        trajectory, stream = tokens(most)
+        assert trajectory.stop_reason in ("answered", f"limit:{limit}", "truncated"), trajectory.detail
+        ids = stream.tokens.ids.tolist()
+        for span in stream.media:
+            alone = eye(text=[PLACEHOLDERS["gemma3"]], images=[span.picture.image()], add_special_tokens=False)
+            assert ids[span.start : span.end] == list(alone["input_ids"][0])
+        inside = sum(ids[span.start : span.end].count(eye.image_token_id) for span in stream.media)
+        assert ids.count(eye.image_token_id) == inside
+        shown.add(len(stream.media))
+    assert shown == {0, 2, 4}, "each message's pictures come together or not at all"
 
 
 def events_of(folder: Path, trajectory_id: str) -> Any:

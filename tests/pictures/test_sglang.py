@@ -129,6 +129,19 @@ def test_several_turns_with_pictures_in_prompts_and_tool_results(served: Served)
     asyncio.run(go())
 
 
+def test_ids_that_no_tokenizer_makes_are_read_as_they_are(served: Served) -> None:
+    """Between pictures, as a model may have sampled them: text that is decoded and encoded again would be shorter."""
+    encoded = prompt(served, "look ", 1, " and ", 2)
+    tokenizer, (first, second) = served.chat.tokenizer, encoded.media
+    letters = as_ids([id_ for letter in "hello there" for id_ in tokenizer.encode(letter, add_special_tokens=False)])
+    assert tokenizer.encode(tokenizer.decode(letters), add_special_tokens=False) != letters.tolist()
+    cut = first.end + 1
+    ids = encoded.ids[:cut] + letters + encoded.ids[cut:]
+    request = asked(served, ids, (first, second.moved(len(letters))), temperature=0.0)
+    (got,) = asyncio.run(ask(served.engine, request))
+    served.check(got)
+
+
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.0}, {"temperature": 1.7}, {"temperature": 0.5, "max_tokens": 3}], ids=str
 )

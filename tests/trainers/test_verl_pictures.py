@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.errors import BatchError
 from fsm_rollout.model.folders import load_processor
 from tests.kit import CONFIGS, ROOT
 from tests.trainers.verl_work import LOGPROB, FakeClient, config
@@ -56,6 +57,23 @@ def test_verls_worker_makes_of_an_output_what_the_batch_holds(seeing: tuple[str,
         assert torch.equal(positions[0, 1:].T, batch.tensordict["mrope_position_ids"][row][attended])
 
 
+def test_an_output_that_ends_before_a_picture_has_it_not(seeing: tuple[str, Path, Any], tmp_path: Path) -> None:
+    """verl is given a row up to its last trained token; a picture behind that would have no ids."""
+    family, folder, _ = seeing
+    a, b, eye = picture(1, 60, 90), picture(2, 57, 128), load_processor(folder)
+    made = trajectory(family, 0, [a], [b], answered=False)
+    batch = TrajectoryBatch.from_trajectories([made], pad_id=0, processor=eye)
+    (output,) = agent_loop_outputs(batch.rows())
+    worker = AgentLoopWorker(config(tmp_path, model=folder), FakeClient())
+    ids = torch.tensor([output.prompt_ids + output.response_ids])
+    inputs = worker._compute_multi_modal_inputs(output, ids)
+    merged = int(inputs["image_grid_thw"].prod(-1).sum()) // eye.image_processor.merge_size**2
+    assert int((ids == eye.image_token_id).sum()) == merged == batch.media(0)[0].length
+    blind = TrajectoryBatch.from_trajectories([made], pad_id=0)
+    with pytest.raises(BatchError, match="make the batch with the model's `processor`"):
+        data_proto(blind)
+
+
 def test_verls_engine_takes_a_step_on_rows_with_pictures(seeing: tuple[str, Path, Any], tmp_path: Path) -> None:
     """Its forward pass gives what the model itself gives, and its backward pass reaches the part that sees."""
     family, folder, model = seeing
@@ -85,8 +103,15 @@ class Client:
         self.says, self.asked = says, list[tuple[list[int], list[Any]]]()
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], image_data: list[Any] | None = None, **_: Any
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
     ) -> TokenOutput:
+        assert (sampling_params["temperature"], sampling_params["top_p"]) == (0.7, 0.9)
+        assert sampling_params["max_tokens"] == 64
         self.asked.append((prompt_ids, image_data or []))
         steps = {"min_global_steps": 1, "max_global_steps": 1, "global_steps": 1}
         return TokenOutput(
@@ -105,6 +130,8 @@ def test_verls_dataset_shows_pictures_to_an_agent(seeing: tuple[str, Path, Any],
         None,
     ]
     settings = config(tmp_path, CONFIGS / "agents/single_turn.yaml", folder)
+    OmegaConf.update(settings, "actor_rollout_ref.rollout.temperature", 0.7)
+    OmegaConf.update(settings, "actor_rollout_ref.rollout.top_p", 0.9)
     OmegaConf.update(settings, "actor_rollout_ref.rollout.multi_turn.tool_config_path", None)
     eye = load_processor(folder)
     client = Client(eye.tokenizer.encode("Red.<|im_end|>", add_special_tokens=False))

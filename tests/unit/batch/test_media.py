@@ -19,7 +19,7 @@ from fsm_rollout.trajectory.tokens import MediaSpan, as_ids, as_logprobs
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted
 from tests.unit.chat.test_pictures import PLACEHOLDERS
-from tests.vision import FAMILIES
+from tests.vision import FAMILIES, MODELS, random_model
 
 PAD = 0
 
@@ -33,8 +33,10 @@ def picture(seed: int, height: int, width: int) -> StoredPicture:
     return picture_of(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def trajectory(family: str, number: int, before: Sequence[StoredPicture], after: Sequence[StoredPicture]) -> Trajectory:
-    """Return a trajectory that shows pictures in its prompt and, after a turn, more of them."""
+def trajectory(
+    family: str, number: int, before: Sequence[StoredPicture], after: Sequence[StoredPicture], *, answered: bool = True
+) -> Trajectory:
+    """Return a trajectory that shows pictures in its prompt and, after a turn, more of them; then it may go on."""
     eye = processor(family)
     placeholder = eye.tokenizer.convert_tokens_to_ids(PLACEHOLDERS[family])
 
@@ -63,7 +65,7 @@ def trajectory(family: str, number: int, before: Sequence[StoredPicture], after:
             ),
             said(1.0),
             PromptExtended(at=2.0, context="main", state="PENDING", ids=more, media=more_media),
-            said(3.0),
+            *([said(3.0)] if answered else []),
         ]
     )  # fmt: skip
 
@@ -135,6 +137,32 @@ def test_a_row_with_pictures_is_never_cut() -> None:
     cut = batch("gemma3", response_width=3, overflow="truncate")
     assert [str(row_id) for row_id in cut.omitted] == ["0/0/0", "2/0/0"]
     assert [str(row_id) for row_id in cut.truncated] == ["1/0/0"]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_row_in_a_padded_batch_is_what_it_is_alone(family: str) -> None:
+    """Pixels, grids, types of tokens and positions of rows of other lengths do not get into one another's way."""
+    model, whole = random_model(family, processor(family)), batch(family)
+
+    def logprobs(of: TrajectoryBatch) -> list[torch.Tensor]:
+        ids, width = of.tensordict["input_ids"], of.tensordict["prompts"].shape[1]
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids, attention_mask=of.tensordict["attention_mask"], use_cache=False, **of.model_inputs()
+            ).logits[:, width - 1 : -1]  # fmt: skip
+        made = torch.log_softmax(logits.float(), -1).gather(-1, of.tensordict["responses"][..., None])[..., 0]
+        return [row[mask.bool()] for row, mask in zip(made, of.tensordict["response_mask"], strict=True)]
+
+    together = logprobs(whole)
+    for row in range(len(whole)):
+        (alone,) = logprobs(whole.select([row]))
+        assert together[row] == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_batch_that_nobody_can_make_inputs_of_is_none_for_a_model() -> None:
+    blind = TrajectoryBatch.from_rows(batch("gemma3").rows(), pad_id=PAD)
+    with pytest.raises(BatchError, match="has no `processor`"):
+        blind.model_inputs()
 
 
 def test_text_has_no_columns_for_pictures() -> None:

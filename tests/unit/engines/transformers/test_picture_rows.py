@@ -88,9 +88,15 @@ def asked(name: str, ids: Ids, media: tuple[MediaSpan, ...], tokens: int = 3, se
     return Request(name, ids, sampling, session=session, media=media)
 
 
-@torch.no_grad()
 def plain_logprobs(family: str, ids: Ids, media: Sequence[MediaSpan]) -> torch.Tensor:
-    """Return the log probability of each id but the first: one pass, no cache; all pictures processed at once."""
+    """Return the log probability of each id but the first."""
+    logits = plain_logits(family, ids, media)
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids.tolist())[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def plain_logits(family: str, ids: Ids, media: Sequence[MediaSpan]) -> torch.Tensor:
+    """Return the logits of each id but the first: one pass, no cache; all pictures processed at once."""
     processor, model = seer(family)
     inputs: dict[str, Any] = {}
     if media:
@@ -103,8 +109,8 @@ def plain_logprobs(family: str, ids: Ids, media: Sequence[MediaSpan]) -> torch.T
             kinds[0, span.start : span.end] = 1
         inputs["mm_token_type_ids"] = kinds
     model.base_model.rope_deltas = None
-    logits = model(input_ids=torch.tensor([ids.tolist()]), use_cache=False, **inputs).logits[0, :-1].float()
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids.tolist())[1:, None])[:, 0]
+    found: torch.Tensor = model(input_ids=torch.tensor([ids.tolist()]), use_cache=False, **inputs).logits[0, :-1]
+    return found.float()
 
 
 def off(family: str, request: Request, answer: tuple[Ids, list[float], str | None]) -> float:
@@ -181,6 +187,28 @@ def test_equal_ids_of_other_pictures_are_another_prefix(family: str, together: b
         found = answers(decode, step)
         for request in step:
             assert off(family, request, found[request.request_id]) < 1e-4
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_sampling_is_not_lost_where_there_are_pictures(family: str) -> None:
+    ids, media = stream(family, ["look", 0, "now"])
+
+    def sampled(name: str, **sampling: Any) -> tuple[Ids, list[float], str | None]:
+        words = SamplingParams(**{"max_tokens": 6, "stop_ids": pads(), **sampling})
+        return answers(loop_of(family), [Request(name, ids, words, media=media)])[name]
+
+    greedy = sampled("greedy", temperature=0.0)
+    assert len(greedy[0]) == 6
+    assert sampled("top", temperature=2.0, top_k=1, seed=3)[0] == greedy[0]
+    assert len(sampled("short", max_tokens=2)[0]) == 2
+    end = greedy[0][3]
+    stopped = sampled("stop", temperature=0.0, stop_ids=frozenset([end]))
+    assert stopped[0] == greedy[0][: greedy[0].index(end) + 1]
+    assert sampled("seed", seed=5) == sampled("same", seed=5) != sampled("other", seed=6)
+    hot = sampled("hot", temperature=1.7, seed=1)
+    logits = plain_logits(family, ids + hot[0], media)[-len(hot[0]) :] / 1.7
+    own = torch.log_softmax(logits, -1).gather(-1, torch.tensor(hot[0].tolist())[:, None])[:, 0]
+    assert own.tolist() == pytest.approx(hot[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("family", MODELS)
