@@ -50,6 +50,18 @@ def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
     assert batch.tensordict["stop_reason"] == ["answered"] * 6
 
 
+def test_the_log_says_how_many_samples_have_a_score_and_why_the_first_has_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def reward(trajectory: fr.Trajectory) -> float:
+        return {"one": 0.5, "two": 1.0}[trajectory.group_id]
+
+    prompts = [fr.Prompt(messages=[{"role": "user", "content": "hm"}], prompt_id=name) for name in ("one", "two", "x")]
+    with fr.Rollout(agent(), SCRIPTED, reward=reward) as rollout:
+        rollout.run(prompts, n=1)
+    assert "scored 2 of 3; the first without a score: x/0: KeyError: 'x'" in caplog.text
+
+
 def test_a_rollout_and_its_groups_say_what_they_are_in_one_line() -> None:
     with fr.Rollout(agent(), SCRIPTED, reward=lambda trajectory: 0.5) as rollout:
         assert repr(rollout) == "<Rollout of single_turn; engines: policy scripted>"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsm_rollout.tools.sandbox import kernel
 from fsm_rollout.tools.sandbox.system_calls import CLONE, CLONE3, DENIED, MACHINES, SOCKET, program
 
 HEADERS = {
@@ -27,6 +28,25 @@ def test_the_numbers_are_the_kernels(machine: str) -> None:
     ours = DENIED | {"clone": CLONE, "clone3": CLONE3, "socket": SOCKET}
     at = list(MACHINES).index(machine)
     assert {name: numbers[at] for name, numbers in ours.items()} == {name: kernels.get(name) for name in ours}
+
+
+def test_the_flags_are_the_kernels() -> None:
+    headers = [Path("/usr/include/linux") / f"{name}.h" for name in ("mount", "sched", "prctl")]
+    if not all(header.is_file() for header in headers):
+        pytest.skip("the kernel's headers are not here (Debian: linux-libc-dev)")
+    text = "".join(header.read_text("utf-8") for header in headers)
+    found = re.findall(r"#\s*define (\w+)\s+(?:\(1<<(\d+)\)|(0x[\da-f]+|\d+)\b)", text)
+    kernels = {name: 1 << int(bit) if bit else int(number, 0) for name, bit, number in found}
+    mounts = ("RDONLY", "NOSUID", "NODEV", "NOEXEC", "REMOUNT", "BIND", "REC", "PRIVATE")
+    assert [getattr(kernel, name) for name in mounts] == [kernels[f"MS_{name}"] for name in mounts]
+    assert sum(kernels[f"CLONE_NEW{name}"] for name in ("NS", "UTS", "IPC", "USER", "PID", "NET")) == kernel.NAMESPACES
+    processes = {
+        "DIE_WITH_PARENT": "SET_PDEATHSIG", "VISIBLE": "SET_DUMPABLE", "ADOPT": "SET_CHILD_SUBREAPER",
+        "FILTER": "SET_SECCOMP", "NO_MORE_RIGHTS": "SET_NO_NEW_PRIVS",
+    }  # fmt: skip
+    assert {name: getattr(kernel, name) for name in processes} == {
+        name: kernels[f"PR_{theirs}"] for name, theirs in processes.items()
+    }
 
 
 def verdict(machine: str, number: int, argument: int = 0, *, network: bool = True, called_as: int | None = None) -> int:

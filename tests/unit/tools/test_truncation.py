@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.agent import graph
@@ -27,8 +27,6 @@ def tokenizer(trained: bool = True, trim_offsets: bool = False) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not trim_offsets)
     backend.decoder = decoders.ByteLevel()
     if trim_offsets:
-        from tokenizers import processors
-
         backend.post_processor = processors.ByteLevel(trim_offsets=True)
     trainer = trainers.BpeTrainer(
         vocab_size=700 if trained else 256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -39,6 +37,10 @@ def tokenizer(trained: bool = True, trim_offsets: bool = False) -> Any:
         "你好世界你好" * 4,
     ]
     backend.train_from_iterator(lines, trainer)
+    if not trim_offsets:  # as many models' own: what a whole prompt begins with is no part of a result
+        backend.add_special_tokens(["<bos>"])
+        begins = [("<bos>", backend.token_to_id("<bos>"))]
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begins)
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
