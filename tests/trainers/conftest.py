@@ -9,6 +9,7 @@ import typing_extensions
 
 NEEDS = {
     "test_verl.py": ("verl", "transfer_queue"),
+    "test_verl_pictures.py": ("verl", "transfer_queue", "torchvision"),
     "test_trl.py": ("trl", "accelerate", "openenv"),  # not in verl's environment, whose transformers is older
     "test_openenv.py": ("openenv", "fastmcp"),
     "test_datasets.py": ("datasets",),

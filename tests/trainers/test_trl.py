@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 )
 
 import fsm_rollout as fr
-from fsm_rollout.adapters.trl import rollout_func_result, score_reward
+from fsm_rollout.adapters.trl import rollout_func_result, rollout_samples, score_reward
 from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
+from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import BatchError, RolloutError
 from tests.doc_blocks import run_page
 from tests.kit import CONFIGS
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
-from tests.unit.batch.test_media import picture
+from tests.unit.batch.test_media import batch, picture
 from tests.vision import FAMILIES, MODELS, random_model
 
 STEPS, PROMPTS, N = 20, 2, 4
@@ -179,6 +181,13 @@ def grpo(model: Any, processor: Any, data: Dataset, func: Any, folder: Path, kin
         disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     return kind(model, score_reward, args=arguments, train_dataset=data, processing_class=processor, rollout_func=func)
+
+
+def test_async_grpo_is_given_no_rows_with_pictures() -> None:
+    with pytest.raises(BatchError, match="shows 3 pictures, and nothing carries them to TRL's AsyncGRPO yet"):
+        rollout_samples(
+            TrajectoryBatch.from_rows([replace(row, score=1.0) for row in batch("gemma3").rows()], pad_id=0)
+        )
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -11,6 +11,7 @@ from tinker_cookbook.rl.data_processing import trajectory_to_data
 from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker
 from fsm_rollout.errors import BatchError
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
+from tests.unit.batch.test_media import batch as picture_batch
 
 
 @pytest.mark.parametrize("agent", RUNS)
@@ -47,6 +48,16 @@ def test_tinker_makes_one_datum_of_each_row(agent: str) -> None:
         assert len(trajectory_to_data(trajectory, advantage)) == 1
 
 
+class MMImageRef(msgspec.Struct, array_like=True):
+    url: str
+    offset: int
+    length: int
+
+
+class MMRefs(msgspec.Struct, array_like=True):
+    images: list[MMImageRef]
+
+
 class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """prime-rl's, August 2026: see :mod:`fsm_rollout.adapters.prime_rl`."""
 
@@ -56,7 +67,7 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True, forbid
     temperatures: list[float]
     env_name: str
     ref_logprobs: list[float] | None = None
-    mm_refs: object = None
+    mm_refs: MMRefs | None = None
     routed_experts: object = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
@@ -74,6 +85,16 @@ def test_prime_rls_fields_survive_its_wire(agent: str) -> None:
         assert len({len(sample.token_ids), len(sample.mask), len(sample.logprobs), len(sample.temperatures)}) == 1
     with pytest.raises(BatchError, match="as many finite advantages"):
         prime_rl.training_samples(batch.rows(), [float("nan")] * len(batch))
+
+
+def test_prime_rls_wire_takes_pictures() -> None:
+    pictures = picture_batch("gemma3")
+    rows = pictures.rows()
+    for row, fields in zip(rows, prime_rl.training_samples(rows, None, pictures.processor), strict=True):
+        sent = msgspec.msgpack.encode(TrainingSample(**fields))  # type: ignore[arg-type]
+        sample = msgspec.msgpack.decode(sent, type=TrainingSample)
+        assert len(sample.mm_refs.images if sample.mm_refs else []) == len(row.media)
+        assert sample.mm_refs is None or sample.mm_refs == msgspec.convert(fields["mm_refs"], MMRefs)
 
 
 @pytest.mark.parametrize("agent", RUNS)

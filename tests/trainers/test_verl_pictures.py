@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transfer_queue
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
+from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.replica import TokenOutput
 
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
@@ -55,6 +57,35 @@ def test_verls_worker_makes_of_an_output_what_the_batch_holds(seeing: tuple[str,
         attended = batch.tensordict["attention_mask"][row].bool()
         assert torch.equal(positions[0], proto.batch["position_ids"][row][:, attended])
         assert torch.equal(positions[0, 1:].T, batch.tensordict["mrope_position_ids"][row][attended])
+
+
+def test_v1_puts_pictures_into_its_queue(
+    seeing: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same inputs and positions, a row beside others and rows of text among them."""
+    family, folder, _ = seeing
+    batch, put = whole_batch(family, folder), list[Any]()
+    proto = data_proto(batch)
+
+    async def keep(keys: list[str], fields: Any, **_: Any) -> None:
+        put.extend(fields[row] for row in range(len(keys)))
+
+    monkeypatch.setattr(transfer_queue, "init", lambda *a, **k: None)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", keep)
+
+    async def main() -> None:
+        settings = config(tmp_path, model=folder)
+        worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(settings, FakeClient())
+        outputs = agent_loop_outputs(batch.rows())
+        await worker._agent_loop_postprocess(outputs, False, uid="u", session_id=0, global_steps=1, raw_prompt=[])
+
+    asyncio.run(main())
+    for row, field in enumerate(put):
+        ours, made = proto.non_tensor_batch["multi_modal_inputs"][row], dict(field["multi_modal_inputs"])
+        assert made.keys() == ours.keys()
+        assert all(torch.equal(made[key], ours[key]) for key in ours)
+        attended = batch.tensordict["attention_mask"][row].bool()
+        assert torch.equal(field["position_ids"], proto.batch["position_ids"][row][:, attended])
 
 
 def test_an_output_that_ends_before_a_picture_has_it_not(seeing: tuple[str, Path, Any], tmp_path: Path) -> None:

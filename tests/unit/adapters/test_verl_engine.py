@@ -12,7 +12,8 @@ import pytest
 from fsm_rollout.adapters.verl_engine import VerlEngine
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.pictures import picture_of
+from fsm_rollout.trajectory.tokens import MediaSpan, as_ids
 
 STOP = 7
 
@@ -78,6 +79,26 @@ def test_verl_is_asked_with_its_own_words() -> None:
         "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.0,
         "x": 1, "logprobs": True, "max_tokens": 4, "stop_token_ids": [3, STOP],
     }  # fmt: skip
+
+
+def test_a_picture_goes_decoded_beside_its_one_placeholder() -> None:
+    policy, shown = engine(output([STOP])), picture_of(np.full((4, 5, 3), 90, np.uint8))
+    media = (MediaSpan(1, 3, shown, 90), MediaSpan(5, 2, shown, 90))
+
+    async def main() -> None:
+        words = SamplingParams(4)
+        for request_ in (
+            Request("r", as_ids([10, 91, 91, 91, 11, 91, 91, 12]), words, media=media),
+            Request("t", as_ids([10]), words),
+        ):
+            async for _ in policy.generate([request_]):
+                pass
+
+    asyncio.run(main())
+    (_, seen), (_, text) = policy.client.asked
+    assert seen["prompt_ids"] == [10, 90, 11, 90, 12]
+    assert [image.tobytes() for image in seen["image_data"]] == [shown.image().tobytes()] * 2
+    assert "image_data" not in text
 
 
 @pytest.mark.parametrize(
