@@ -1,8 +1,9 @@
 """``fsm-rollout export``: the rows of a run as lines of JSON or as a parquet table, for whatever reads those.
 
 Invariant: a row is what :mod:`fsm_rollout.batch.rows` makes of a stream, under the names of the batch's tensors, whole
-and without padding; beside it stand the stream's messages, and the text of all its tokens. The journal is only
-read; it may still be written to.
+and without padding; beside it stand the stream's messages, and the text of all its tokens. Pictures stand in messages,
+as OpenAI's have them; ``media`` says ``[start, length, placeholder, sha256]`` of each. The journal is only read; it may
+still be written to.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import JournalFolder, Report, trajectory_ids
+from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.tokens import MediaSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -116,11 +119,15 @@ def _write_lines(found: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; what is not a number there is null."""
+    """Return a value as JSON has it: what is no number there is null, pictures are ``data:`` URIs in OpenAI's form."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, MediaSpan):
+        return [value.start, value.length, value.placeholder, value.picture.sha256]
+    if isinstance(value, Mapping) and isinstance(picture := value.get("image"), StoredPicture):
+        return {"type": "image_url", "image_url": {"url": picture.data_uri()}}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow.parquet import read_table
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.jobs.export import export
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.enums import LimitName
+from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
-from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import collapsed
@@ -157,6 +161,23 @@ def test_a_run_that_was_cut_off_shows_the_same_when_it_goes_on(tmp_path: Path) -
         assert [(stream.tokens, stream.media) for trajectory in again for stream in trajectory.streams] == [
             (stream.tokens, stream.media) for trajectory in whole for stream in trajectory.streams
         ], kept
+
+
+def test_a_run_is_exported_with_its_pictures_in_openais_form(tmp_path: Path) -> None:
+    run = Run("gemma3", ["It is so."] * 9, tmp_path / "journal.sqlite")
+    trajectories = run_virtual(run.go(prompt_of([["look", 1], [2, "and", 1]])))
+    export(tmp_path, "jsonl", report=lambda _: None)
+    export(tmp_path, "parquet", report=lambda _: None)
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    table = read_table(tmp_path / "rows.parquet").to_pylist()
+    for trajectory, row, line in zip(trajectories, lines, table, strict=True):
+        (stream,) = trajectory.streams
+        assert row["messages"] == json.loads(line["messages"])
+        assert row["messages"][2]["content"][1]["type"] == "image_url"
+        (again,) = as_prompts([{"messages": row["messages"][:-1]}])
+        assert comparable(again.messages) == comparable(stream.messages[:-1])
+        places = [[span.start, span.length, span.placeholder, span.picture.sha256] for span in stream.media]
+        assert row["media"] == json.loads(line["media"]) == places
 
 
 @pytest.mark.parametrize("limit", [LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS])
