@@ -128,10 +128,10 @@ class Rollout(OwnLoop):
         self.agents = sound_agents(agent)
         # 2. How to sample, and where trajectories run.
         self.validate = validate
-        greedy, training_sampling = Sampling(temperature=0.0), as_sampling(sampling, "sampling")
-        validation = greedy if validation_sampling is None else as_sampling(validation_sampling, "validation_sampling")
-        self._evaluation_sampling = validation.over(training_sampling)
-        run_sampling = self._evaluation_sampling if validate else training_sampling
+        trained, validation = as_sampling(sampling, "sampling"), as_sampling(validation_sampling, "validation_sampling")
+        single = Sampling(temperature=0.0) if validation_sampling is None else validation
+        # Of one sample, and of several: greedy ones would be all alike.
+        self._evaluation_samplings = single.over(trained), validation.over(trained)
         start = starter(workers, worker_placement)
         # 3. What engines and schedulers are made from; nothing has been started yet.
         self._closed, self._progress, self._tracing = False, progress, RolloutTracing(tracing)
@@ -169,7 +169,7 @@ class Rollout(OwnLoop):
             self.scheduler = Scheduler(
                 self.agents,
                 self.clients,
-                sampling=run_sampling,
+                sampling=self._evaluation_samplings[0] if validate else trained,
                 validate=validate,
                 listeners=on_event,
                 group_filter=GroupFilter(group_filter) if group_filter is not None else None,
@@ -333,14 +333,14 @@ class Rollout(OwnLoop):
         Args:
             prompts: held-back ones, say.
             n: trajectories per prompt.
-            sampling: comes before the rollout's ``validation_sampling`` (greedy unless given).
+            sampling: comes before the rollout's ``validation_sampling``; by default one sample is greedy, more are not.
             **batch: as for :meth:`arun`.
         """
         check_names("evaluate", batch, ("n", "sampling", *BATCH_OPTIONS))
         scheduler = Scheduler(
             self.agents,
             {name: EngineClient(pool) for name, pool in self.engines.items()},
-            sampling=as_sampling(sampling, "sampling").over(self._evaluation_sampling),
+            sampling=as_sampling(sampling, "sampling").over(self._evaluation_samplings[n > 1]),
             validate=True,
             **self._common,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsm_rollout.cli.terminal import Folder, Overrides, RunFile, look_here, say, short
+from fsm_rollout.cli.terminal import Folder, Overrides, RunFile, loading, look_here, say, short
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def run(
     with `agent.` changes the agent: agent.limits.tool_calls=3. A folder that holds a run is left alone, unless you give
     --replace. Ctrl-C, SIGTERM and SIGHUP suspend the run; `fsm-rollout resume` continues it.
     """  # noqa: D301  # click wants the character itself
-    from fsm_rollout.jobs.run_config import load_run
-    from fsm_rollout.jobs.runner import execute
+    with loading():
+        from fsm_rollout.jobs.run_config import load_run
+        from fsm_rollout.jobs.runner import execute
 
     look_here()
     config = load_run(file, changes := overrides or [])
@@ -64,7 +65,8 @@ def serve(
     from fsm_rollout.trajectory.journal import JournalFolder
 
     try:
-        from fsm_rollout.serve.command import serve as serve_agents
+        with loading():
+            from fsm_rollout.serve.command import serve as serve_agents
     except ImportError as error:
         raise ConfigError(f"serving needs the package `{error.name}`: pip install 'fsm-rollout[serve]'") from error
     look_here()
@@ -85,7 +87,8 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
     Finished trajectories stay as they are; an unfinished one continues from its last complete turn or call. Code is
     imported only as the run's own YAML (or the command line) names it, never because the folder does.
     """
-    from fsm_rollout.jobs.runner import resume as continue_run
+    with loading():
+        from fsm_rollout.jobs.runner import resume as continue_run
 
     look_here()
     out = folder.absolute()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 STANDARD_OUTPUT = Path("-")  # what `-o -` names
+SLOW_AFTER = 2.0  # seconds after which packages that are still being loaded are worth a word
 
 
 def _no_yaml(given: Any) -> Any:
@@ -18,8 +21,12 @@ def _no_yaml(given: Any) -> Any:
 
     for path in given if isinstance(given, list) else [given]:
         if isinstance(path, Path) and path.suffix in (".yaml", ".yml") and path.is_file():
+            from fsm_rollout.agent.yaml.source import SourceMap, kind_of, read_yaml
             from fsm_rollout.jobs.run_config import load_run
 
+            if kind_of(read_yaml(path.read_text("utf-8", "replace"), SourceMap(str(path)))[0]) == "agent":
+                eval_ = shlex.join(["fsm-rollout", "eval", str(path), "--data"])
+                raise ConfigError(Problem(f"is an agent's YAML; give a run's folder: `{eval_} F` makes one", str(path)))
             raise ConfigError(Problem(f"is a YAML; give the run's folder, {short(load_run(path).out)}", str(path)))
     return given
 
@@ -42,6 +49,17 @@ def look_here() -> None:
     from fsm_rollout.names.objects import look_in
 
     look_in(Path.cwd())
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Say that packages are being loaded, if that takes long: from a cold disk it may be most of a command."""
+    timer = threading.Timer(SLOW_AFTER, typer.echo, ["loading packages …"], {"err": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def typed_again(context: typer.Context) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fsm_rollout.cli.runs import carried_out, end_if_failed
-from fsm_rollout.cli.terminal import Folder, Folders, Overrides, look_here, say, short, typed_again
+from fsm_rollout.cli.terminal import Folder, Folders, Overrides, loading, look_here, say, short, typed_again
 from fsm_rollout.errors import ConfigError
 
 Passes = Annotated[float, typer.Option("--passes", metavar="SCORE", help="the least score of a sample that passes")]
@@ -55,8 +55,9 @@ def evaluate(
     says how) in a folder of its own, OUT-eval, which `stats`, `compare` and `show` take. The same command goes on where
     it was interrupted.
     """  # noqa: D301  # click wants the character itself
-    from fsm_rollout.jobs.evaluate import evaluate as carry_out_evaluation
-    from fsm_rollout.jobs.evaluate import evaluations
+    with loading():
+        from fsm_rollout.jobs.evaluate import evaluate as carry_out_evaluation
+        from fsm_rollout.jobs.evaluate import evaluations
 
     look_here()
     settings = {"validate": True, "prompts": data, "n": n, "until": until}

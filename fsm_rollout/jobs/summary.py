@@ -158,7 +158,7 @@ def summary_table(summary: Summary) -> Table:
     timing, called = summary["timing"], summary["sub_agents"]
     besides = f" + {called['trajectories']:,} of sub-agents" if called["trajectories"] else ""
     of_both = ", sub-agents' too" if besides else ""
-    groups = f"{summary['trajectories']:,} in {summary['groups']:,} groups"
+    groups = f"{summary['trajectories']:,} in {summary['groups']:,} group{'s' * (summary['groups'] != 1)}"
     row("trajectories", f"{groups}{besides}, {summary['wall_seconds']:.1f} s")
     if summary.get("groups_dropped"):
         dropped = _counted({DROPPED[DropReason(name)]: count for name, count in summary["drop_reasons"].items()})

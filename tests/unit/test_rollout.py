@@ -298,6 +298,21 @@ def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
     assert goes_on.tensordict["group_id"][0] in carried
 
 
+def test_several_samples_of_an_evaluation_are_drawn_unless_it_says_otherwise() -> None:
+    engine = fr.ScriptedEngine(["a"], tokenizer=tokenizer())
+    greedy, drawn = 0.0, 0.7
+
+    def temperatures(rollout: fr.Rollout, **options: Any) -> set[float]:
+        return {row.sampling[0][1] for row in rollout.evaluate(["same"], **options).rows()}
+
+    with fr.Rollout(agent(), engine, sampling={"temperature": drawn}) as rollout:
+        assert temperatures(rollout) == {greedy}
+        assert temperatures(rollout, n=2) == {drawn}
+        assert temperatures(rollout, n=2, sampling={"temperature": 0.2}) == {0.2}
+    with fr.Rollout(agent(), engine, validation_sampling={"temperature": greedy}) as rollout:
+        assert temperatures(rollout, n=2) == {greedy}
+
+
 def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
     engine = fr.ScriptedEngine([Turn(text="one two three four", delay=2.0, chunks=4)], tokenizer=tokenizer())
 

@@ -19,6 +19,7 @@ from tests.cases import says, table
 def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = new_project("typist", "tools", tmp_path_factory.mktemp("new"))
     (project / "script.yaml").write_text("typist:\n- One\n- Two\n", "utf-8")
+    (project / "runs" / "first").mkdir(parents=True)
     return project
 
 

@@ -159,7 +159,7 @@ def printed(summary: dict[str, Any]) -> str:
 
 def test_sub_agents_are_told_apart() -> None:
     table = printed(summarize(parent_and_child(stop_reason="failed:KeyError", detail="'x'"), wall_seconds=4.0))
-    assert "trajectories 1 in 1 groups + 1 of sub-agents, 4.0 s" in table
+    assert "trajectories 1 in 1 group + 1 of sub-agents, 4.0 s" in table
     assert "stop reasons answered 1 of sub-agents failed:KeyError 1 states PENDING 1 turns" in table
     assert "trained (100%), sub-agents' too" in table
     assert "of sub-agents" not in printed(summarize(parent_and_child()[:1], wall_seconds=4.0))
