@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,9 +20,10 @@ class Collector:
     Args:
         status: what it answers.
         hangs: it answers nobody before it is closed.
+        without: paths that it does not have.
     """
 
-    def __init__(self, status: int = 200, *, hangs: bool = False) -> None:
+    def __init__(self, status: int = 200, *, hangs: bool = False, without: Collection[str] = ()) -> None:
         self.requests: list[tuple[str, Mapping[str, str], bytes]] = []
         closing = threading.Event()
 
@@ -35,7 +36,7 @@ class Collector:
                 if hangs:
                     closing.wait()
                     return
-                handler.send_response(status)
+                handler.send_response(404 if handler.path in without else status)
                 handler.send_header("content-length", "0")
                 handler.end_headers()
 

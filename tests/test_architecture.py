@@ -70,7 +70,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "mlflow": ("report.readers",),
     "tensorboard": ("report.readers",),
     "trackio": ("report.readers",),
-    "opentelemetry": ("report.telemetry", "report.tracer", "trajectory.trace_ids"),
+    "opentelemetry": ("report.meter", "report.telemetry", "report.tracer", "trajectory.trace_ids"),
     "sqlite3": ("trajectory.journal",),
     "prometheus_client": ("serve.metrics",),
     "mcp": ("tools.mcp_server",),

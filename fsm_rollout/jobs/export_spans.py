@@ -7,7 +7,7 @@ changes nothing. Every trajectory is sent, whatever share of them the run was to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.jobs.export import Watch
 from fsm_rollout.report.readers import Tracing
+from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.tracing import MISSING
 from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, metadata, trajectory_ids
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    Spans = Silent[Sequence[ReadableSpan], SpanExportResult]
 
 AT_ONCE = 512  # spans in a request, as OpenTelemetry's own batches have
 
@@ -71,7 +74,8 @@ def send_spans(
         # The folder may come from elsewhere, and these may hold secrets of the present environment.
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
-    exporter, where = (make_exporter or tracer.exporter_of)(tracing)
+    made, where = (make_exporter or tracer.exporter_of)(tracing)
+    exporter = Silent(made)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
     # 2. Its spans; that of the run comes last.
     times, sent = RunTimes(), Sent(where)
@@ -96,9 +100,10 @@ def send_spans(
     return sent
 
 
-def _send(exporter: SpanExporter, batch: list[ReadableSpan], sent: Sent) -> None:
+def _send(exporter: Spans, batch: list[ReadableSpan], sent: Sent) -> None:
     if batch and exporter.export(batch).name != "SUCCESS":
-        why = getattr(exporter, "why", "")
-        raise EngineError(f"no spans reach {sent.where} ({sent.spans:,} have; {why}); is it up, and the address right?")
+        raise EngineError(
+            f"no spans reach {sent.where} ({sent.spans:,} have; {exporter.why}); is it up, and the address right?"
+        )
     sent.spans += len(batch)
     batch.clear()

@@ -26,6 +26,7 @@ from fsm_rollout.trajectory.settings import FrozenMap, StrictModel
 Figures = Mapping[str, float]
 Share = Annotated[float, Field(ge=0, le=1)]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+METRICS_ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", ENDPOINTS[1])
 
 
 class Tracker(Protocol):
@@ -44,11 +45,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where spans go, by OTLP over HTTP: the whole address, headers, and what is said of the resource."""
+    """Where spans and metrics go, by OTLP over HTTP: whole addresses, headers, and what is said of the resource."""
 
     endpoint: str
     headers: Mapping[str, str] = field(default_factory=dict)
     resource: Mapping[str, str] = field(default_factory=dict)
+    metrics: str | None = None
+    """Where metrics go; empty: where the variables say; ``None``: nowhere."""
 
 
 class Wandb:
@@ -247,8 +250,9 @@ class Tracing(StrictModel):
         endpoint = self.endpoint or found.endpoint
         if self.endpoint is not None and not re.fullmatch(r".+//[^/]+/.+", self.endpoint):
             endpoint = f"{self.endpoint.rstrip('/')}/v1/traces"
+        metrics = None if self.use is not None else _metrics_beside(endpoint)
         if not checked:
-            return Destination(endpoint, {}, found.resource)
+            return Destination(endpoint, {}, found.resource, metrics)
         if not endpoint and not any(os.environ.get(name) for name in ENDPOINTS):
             raise ConfigError(f"tracing: say where: `endpoint: http://…`, `use: phoenix`, or {ENDPOINTS[1]}")
         try:
@@ -256,7 +260,16 @@ class Tracing(StrictModel):
         except ToolError as error:
             raise ConfigError(f"tracing: headers: {error}") from None
         _ = self.share
-        return Destination(endpoint, {**found.headers, **own}, found.resource)
+        return Destination(endpoint, {**found.headers, **own}, found.resource, metrics)
+
+
+def _metrics_beside(endpoint: str) -> str | None:
+    """Return where metrics go whose spans go there."""
+    if os.environ.get("OTEL_METRICS_EXPORTER") == "none":
+        return None
+    if any(os.environ.get(name) for name in METRICS_ENDPOINTS[: 2 if not endpoint else 1]):
+        return ""
+    return endpoint.removesuffix("traces") + "metrics" if endpoint.endswith("/v1/traces") else None
 
 
 def tracing_of(value: object) -> Tracing | None:

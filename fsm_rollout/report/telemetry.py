@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from opentelemetry.sdk.resources import Resource
@@ -26,6 +25,7 @@ from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from fsm_rollout import __version__
+from fsm_rollout.report.metrics import names_of_engines
 from fsm_rollout.report.spans import Fold, Interval
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, StopReason, Trigger
@@ -61,13 +61,7 @@ class SpanMaker:
         cls, ids: TraceIds, resource: Resource, name: str, description: Mapping[str, Any], content: Content = "none"
     ) -> SpanMaker:
         """Return what makes the spans of a run that the journal describes so."""
-        engines = {key: dict(engine) for key, engine in (description.get("engines") or {}).items()}
-        models = {
-            key: Path(str(engine.get("model") or engine.get("tokenizer") or key)).name
-            for key, engine in engines.items()
-        }
-        kinds = {key: str(engine.get("kind") or "fsm_rollout") for key, engine in engines.items()}
-        return cls(ids, resource, name, models, kinds, content)
+        return cls(ids, resource, name, *names_of_engines(description), content)
 
     def begin(self, first: events.Prompted) -> TracedTrajectory:
         """Return what takes in the events of a trajectory that begins so; that one is taken in."""

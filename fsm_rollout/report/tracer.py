@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from fsm_rollout.report.meter import Meter
+from fsm_rollout.report.metrics import Metrics
 from fsm_rollout.report.readers import Tracing
+from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
@@ -34,7 +37,6 @@ LATER = 2**14  # trajectories that have ended and may still get a reward
 PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
 # Seconds in which it must answer, tries included: so long the end of a run waits for one that hangs.
 ANSWERS_WITHIN = 4.0
-TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 
 
 History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
@@ -50,9 +52,10 @@ class Tracer:
 
     def __init__(self, tracing: Tracing, exporter: SpanExporter | None = None) -> None:
         self.tracing = tracing
+        self._spans: _WhileItAnswers | None = None
+        self._meter: Meter | None = None
         if exporter is None:
-            sender, where = exporter_of(tracing)
-            exporter = _WhileItAnswers(sender, where)
+            exporter = self._spans = _WhileItAnswers(*exporter_of(tracing))
         size = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE
         self._processor = BatchSpanProcessor(exporter, max_queue_size=size)
 
@@ -67,6 +70,15 @@ class Tracer:
 
         return TracedRun(maker, self._processor.on_end, None if journal is None else history)
 
+    def metrics_of(self, description: Mapping[str, Any]) -> Metrics | None:
+        """Return what listens to all trajectories of runs that are described so; ``None``: nobody takes metrics."""
+        spans, to = self._spans, self.tracing.destination(checked=False).metrics
+        if self._meter is None and spans is not None and to is not None:
+            headers = {**self.tracing.destination().headers}
+            exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
+            self._meter = Meter(Metrics(description), exporter, _resource(self.tracing), lambda: spans.is_down)
+        return None if self._meter is None else self._meter.metrics
+
     def flush(self) -> None:
         """Send what has not been sent."""
         self._processor.force_flush()
@@ -74,23 +86,33 @@ class Tracer:
     def close(self) -> None:
         """Send what is left, and end. Blocks; safe to call twice."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.close()
 
 
 def exporter_of(tracing: Tracing) -> tuple[SpanExporter, str]:
     """Return what sends spans by OTLP over HTTP, and where to; ConfigError: nothing says where."""
-    to, timeout = tracing.destination(), None
-    if not any(os.environ.get(name) for name in TIMEOUTS):
-        timeout = ANSWERS_WITHIN
-    exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=timeout)
-    return _Silent(exporter), to.endpoint or "its collector"
+    to = tracing.destination()
+    exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=_seconds("TRACES"))
+    return exporter, to.endpoint or "its collector"
+
+
+def _seconds(signal: str) -> float | None:
+    """Return how long a collector may take; ``None``: as its variables say."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+    return None if any(os.environ.get(name) for name in names) else ANSWERS_WITHIN
+
+
+def _resource(tracing: Tracing) -> Resource:
+    own = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "fsm-rollout"}
+    return Resource.create({**own, **tracing.destination(checked=False).resource})
 
 
 def maker_of(tracing: Tracing, run_id: str, description: Mapping[str, Any], folder: Path | None) -> SpanMaker:
     """Return what makes the spans of a run that is described so, live or later; ``folder`` is that of its journal."""
-    own = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "fsm-rollout"}
-    resource = Resource.create({**own, **tracing.destination(checked=False).resource})
     name = tracing.experiment or ("rollout" if folder is None else folder.name)
-    return SpanMaker.of(TraceIds(run_id, tracing.share), resource, name, description, tracing.content)
+    return SpanMaker.of(TraceIds(run_id, tracing.share), _resource(tracing), name, description, tracing.content)
 
 
 class TracedRun:
@@ -166,50 +188,21 @@ class TracedRun:
 _OF_THE_RUN = frozenset({Prompted, Resumed, Suspended, Ended})
 
 
-class _Silent(SpanExporter, logging.Filter):
-    """Sends spans, and keeps the reason why that failed, which the library would log at each try, in ``why``."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        logging.Filter.__init__(self)
-        self._exporter, self._thread, self.why = exporter, 0, ""
-        self._log = logging.getLogger(type(exporter).__module__)
-        self._log.addFilter(self)
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send some spans."""
-        self._thread, self.why = threading.get_ident(), ""
-        try:
-            return self._exporter.export(spans)
-        finally:
-            self._thread = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let through what others have logged."""
-        if record.thread != self._thread:
-            return True
-        # The first says what has happened, later ones that it was given up.
-        causes = [item for item in record.args or () if isinstance(item, Exception)]
-        while causes and isinstance(cause := getattr(causes[0], "reason", (*causes[0].args, None)[0]), Exception):
-            causes[0] = cause
-        self.why = self.why or (str(causes[0]) if causes else record.getMessage()).rstrip(".")
-        return False
-
-    def shutdown(self) -> None:
-        """Close the connection."""
-        self._exporter.shutdown()
-        self._log.removeFilter(self)
-
-
 class _WhileItAnswers(SpanExporter):
     """Sends spans to a collector; one that does not answer is named once, and left alone for a while."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
-        self._exporter, self._endpoint = exporter, endpoint
+        self._exporter, self._endpoint = Silent(exporter), endpoint
         self._until, self._warned = 0.0, False
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it has not answered a while ago."""
+        return time.monotonic() < self._until
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send some spans."""
-        if time.monotonic() < self._until:
+        if self.is_down:
             return SpanExportResult.FAILURE
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
@@ -218,7 +211,7 @@ class _WhileItAnswers(SpanExporter):
                 self._warned = True
                 logger.warning(
                     "no spans reach %s (%s); the run goes on without them, and `fsm-rollout export RUN --format otlp` "
-                    "sends them later", self._endpoint, getattr(self._exporter, "why", ""),
+                    "sends them later", self._endpoint, self._exporter.why,
                 )  # fmt: skip
         return result
 

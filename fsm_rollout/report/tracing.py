@@ -72,8 +72,9 @@ class RolloutTracing:
         journal, run = recorder.journal, self._run
         run_id = journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex
         if run is None or not lasts or run.maker.ids.run_id != run_id:
-            run = self._tracer.of_run(run_id, description, journal)
-            recorder.listeners = (*(heard for heard in recorder.listeners if heard is not self._run), run)
+            run, metrics = self._tracer.of_run(run_id, description, journal), self._tracer.metrics_of(description)
+            others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
+            recorder.listeners = (*others, run) if metrics is None else (*others, metrics, run)
         if lasts:
             self._run = run
         try:

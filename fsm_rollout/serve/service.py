@@ -19,6 +19,7 @@ from fsm_rollout.environment import users
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.errors import ConfigError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
+from fsm_rollout.report import metrics
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
@@ -75,10 +76,11 @@ class Service:
         self._waiting: dict[str, ServedConversation] = {}
         self._by_history: dict[Chain, list[ServedConversation]] = {}  # the same by the hash of their history
         self._closing = False
-        self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting)
+        listener = metrics.Metrics(rollout.description)
+        self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting, listener)
         rollout.scheduler.starter.live_user = self
         recorder = rollout.scheduler.recorder
-        recorder.listeners = (*recorder.listeners, self.note)
+        recorder.listeners = (*recorder.listeners, listener, self.note)
 
     async def run(self, recorded: Iterable[Recorded] = ()) -> None:
         """Run trajectories until cancelled; ``recorded`` ones that have not ended go on, and wait for their callers."""
@@ -196,22 +198,13 @@ class Service:
 
     def note(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take note of an event of any trajectory."""
-        # 1. Figures, of sub-agents too.
-        match event:
-            case Generated():
-                self.metrics.tokens.labels(trajectory.agent).inc(len(event.ids))
-            case Called():
-                known = event.name if event.failure != "unknown_tool" else ""
-                self.metrics.tool_calls.labels(trajectory.agent, known, str(event.failure is not None).lower()).inc()
-            case Ended():
-                self.metrics.ends.labels(trajectory.agent, event.stop_reason).inc()
         conversation = self._conversations.get(trajectory.group_id)
         if conversation is None or trajectory.parent_id is not None:
             return
-        # 2. What the caller sees.
+        # 1. What the caller sees.
         conversation.take(trajectory, event)
         _notes(conversation, trajectory, event)
-        # 3. Its beginning and its end.
+        # 2. Its beginning and its end.
         if isinstance(event, Prompted):
             conversation.trajectory_id = trajectory.trajectory_id
             if conversation.abandoned:  # before it had begun; it can be cancelled as soon as it runs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from fsm_rollout.trajectory.journal import Journal, recordings
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.foreign import CALL, check_exact
+from tests.kit import CONFIGS
 from tests.vision import gemma3
 
 CHATTING = FILES["chats"]
@@ -496,3 +499,13 @@ async def test_the_counts_are_those_of_the_trajectories() -> None:
         assert f'fsm_rollout_sampled_tokens_total{{agent="chatting"}} {tokens:.1f}' in page
         assert 'tool_calls_total{agent="chatting",failed="false",tool="calculate"} 2.0' in page
         assert 'trajectories_ended_total{agent="chatting",stop_reason="interaction_done"} 1.0' in page
+        assert 'trajectories_active{agent="chatting"} 0.0' in page, "the other waits for its caller"
+    # What the dashboard asks for is there, or will be with the first value.
+    board = json.loads((CONFIGS / "dashboards/grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    there = set(re.findall(r"^# TYPE (\w+)", page, re.M)) | set(re.findall(r"(\w+)=", page))
+    there |= {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
+    for query in queries:
+        named = set(re.findall(r"(?:fsm_rollout|gen_ai)_\w+", query))
+        assert named, query
+        assert named <= there, query

@@ -1,0 +1,54 @@
+"""Exporters of OpenTelemetry's that do not log each failure: whoever uses them says it, once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Generic, Protocol, TypeVar
+
+Batch = TypeVar("Batch", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+
+
+class Exporter(Protocol[Batch, Result]):
+    """As much of an exporter as is used here."""
+
+    def export(self, batch: Batch, /) -> Result:
+        """Send something."""
+
+    def shutdown(self) -> Any:
+        """Close the connection."""
+
+
+class Silent(logging.Filter, Generic[Batch, Result]):
+    """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure."""
+
+    def __init__(self, exporter: Exporter[Batch, Result]) -> None:
+        super().__init__()
+        self._exporter, self._thread, self.why = exporter, 0, ""
+        self._log = logging.getLogger(type(exporter).__module__)
+        self._log.addFilter(self)
+
+    def export(self, batch: Batch) -> Result:
+        """Send something."""
+        self._thread, self.why = threading.get_ident(), ""
+        try:
+            return self._exporter.export(batch)
+        finally:
+            self._thread = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let through what others have logged."""
+        if record.thread != self._thread:
+            return True
+        # The first says what has happened, later ones that it was given up.
+        causes = [item for item in record.args or () if isinstance(item, Exception)]
+        while causes and isinstance(cause := getattr(causes[0], "reason", (*causes[0].args, None)[0]), Exception):
+            causes[0] = cause
+        self.why = self.why or (str(causes[0]) if causes else record.getMessage()).rstrip(".")
+        return False
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+        self._log.removeFilter(self)

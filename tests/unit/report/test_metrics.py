@@ -1,0 +1,128 @@
+"""Metrics by OTLP: by the conventions' names, with the numbers of the trajectories, to whoever takes metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
+
+import fsm_rollout as fr
+from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.report.metrics import DURATION, METRICS, SECONDS, TOKENS, USAGE
+from fsm_rollout.report.readers import Tracing
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
+from tests.collector import Collector
+from tests.embedded import tokenizer
+from tests.foreign import CALL
+from tests.runs import TOOLS, agent
+
+TOOL = {"calculate": {"use": "fsm_rollout.tools.calculator:calculate"}}
+
+
+def run(tracing: Any) -> list[AnyEvent]:
+    """Run two trajectories, of which the second is suspended once; return the events of both."""
+    seen: list[AnyEvent] = []
+
+    async def main() -> None:
+        engine = ScriptedEngine([CALL, "42"], tokenizer=tokenizer())
+        options: dict[str, Any] = {"reward": lambda trajectory: 0.5, "on_event": [lambda _, event: seen.append(event)]}
+        async with fr.Rollout(agent(TOOLS, tools=TOOL), engine, tracing=tracing, **options) as rollout:
+            for _ in range(2):
+                async for _ in rollout.stream(["What is 20 + 22?"]):
+                    pass
+
+    asyncio.run(main())
+    return seen
+
+
+def points(collector: Collector) -> dict[str, dict[tuple[str, ...], Any]]:
+    """Return the points of each metric as it was last sent, by the values of their labels."""
+    found = {}
+    for metric in collector.metrics:
+        data = getattr(metric, metric.WhichOneof("data") or "")
+        found[metric.name] = {
+            tuple(attribute.value.string_value for attribute in point.attributes): point for point in data.data_points
+        }
+    return found
+
+
+def test_they_have_the_conventions_names_and_buckets() -> None:
+    assert DURATION.name == gen_ai_metrics.GEN_AI_CLIENT_OPERATION_DURATION
+    assert USAGE.name == gen_ai_metrics.GEN_AI_CLIENT_TOKEN_USAGE
+    assert [round(bound, 2) for bound in SECONDS] == list(SECONDS)
+    assert (SECONDS[:3], SECONDS[-1]) == ((0.01, 0.02, 0.04), 81.92)
+    assert (TOKENS[:3], TOKENS[-1]) == ((1, 4, 16), 67108864)
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_they_are_those_of_the_trajectories() -> None:
+    with Collector() as collector:
+        seen = run({"endpoint": collector.url, "sample": 0.0})  # all are counted, also those that nobody traces
+        found = points(collector)
+    assert not any(span.name == "invoke_agent a" for span in collector.spans)
+    assert {*found} == {metric.name for metric in METRICS}
+    generations = [event for event in seen if isinstance(event, Generated)]
+    chat = "chat", "fsm_rollout", "final"
+    output = found[USAGE.name][*chat, "output"]
+    assert (output.count, output.sum) == (4, sum(len(event.ids) for event in generations))
+    assert list(output.explicit_bounds) == list(TOKENS)
+    assert sum(output.bucket_counts) == 4
+    longest = max(len(event.ids) for event in generations)
+    assert output.bucket_counts[next(i for i, bound in enumerate(TOKENS) if longest <= bound)] > 0
+    duration = found[DURATION.name][chat]
+    assert duration.sum == pytest.approx(sum(event.seconds for event in generations))
+    assert found["fsm_rollout.sampled_tokens"]["a",].as_double == output.sum
+    assert found["fsm_rollout.tool_calls"]["a", "calculate", "false"].as_double == 2
+    calls = [event.seconds for event in seen if isinstance(event, Called)]
+    assert found["fsm_rollout.tool.duration"]["calculate",].sum == pytest.approx(sum(calls))
+    assert found["fsm_rollout.trajectories_ended"]["a", "answered"].as_double == 2
+    assert found["fsm_rollout.trajectories_active"]["a",].as_double == 0
+    score = found["fsm_rollout.score"]["a",]
+    assert (score.count, score.sum, score.bucket_counts[5]) == (2, 1.0, 2)
+    inputs = found[USAGE.name][*chat, "input"]
+    assert inputs.sum > output.sum
+
+
+def test_who_takes_none_is_sent_none_or_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Collector(without=("/v1/metrics",)) as collector:
+        run({"endpoint": collector.url})
+        assert collector.spans
+        assert collector.bodies("/v1/metrics")
+        sent = len(collector.bodies("/v1/metrics"))
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+        run({"endpoint": collector.url})
+        assert len(collector.bodies("/v1/metrics")) == sent
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "goes_to"),
+    [
+        ({"endpoint": "http://a:1"}, {}, "http://a:1/v1/metrics"),
+        ({"endpoint": "http://a:1/base/v1/traces"}, {}, "http://a:1/base/v1/metrics"),
+        ({"endpoint": "http://a:1/other"}, {}, None),
+        ({"endpoint": "http://a:1"}, {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://b:2"}, ""),
+        ({"endpoint": "http://a:1"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://b:2"}, "http://a:1/v1/metrics"),
+        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://b:2"}, ""),
+        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2"}, None),
+        ({"use": "phoenix"}, {}, None),
+    ],
+)
+def test_where_they_go(
+    settings: dict[str, Any], variables: dict[str, str], goes_to: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Tracing(**settings).destination().metrics == goes_to
+
+
+def test_the_page_names_each(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/tracing.md").read_text("utf-8")
+    named = {*re.findall(r"`((?:gen_ai|fsm_rollout)\.[\w.]+)`", page)}
+    assert {metric.name for metric in METRICS} <= named
