@@ -19,7 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from fsm_rollout import __version__
-from fsm_rollout.report.metrics import Labels, Metric, Metrics
+from fsm_rollout.report.metrics import Labels, Metric, RunMetrics
 from fsm_rollout.report.silence import Silent
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Meter(threading.Thread):
     """
 
     def __init__(
-        self, metrics: Metrics, exporter: OTLPMetricExporter, resource: Resource, is_down: Callable[[], bool]
+        self, metrics: RunMetrics, exporter: OTLPMetricExporter, resource: Resource, is_down: Callable[[], bool]
     ) -> None:
         super().__init__(name="fsm-rollout-metrics", daemon=True)
         self.metrics = metrics

@@ -71,7 +71,7 @@ def names_of_engines(description: Mapping[str, Any]) -> tuple[dict[str, str], di
     return models, {key: str(engine.get("kind") or "fsm_rollout") for key, engine in engines.items()}
 
 
-class Metrics:
+class RunMetrics:
     """Listens to the trajectories of runs; ``description`` is what a journal is told of these."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -145,8 +145,8 @@ class Metrics:
             self.add(SCORE, event.value, (trajectory.agent,))
 
 
-_TAKE: dict[type, Callable[[Metrics, Trajectory, Any], None]] = {
-    events.Generated: Metrics._generated, events.ModelQueried: Metrics._asked, events.Called: Metrics._called,
-    events.Prompted: Metrics._begun, events.Resumed: Metrics._begun, events.Suspended: Metrics._set_aside,
-    events.Ended: Metrics._ended, events.Scored: Metrics._scored,
+_TAKE: dict[type, Callable[[RunMetrics, Trajectory, Any], None]] = {
+    events.Generated: RunMetrics._generated, events.ModelQueried: RunMetrics._asked, events.Called: RunMetrics._called,
+    events.Prompted: RunMetrics._begun, events.Resumed: RunMetrics._begun, events.Suspended: RunMetrics._set_aside,
+    events.Ended: RunMetrics._ended, events.Scored: RunMetrics._scored,
 }  # fmt: skip

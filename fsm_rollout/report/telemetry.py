@@ -146,6 +146,7 @@ class TracedTrajectory:
         self._engines: dict[str, str] = {}  # by context
         self._messages: dict[str, list[Message]] = {}  # by context, where content is wanted
         self._latest: Message | None = None
+        self._around: dict[str, SpanContext] = {}  # of the spans that are open, by their keys
         self._totals = {"generations": 0, "input": 0, "output": 0, "tools": 0}
         self.ended = False
         self.take(first)
@@ -178,11 +179,13 @@ class TracedTrajectory:
 
     def _span(self, interval: Interval) -> ReadableSpan:
         name, attributes, more = _MADE_BY[interval.kind](self, interval)
-        if interval.kind != "part":
-            more["parent"] = self._context(interval.within)
+        key, within = interval.key, interval.within
+        if within:
+            more["parent"] = self._around[within] = self._around.get(within) or self._context(within)
             attributes["fsm_rollout.state"] = interval.state
         times = interval.start + self._epoch, interval.end + self._epoch
-        return self._maker.make(name, self._context(interval.key), more.pop("parent"), attributes, times, **more)
+        context = self._around.pop(key, None) or self._context(key)
+        return self._maker.make(name, context, more.pop("parent"), attributes, times, **more)
 
     # -- a span of each kind ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from fsm_rollout.report.meter import Meter
-from fsm_rollout.report.metrics import Metrics
+from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
@@ -70,13 +70,13 @@ class Tracer:
 
         return TracedRun(maker, self._processor.on_end, None if journal is None else history)
 
-    def metrics_of(self, description: Mapping[str, Any]) -> Metrics | None:
+    def metrics_of(self, description: Mapping[str, Any]) -> RunMetrics | None:
         """Return what listens to all trajectories of runs that are described so; ``None``: nobody takes metrics."""
         spans, to = self._spans, self.tracing.destination(checked=False).metrics
         if self._meter is None and spans is not None and to is not None:
             headers = {**self.tracing.destination().headers}
             exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
-            self._meter = Meter(Metrics(description), exporter, _resource(self.tracing), lambda: spans.is_down)
+            self._meter = Meter(RunMetrics(description), exporter, _resource(self.tracing), lambda: spans.is_down)
         return None if self._meter is None else self._meter.metrics
 
     def flush(self) -> None:

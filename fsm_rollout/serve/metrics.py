@@ -32,7 +32,7 @@ class Metrics:
         listener: hears the events of its trajectories.
     """
 
-    def __init__(self, calls: Callable[[], int], waiting: Callable[[], int], listener: metrics.Metrics) -> None:
+    def __init__(self, calls: Callable[[], int], waiting: Callable[[], int], listener: metrics.RunMetrics) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Heard(listener))
         common: dict[str, Any] = {"namespace": "fsm_rollout", "registry": self._registry}
@@ -52,7 +52,7 @@ class Metrics:
 class _Heard(Collector):
     """Shows what a listener has heard, by the names that OpenTelemetry's collectors give its metrics."""
 
-    def __init__(self, listener: metrics.Metrics) -> None:
+    def __init__(self, listener: metrics.RunMetrics) -> None:
         self._listener = listener
 
     def collect(self) -> Iterator[Family]:

@@ -76,7 +76,7 @@ class Service:
         self._waiting: dict[str, ServedConversation] = {}
         self._by_history: dict[Chain, list[ServedConversation]] = {}  # the same by the hash of their history
         self._closing = False
-        listener = metrics.Metrics(rollout.description)
+        listener = metrics.RunMetrics(rollout.description)
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting, listener)
         rollout.scheduler.starter.live_user = self
         recorder = rollout.scheduler.recorder

@@ -7,15 +7,17 @@ speak of the same spans; and whether a trajectory is traced at all is known to e
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fsm_rollout.trajectory.events import Called, Resumed
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 T = TypeVar("T")
 
@@ -47,7 +49,10 @@ class TraceIds:
 
     def of(self, group_id: str, trajectory_id: str) -> TrajectoryTrace:
         """Return the names of one trajectory's spans."""
-        return TrajectoryTrace(self, trajectory_id, self.trace(root_of(group_id, trajectory_id)))
+        trace_id = self.trace(root_of(group_id, trajectory_id))
+        # Where nothing is recorded, any id will do for a parent.
+        unrecorded = "" if self.sampled(trace_id) else f"00-{trace_id:032x}-{trace_id % _HALF or 1:016x}-00"
+        return TrajectoryTrace(self, trajectory_id, trace_id, unrecorded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +62,11 @@ class TrajectoryTrace:
     ids: TraceIds
     trajectory_id: str
     trace_id: int
+    unrecorded: str  # the `traceparent` of all its spans, if they are not recorded
 
     def parent(self, key: str) -> str:
         """Return the W3C ``traceparent`` of a span of it, for what runs within that."""
-        flags = "01" if self.ids.sampled(self.trace_id) else "00"
-        return f"00-{self.trace_id:032x}-{self.ids.span(self.trajectory_id, key):016x}-{flags}"
+        return self.unrecorded or f"00-{self.trace_id:032x}-{self.ids.span(self.trajectory_id, key):016x}-01"
 
     def of_try(self, call_id: str, before: int, number: int) -> str:
         """Return that of a try of a call, of which so many tries were made before."""
@@ -123,25 +128,36 @@ async def within(parent: str, work: Awaitable[T]) -> T:
         return await work
 
 
-@contextmanager
-def inside(parent: str) -> Iterator[None]:
-    """Run code in the span of a ``traceparent`` (empty: in none); what it begins of its own is below that one."""
-    if not parent:
-        yield
-        return
-    token, leave = traceparent.set(parent), _attach(parent)
-    try:
-        yield
-    finally:
-        leave()
-        traceparent.reset(token)
+class inside:  # noqa: N801  # used as a function
+    """Runs code in the span of a ``traceparent`` (empty: in none); what it begins of its own is below that one."""
+
+    __slots__ = ("_leave", "_parent", "_token")
+
+    def __init__(self, parent: str) -> None:
+        self._parent = parent
+
+    def __enter__(self) -> None:
+        if self._parent:
+            self._token, self._leave = traceparent.set(self._parent), _attach(self._parent)
+
+    def __exit__(self, *_: object) -> None:
+        if self._parent:
+            self._leave()
+            traceparent.reset(self._token)
 
 
 def _attach(parent: str) -> Callable[[], None]:
     """Make a span the present one for OpenTelemetry, if it is here; return what takes that back."""
     try:
-        from opentelemetry import context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry import context, trace
     except ImportError:  # then no code here can begin a span
         return lambda: None
-    return partial(context.detach, context.attach(TraceContextTextMapPropagator().extract({"traceparent": parent})))
+    return partial(context.detach, context.attach(trace.set_span_in_context(_span_of(parent))))
+
+
+@lru_cache(maxsize=1024)  # all tries of a trajectory that is not recorded run in one
+def _span_of(parent: str) -> Span:
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+    _, trace_id, span_id, flags = parent.split("-")
+    return NonRecordingSpan(SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16))))

@@ -1,0 +1,137 @@
+"""What tracing costs: ``python benchmarks/bench_spans.py [--trajectories 2000] [--export 10000]``.
+
+An agent with a tool runs on a scripted engine, each trajectory three generations and two calls, untraced and traced,
+and its spans go to a server in a process of its own, which reads and forgets them. Printed are, of this process:
+
+- microseconds of CPU time for each span, apart: folding events and making spans (on the event loop), encoding them (in
+  the exporter's thread), and the metrics of each generation;
+- the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced: the least of
+  several, in turns;
+- how long it takes to send the spans of so many trajectories later, from the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+
+import fsm_rollout as fr
+from fsm_rollout.jobs.export_spans import send_spans
+from fsm_rollout.model import embedded_model
+from fsm_rollout.model.folders import load_tokenizer
+from fsm_rollout.report.metrics import RunMetrics
+from fsm_rollout.report.telemetry import SpanMaker
+from fsm_rollout.report.tracer import TracedRun
+from fsm_rollout.trajectory.events import AnyEvent, Generated
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.trace_ids import TraceIds
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+TOOLS = 'tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 60}}'
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
+TURNS = [CALL, CALL, "It is three."]
+SERVER = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def run(count: int, tokenizer: Any, **options: Any) -> float:
+    """Run so many trajectories and return the seconds of CPU time that took, its closing included."""
+    agent = fr.load_agent(Path(__file__).parent / "agent.yaml", [TOOLS])
+
+    async def main() -> None:
+        engine = fr.ScriptedEngine(TURNS, tokenizer=tokenizer)
+        async with fr.Rollout(agent, engine, **options) as rollout:
+            async for _ in rollout.stream(["What is 1 + 2?"] * count):
+                pass
+
+    began = time.process_time()
+    asyncio.run(main())
+    return time.process_time() - began
+
+
+def of_each(work: Callable[[], object], number: int) -> float:
+    """Return the microseconds of CPU time that each of so many takes: the least of five."""
+    seconds = []
+    for _ in range(5):
+        began = time.process_time()
+        work()
+        seconds.append(time.process_time() - began)
+    return min(seconds) / number * 1e6
+
+
+def main() -> None:
+    """Parse the arguments and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=2000)
+    parser.add_argument("--export", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    tokenizer, heard = load_tokenizer(embedded_model()), list[tuple[Trajectory, AnyEvent]]()
+    # 1. A span, a generation.
+    run(500, tokenizer, tracing=False, on_event=[lambda trajectory, event: heard.append((trajectory, event))])
+    maker, spans = SpanMaker.of(TraceIds("run"), Resource({}), "bench", {}), list[Any]()
+
+    def listen(listener: Callable[[Trajectory, AnyEvent], None]) -> None:
+        for trajectory, event in heard:
+            listener(trajectory, event)
+
+    listen(TracedRun(maker, spans.append))
+    made = of_each(lambda: listen(TracedRun(maker, lambda span: None)), len(spans))
+    batches: Sequence[Any] = [spans[start : start + 512] for start in range(0, len(spans), 512)]
+    encoded = of_each(lambda: [encode_spans(batch).SerializePartialToString() for batch in batches], len(spans))
+    generations = sum(isinstance(event, Generated) for _, event in heard)
+    counted = of_each(lambda: listen(RunMetrics({})), generations)
+    print(f"a span: made in {made:.1f} µs, encoded in {encoded:.1f} µs; {len(spans) / generations:.1f} a generation")
+    print(f"metrics of a generation, and what belongs to it: {counted:.1f} µs")
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        # 2. Runs, in turns, so that a machine's moods meet all alike.
+        count, share = arguments.trajectories, {"1 of 20": 0.05, "all": 1.0}
+        run(count, tokenizer, tracing=False)
+        plain, traced = list[float](), {name: list[float]() for name in share}
+        for _ in range(arguments.rounds):
+            plain.append(run(count, tokenizer, tracing=False))
+            for name, sample in share.items():
+                traced[name].append(run(count, tokenizer, tracing={"endpoint": endpoint, "sample": sample}))
+        each = 1e6 / count / len(TURNS)
+        print(f"a run untraced: {min(plain) * each:.0f} µs of CPU time for each generation")
+        for name, seconds in traced.items():
+            more, ratio = (min(seconds) - min(plain)) * each, min(seconds) / min(plain) - 1
+            print(f"traced, {name}: {more:.0f} µs more ({ratio:+.1%})")
+        # 3. Later.
+        with tempfile.TemporaryDirectory() as folder:
+            with Journal(Path(folder) / "journal.sqlite") as journal:
+                run(arguments.export, tokenizer, tracing=False, journal=journal)
+            began = time.perf_counter()
+            sent = send_spans(Path(folder), {"endpoint": endpoint}, report=print)
+            seconds = time.perf_counter() - began
+            print(f"export: {sent.spans:,} spans of {sent.trajectories:,} trajectories in {seconds:.1f} s")
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()
