@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,12 @@ def test_the_same_server_over_http_reads_what_the_request_carries(served: Served
         await engine.aclose()
 
     asyncio.run(go())
+
+
+def test_what_verls_server_passes_on_is_read_as_the_stream_holds_it(tmp_path: Path) -> None:
+    """verl's own loops send expanded ids beside the pictures, to which this SGLang never answers."""
+    command = [sys.executable, "-m", "tests.pictures.verl_request", str(tmp_path)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    read, held, off = ran.stdout.split()[-3:]
+    assert read == held
+    assert float(off) < CLOSE
