@@ -1,8 +1,8 @@
 """A request with pictures as verl's server for SGLang 0.5.21 passes it on: in SGLang's own process, with images.
 
-``python -m tests.pictures.verl_request FOLDER`` saves a small model there, has :class:`VerlEngine` ask for a few tokens,
-and prints how many ids SGLang has read of how many, and how far the farthest ratio to the model's own forward pass is
-from 1. A process of its own, as SGLang's engine changes the one that it runs in.
+``python -m tests.pictures.verl_request FOLDER`` saves a small model there, has :class:`VerlEngine` ask for a few
+tokens, and prints how many ids SGLang has read of how many, and how far the farthest ratio to the model's own forward
+pass is from 1. A process of its own, as SGLang's engine changes the one that it runs in.
 """
 
 from __future__ import annotations
