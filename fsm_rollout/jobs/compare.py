@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.samples import FIGURES, PromptSamples, RunSamples, Sample
 from fsm_rollout.jobs.stats import PASSES, shown, told
 from fsm_rollout.report.pages import Links, page_path, render_page, write_page
+from fsm_rollout.report.pictures import line_of
 from fsm_rollout.report.recording import Recording, RunFolder, open_run
 from fsm_rollout.report.texts import number, visible
 from fsm_rollout.report.trajectory import page_of_run
 from fsm_rollout.statistics.compare import PairedDifference, compare
+from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.stream import Stream
 
 POINTS = 0.02  # the difference of which is said how many prompts would show it, unless another is asked for
 FLIPS_SHOWN = 20  # on a page; of them in a terminal
@@ -144,7 +147,7 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first token at which two trajectories differ; one of them may have ended before it."""
+    """The first token, or picture, at which two trajectories differ; one of them may have ended before it."""
 
     stream: int
     position: int
@@ -153,12 +156,12 @@ class Parting:
 
 
 def parting(first: RunFolder, second: RunFolder, trajectory_ids: Sequence[str]) -> Parting | None:
-    """Return where two trajectories of two runs part; ``None``: they are the same tokens."""
+    """Return where two trajectories of two runs part; ``None``: they are the same tokens and pictures."""
     runs = (first, second)
     recordings = [run.recording(trajectory_id) for run, trajectory_id in zip(runs, trajectory_ids, strict=True)]
     streams = zip_longest(*(recording.trajectory.streams for recording in recordings))
     for number_, pair in enumerate(streams):
-        ids = [[] if stream is None else stream.tokens.ids.tolist() for stream in pair]
+        ids = [[] if stream is None else _seen(stream) for stream in pair]
         at = next((i for i, (a, b) in enumerate(zip_longest(*ids)) if a != b), None)
         if at is not None:
             shown_ids = [of[max(0, at - BEFORE) : at + AFTER] for of in ids]
@@ -167,12 +170,25 @@ def parting(first: RunFolder, second: RunFolder, trajectory_ids: Sequence[str]) 
     return None
 
 
-def _text(run: RunFolder, recording: Recording, ids: Sequence[int]) -> str:
+def _seen(stream: Stream) -> list[int | StoredPicture]:
+    """Return what the model saw, by position: ids, which say nothing of a picture but its size, and pictures."""
+    seen: list[int | StoredPicture] = [*stream.tokens.ids]
+    for span in stream.media:
+        seen[span.start : span.end] = [span.picture] * span.length
+    return seen
+
+
+def _text(run: RunFolder, recording: Recording, seen: Sequence[int | StoredPicture]) -> str:
     texts = run.texts(recording.trajectory.streams[0].engine) if recording.trajectory.streams else None
-    if texts is None:
-        return " ".join(map(str, ids))
-    vocabulary = texts.vocabulary(ids)
-    return "".join(vocabulary[id_] for id_ in ids)
+    ids = [id_ for id_ in seen if isinstance(id_, int)]
+    words = {id_: str(id_) for id_ in ids} if texts is None else texts.vocabulary(ids)
+    parts: list[str] = []
+    for before, thing in pairwise([None, *seen]):
+        if isinstance(thing, int):
+            parts.append(words[thing])
+        elif isinstance(thing, StoredPicture) and thing is not before:
+            parts.append(line_of(thing))
+    return (" " if texts is None else "").join(parts)
 
 
 # -- what people see -----------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.jobs.compare import parting
 from fsm_rollout.report import notebook, pictures
 from fsm_rollout.report.notebook import batch_table
 from fsm_rollout.report.pages import Links
+from fsm_rollout.report.pictures import line_of
 from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.trajectory import trajectory_page
@@ -101,6 +103,20 @@ def test_two_trajectories_side_by_side_share_what_they_show(tmp_path: Path) -> N
     links = Links(folder, folder / "beside.html", version="1")
     page = beside_page([run, run], ["0/0", "0/1"], [links, links])
     assert [page.count(base64_of(shown)) for shown in (A, B)] == [1, 1]
+
+
+def test_two_trajectories_part_where_they_are_shown_different_pictures(tmp_path: Path) -> None:
+    """Their ids say how large a picture is, and are the same."""
+    folder = write_run(
+        tmp_path / "run", {"0/0": showing([A], []), "0/1": showing([picture(3)], [], trajectory_id="0/1")}
+    )
+    run = open_run(folder)
+    found = parting(run, run, ["0/0", "0/1"])
+    assert found is not None
+    assert found.position == 1
+    assert [line_of(shown) in text for shown, text in zip((A, picture(3)), found.texts, strict=True)] == [True, True]
+    assert [text.count("[picture") for text in found.texts] == [1, 1]
+    assert parting(run, run, ["0/1", "0/1"]) is None
 
 
 def test_the_report_shows_what_the_run_saw(tmp_path: Path) -> None:
