@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openai import OpenAI
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -21,7 +21,7 @@ from fsm_rollout.report.tracer import Tracer
 from fsm_rollout.states.base import State
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.tools import ToolContext
-from fsm_rollout.trajectory.events import AnyEvent, Called
+from fsm_rollout.trajectory.events import AnyEvent, Called, Scored
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trace_ids import traceparent
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -107,6 +107,18 @@ class Visits(State):
         return Outcome("prompted")
 
 
+class Grades(State):
+    """A state that scores what was said."""
+
+    triggers = ("graded",)
+
+    async def run(self, trajectory: Trajectory, ctx: Any) -> Outcome:
+        """Score the latest turn, then all of them."""
+        ctx.score_turn(0.25)
+        ctx.emit(Scored(at=ctx.clock(), value=0.5, source=self.name))
+        return Outcome("graded")
+
+
 def calling(name: str = "here", /, **arguments: Any) -> str:
     """Return what a model says that calls a tool."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
@@ -151,5 +163,10 @@ class TracedRuns:
 
     def named(self, name: str) -> list[str]:
         """Return the `traceparent` of each span of the latest run that is called so, in the order of their ends."""
-        found = [span.context for span in self._exporter.get_finished_spans() if span.name == name]
+        found = [span.context for span in self.ended if span.name == name]
         return [f"00-{each.trace_id:032x}-{each.span_id:016x}-01" for each in found if each is not None]
+
+    @property
+    def ended(self) -> Sequence[ReadableSpan]:
+        """The spans of the latest run, in the order of their ends."""
+        return self._exporter.get_finished_spans()

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
+from zlib import crc32
 
 from hypothesis import given
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.semconv._incubating.attributes.gen_ai_attributes import (
+    GEN_AI_EVALUATION_NAME,
+    GEN_AI_EVALUATION_SCORE_VALUE,
+)
+from opentelemetry.trace import StatusCode
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.report.telemetry import RunTimes, SpanMaker
+from fsm_rollout.environment.rewards import Reward
+from fsm_rollout.report.telemetry import EVALUATION, RunTimes, SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import simulate, without_clocks
-from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed
+from fsm_rollout.trajectory.events import AnyEvent, Ended, NotScored, Prompted, Resumed, Scored, Suspended
 from fsm_rollout.trajectory.trace_ids import TraceIds
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.laws.agents import agents
 from tests.laws.test_laws import WORKERS, _tokenizer, drawn, said  # noqa: F401  # its fixture, too
 from tests.paired_workers import sharing
 
 MAKER = SpanMaker.of(TraceIds("run"), Resource({}), "law", {}, "tokens")
+SCORE = (GEN_AI_EVALUATION_NAME, GEN_AI_EVALUATION_SCORE_VALUE)
 Spans = dict[int, ReadableSpan]
 
 
@@ -53,12 +63,53 @@ def listening(heard: list[ReadableSpan], around: Any) -> Any:
     async def listens(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
         traced = TracedRun(MAKER, heard.append)
         scheduler.recorder.listeners += (traced,)
+        scheduler.scoring.reward = Reward(judge)
         async with nullcontext() if around is None else around(scheduler, simulated):
             yield
         traced.close()
         traced.end()
 
     return listens
+
+
+async def judge(trajectory: Trajectory) -> dict[str, float | None]:
+    """Give each trajectory a score that follows from its name, soon or late; or none; or fail."""
+    number = crc32(trajectory.trajectory_id.encode()) % 5
+    await asyncio.sleep(number)
+    if number == 1:
+        raise ValueError("it cannot be judged")
+    return {"score": None if number == 2 else number / 4, "style": number * 1.0}
+
+
+def tell_all_scores(spans: Spans, histories: dict[str, list[AnyEvent]]) -> None:
+    """Hold spans to the scores that were given: within a visit an event of it, after the end a span of its own."""
+    within_visits, rewards, failures = list[tuple[Any, ...]](), list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    for history in histories.values():
+        is_open = False
+        for event in history:
+            if isinstance(event, Prompted | Resumed):
+                is_open = True
+            elif isinstance(event, Ended | Suspended):
+                is_open = False
+            elif isinstance(event, Scored) and is_open:
+                within_visits.append((event.source or "score", event.value, event.turn))
+            elif isinstance(event, Scored):
+                rewards.append((event.source or "score", event.value, event.parts.get("style")))
+            elif isinstance(event, NotScored) and not is_open:
+                failures.append((event.detail,))
+    told_within, told_rewards, told_failures = list[tuple[Any, ...]](), list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    for span in spans.values():
+        said, names = [mark for mark in span.events if mark.name == EVALUATION], span.attributes or {}
+        told = [tuple((mark.attributes or {}).get(key) for key in (*SCORE, "fsm_rollout.turn")) for mark in said]
+        if is_visit(span):
+            told_within += told
+        elif span.name == "reward" and span.status.status_code is StatusCode.ERROR:
+            told_failures.append((span.status.description,))
+        elif span.name == "reward":
+            told_rewards.append((*(names[key] for key in SCORE), names.get("fsm_rollout.reward.style")))
+            assert [mark[:2] for mark in told] == [told_rewards[-1][:2]], "the event says what the attributes say"
+    for told, given_scores in ((told_within, within_visits), (told_rewards, rewards), (told_failures, failures)):
+        assert sorted(told, key=repr) == sorted(given_scores, key=repr)
 
 
 def nest_and_cover(spans: Spans, histories: dict[str, list[AnyEvent]]) -> None:
@@ -112,6 +163,7 @@ def test_spans_nest_cover_the_time_and_are_the_same_later(case: tuple[AgentGraph
     live = by_id(heard)
     assert told(live) == told(later(run.events.values()))
     nest_and_cover(live, run.events)
+    tell_all_scores(live, run.events)
 
 
 @given(drawn(agents(), failures=False, faults=False, killed=True))

@@ -46,6 +46,19 @@ def test_a_user_and_a_handler_of_ones_own_run_in_theirs() -> None:
     assert reply in texts
 
 
+def test_scores_that_a_visit_gives_are_events_of_it() -> None:
+    states = {"PENDING": {}, "GENERATING": {"timeout": 9.0}, "GRADING": {"handler": f"{HERE}:Grades", "max_visits": 1}}
+    ways = ("PENDING prompted GENERATING", "GENERATING generated GRADING", "GRADING graded TERMINATED")
+    runs = TracedRuns(agent({"states": states, "transitions": rows(*ways)}), "one")
+    runs.run()
+    told = [(span.name, dict(mark.attributes or {})) for span in runs.ended for mark in span.events]
+    name, value = "gen_ai.evaluation.name", "gen_ai.evaluation.score.value"
+    assert told == [
+        ("GRADING", {name: "GRADING", value: 0.25, "fsm_rollout.turn": 0}),
+        ("GRADING", {name: "GRADING", value: 0.5}),
+    ]
+
+
 def test_a_trajectory_that_is_not_sampled_says_so() -> None:
     """Its tools' own spans are not recorded either."""
     runs = TracedRuns({"here": {"use": f"{HERE}:told"}}, calling(), "done")
