@@ -14,10 +14,12 @@ from fsm_rollout.report.pages import Links, page_path, write_page
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.trajectory import page_of_run
+from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfolded
+from tests.integration.test_view_browser import append, go, texts, until, viewed
 from tests.unit.report.recorded_runs import NASTY, PADS, showing, write_run
 from tests.unit.report.test_pictures import picture
 from tests.vision import gemma3
@@ -155,6 +157,29 @@ def test_a_picture_is_enlarged_within_a_notebook_s_frame(browser: Any, tmp_path:
     assert sizes(browser, "dialog img") == [[64, 48]]
     browser.switch_to.default_content()
     quiet(browser)
+
+
+def test_what_is_shown_while_somebody_looks_is_added_and_what_was_enlarged_stays(browser: Any, tmp_path: Path) -> None:
+    events = showing(SEEN[:1], SEEN[:2])
+    folder = write_run(tmp_path / "runs" / "one", {"0/0": events[:4]})
+    with viewed(tmp_path / "runs") as url, Journal(folder / "journal.sqlite", append=True) as journal:
+        go(browser, f"{url}runs/one/trajectories/0~2F0.html", width=400)
+        unfolded(browser)
+        assert sizes(browser, ".ribbon .picture img") == [[64, 48]]
+        browser.find_element("css selector", ".gist .picture").click()
+        first = browser.execute_script("return document.querySelector('.ribbon .picture img').src")
+        append(journal, "0/0", events[4:])
+        until(browser, lambda: texts(browser, "h1 .reason") == ["answered"])
+        assert enlarged(browser)
+        unfolded(browser)
+        assert sizes(browser, ".ribbon .picture img") == [[64, 48], [64, 48], [1200, 900]]
+        again = browser.execute_script(
+            "return [...document.querySelectorAll('.ribbon .picture img')].map((i) => i.src)"
+        )
+        assert again[:2] == [first, first]
+        browser.execute_script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert [0, 0] not in sizes(browser, ".message .picture img")
+        browser.get("about:blank")
 
 
 # -- the chat page ----------------------------------------------------------------------------------------------------
