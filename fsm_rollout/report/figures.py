@@ -79,14 +79,15 @@ class Line:
             return f"{percent(other / self.wall)} outside of engine, tools and interactions"
         share = f"{percent(self.parts[kind] / self.wall)} {_DOING[kind]}"
         if kind == "generate":
-            return f"{share}: {_counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
+            return f"{share}: {counted(self.generations, 'generation')}, {self.trained:,} trained tokens"
         if kind == "tool" and self.longest is not None and self.longest.kind == "tool":
             longest = f"the longest ({self.longest.label}) took {self.longest.seconds:.2f} s"
-            return f"{share}: {_counted(self.calls, 'call')}, {longest}"
+            return f"{share}: {counted(self.calls, 'call')}, {longest}"
         return share
 
 
-def _counted(count: int, word: str) -> str:
+def counted(count: int, word: str) -> str:
+    """Return a number with its word."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

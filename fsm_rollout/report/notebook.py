@@ -1,4 +1,4 @@
-"""What a notebook shows: an agent's picture, a trajectory's page, a batch's rows.
+"""What a notebook shows: an agent's picture, a trajectory's page, a batch's rows, what a model saw.
 
 Invariant: data classes do not display themselves. An agent, a trajectory and a batch have no method for notebooks;
 :func:`register` tells IPython how to show them as soon as ``fsm_rollout`` is imported there, and imports nothing that
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsm_rollout.engines.pool import EnginePool
     from fsm_rollout.report.recording import Recording
     from fsm_rollout.trajectory.journal import Journal
+    from fsm_rollout.trajectory.pictures import StoredPicture
     from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -47,6 +48,7 @@ def register(ipython: object) -> None:
         ("image/svg+xml", "fsm_rollout.agent.graph", "AgentGraph", agent_picture),
         ("text/html", "fsm_rollout.trajectory.trajectory", "Trajectory", trajectory_frame),
         ("text/html", "fsm_rollout.batch.batch", "TrajectoryBatch", batch_table),
+        ("text/html", "fsm_rollout.trajectory.pictures", "StoredPicture", picture_shown),
     ):
         if form in formatters:
             formatters[form].for_type_by_name(module, name, show)
@@ -60,6 +62,11 @@ def agent_picture(graph: AgentGraph) -> str | None:
         return to_svg(graph)
     except DrawingError:
         return None
+
+
+def picture_shown(picture: StoredPicture) -> str:
+    """Return a picture as HTML, as large as it is where there is room."""
+    return f'<img alt="picture {picture.sha256[:12]}" style="max-width:100%" src="{picture.data_uri()}">'
 
 
 def trajectory_frame(trajectory: Trajectory) -> str:

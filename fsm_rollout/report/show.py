@@ -20,7 +20,7 @@ from fsm_rollout.batch.table import score_with_error
 from fsm_rollout.diagrams.palette import colour_of
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.report.cards import Card, cards
-from fsm_rollout.report.figures import Figures, Line
+from fsm_rollout.report.figures import Figures, Line, counted
 from fsm_rollout.report.folding import folded_repeats
 from fsm_rollout.report.pages import Links, write_page
 from fsm_rollout.report.pictures import line_of, text_with_pictures
@@ -147,7 +147,7 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         (f"{visible(trajectory.trajectory_id)} ", "bold"),
         f"of {visible(trajectory.agent)}: ",
         (visible(trajectory.stop_reason or "unfinished"), "bold"),
-        f", score {number(trajectory.score)}{_parts(trajectory)}, {trajectory.generations} generations, "
+        f", score {number(trajectory.score)}{_parts(trajectory)}, {counted(trajectory.generations, 'generation')}, "
         f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained",
     )
     path = Text(" → ").join(

@@ -431,7 +431,8 @@ class Trajectory(msgspec.Struct):
 
     def __repr__(self) -> str:
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)
-        return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {self.generations} generations>"
+        count = f"{self.generations} generation{'s' * (self.generations != 1)}"
+        return f"<Trajectory {self.trajectory_id} of {self.agent}: {where}, {count}>"
 
 
 # How a trajectory takes in each event: the method named like the event's tag in the journal (`_` and the tag).

@@ -6,15 +6,17 @@ import base64
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.jobs.compare import parting
 from fsm_rollout.report import notebook, pictures
-from fsm_rollout.report.notebook import batch_table
+from fsm_rollout.report.notebook import batch_table, register
 from fsm_rollout.report.pages import Links
 from fsm_rollout.report.pictures import line_of
 from fsm_rollout.report.recording import Recording, open_run
@@ -141,6 +143,15 @@ def test_the_terminal_says_what_was_shown_in_a_line(tmp_path: Path) -> None:
     pending = [event for event in showing([], [A]) if event.at < 106]
     folder = write_run(tmp_path / "pending", {"0/0": pending[:-2]})
     assert f"[picture 64×48, {A.sha256[:12]}] 3" in on_screen(folder, "0/0", width=400)
+
+
+def test_a_notebook_shows_a_picture() -> None:
+    formatter = DisplayFormatter()
+    register(SimpleNamespace(display_formatter=formatter))
+    data, _ = formatter.format(Trajectory.fold(showing([A], [])).streams[0].media[0].picture)
+    ((tag, attributes),) = Elements(data["text/html"]).tags
+    assert (tag, attributes["src"]) == ("img", A.data_uri())
+    assert A.sha256[:12] in (attributes["alt"] or "")
 
 
 def test_a_notebook_shows_a_batch_s_pictures_below_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
