@@ -27,10 +27,11 @@ quick: $(STAMP)  ## the unit tests, under a minute
 test: $(STAMP)  ## all that fits into five minutes: units, laws, one SGLang, one Ray, a browser
 	$(PYTEST) -m "not real"
 
-test-real: $(STAMP) $(OVER)/vision/.installed  ## the rest, marked `real`: clusters, killed servers, training, and pictures
+test-real: $(STAMP) $(OVER)/vision/.installed $(OVER)/readers/.installed  ## the rest, marked `real`: clusters, killed servers, training, pictures, MLflow and others
 	$(PYTEST) -m real
 	$(OVER)/vision/bin/python -m pytest -q tests/pictures tests/unit/chat/test_pictures.py tests/unit/batch/test_media.py \
 		tests/unit/engines/transformers/test_picture_rows.py tests/unit/adapters/test_pictures.py tests/laws/test_pictures.py
+	$(OVER)/readers/bin/python -m pytest -q -W default tests/readers
 
 test-trainers: $(TRAINERS:%=$(OVER)/%/.installed)  ## the adapters against the trainers' own packages
 	for trainers in $(TRAINERS); do \

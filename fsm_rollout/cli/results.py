@@ -99,6 +99,10 @@ def export(
     use: Annotated[
         str | None, typer.Option("--use", metavar="READER", help="otlp: mlflow, phoenix or weave", show_default=False)
     ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option("--project", metavar="NAME", help="otlp: where the reader puts them", show_default=False),
+    ] = None,
     content: Annotated[
         Literal["none", "text", "tokens"] | None,
         typer.Option("--content", metavar="WHAT", help="otlp: none, text or tokens", show_default=False),
@@ -116,7 +120,7 @@ def export(
 
         if output is not None or scores is not None:
             raise ConfigError("spans go to a collector (--endpoint), as the run was; leave out -o and --scores")
-        settings = {"endpoint": endpoint, "use": use, "content": content}
+        settings = {"endpoint": endpoint, "use": use, "project": project, "content": content}
         sent = send_spans(folder, {k: v for k, v in settings.items() if v is not None}, report=say, watch=watched)
         say(f"{sent.where}: {sent.spans:,} spans of {sent.trajectories:,} trajectories")
         return

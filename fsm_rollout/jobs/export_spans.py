@@ -70,6 +70,10 @@ def send_spans(
     facts = metadata(folder, report)
     run = facts.get("run") or {}
     own = (json.loads(run) if isinstance(run, str) else run).get("tracing") or {}
+    if (changes or {}).get("use", own.get("use")) != own.get(
+        "use"
+    ):  # one's address, headers, project are not another's
+        own = {key: value for key, value in own.items() if key in ("content", "experiment")}
     if own.get("endpoint") and (own.get("use") or own.get("headers")) and "endpoint" not in (changes or {}):
         # The folder may come from elsewhere, and these may hold secrets of the present environment.
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")

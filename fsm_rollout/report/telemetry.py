@@ -346,7 +346,11 @@ class TracedTrajectory:
     def _interact(self, interval: Interval) -> _Made:
         event = interval.event
         assert isinstance(event, events.UserReplied)
-        attributes: Attributes = {"fsm_rollout.context": event.context, "fsm_rollout.done": event.done}
+        attributes: Attributes = {
+            gen_ai.GEN_AI_OPERATION_NAME: "interact",  # else readers take a message without one for a model's
+            "fsm_rollout.context": event.context,
+            "fsm_rollout.done": event.done,
+        }
         if self._tells and event.content is not None:
             attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([{"role": "user", "content": event.content}])
         marks = [] if event.score is None else [Event(EVALUATION, _evaluation("user", event.score), self._ns(event.at))]

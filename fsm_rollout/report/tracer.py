@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 QUEUE = 2**16  # spans that wait for their collector, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
 LATER = 2**14  # trajectories that have ended and may still get a reward
 PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
-# Seconds in which it must answer, tries included: so long the end of a run waits for one that hangs.
-ANSWERS_WITHIN = 4.0
+# Seconds in which it must answer, tries included: so long the end of a run waits for one that hangs. MLflow's server
+# was seen to take five for its first batch, with SQLite on a busy machine.
+ANSWERS_WITHIN = 10.0
 
 
 History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
