@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from tests.open_spans import TracedRuns, calling
 from tests.runs import agent, rows
 
 HERE = "tests.open_spans"
+FOR_TRACES = ("trace_ids.py", "telemetry.py", "tracer.py", "report/metrics.py", "report/spans.py")
 
 
 @pytest.mark.parametrize("use", ["plain", "waiting", "told", "Kept"])
@@ -72,3 +76,19 @@ def test_where_nobody_traces_there_is_none() -> None:
     runs = TracedRuns({"here": {"use": f"{HERE}:plain"}}, calling(), "done")
     assert runs.spans("execute_tool here", share=None) == []
     assert runs.results == ["none "]
+
+
+def test_where_nobody_traces_nothing_is_called_for_it() -> None:
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(FOR_TRACES):
+            called.add(frame.f_code.co_name)
+
+    runs = TracedRuns({"here": {"use": f"{HERE}:plain"}}, calling(), "done")
+    sys.setprofile(note)
+    try:
+        runs.run(share=None)
+    finally:
+        sys.setprofile(None)
+    assert called == set()
