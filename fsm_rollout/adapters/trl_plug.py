@@ -92,6 +92,12 @@ def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl
     inputs = batch.tensordict.get("multi_modal_inputs").tolist()
     for row, prompt, fed in zip(batch.rows(), prompts, inputs, strict=True):
         if any(key.endswith(TOKEN_TYPES) for key in fed):
+            if (side := trainer.processing_class.tokenizer.padding_side) != "left":
+                raise BatchError(
+                    f"the trainer's processing_class pads on the {side}, and the trainer its prompts on the left, so "
+                    "that types of tokens stand elsewhere than their tokens; set processing_class.tokenizer.padding_side = "
+                    "'left', as TRL does where it loads one itself"
+                )
             own = apply_chat_template({"prompt": prompt}, trainer.processing_class, **trainer.chat_template_kwargs)
             ids = trainer.processing_class.tokenizer(own["prompt"])["input_ids"]
             if ids != collapsed(as_ids(row.prompt_ids.tolist()), row.media).tolist():

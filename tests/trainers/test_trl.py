@@ -153,14 +153,15 @@ def test_rollout_func_takes_one_row_each(agent: str) -> None:
 
 def drawn(trajectory: Any) -> float:
     """Score what was sampled; what the dataset says of the pictures that the model was shown came with them."""
-    (stream,) = trajectory.streams
-    assert stream.media[0].picture is picture(10 * int(trajectory.extra["answer"]), 60, 90)
+    (stream,), row = trajectory.streams, int(trajectory.extra["answer"])
+    assert stream.media[0].picture is picture(10 * row, 60 + 60 * row, 90)
     return float(sum(stream.tokens.ids.tolist()) % 97)
 
 
 def seeing(family: str, *changes: str) -> tuple[Any, Any, fr.Rollout]:
     """Return a random model that sees, its processor, and a rollout on a copy of it."""
     processor = FAMILIES[family]()
+    processor.tokenizer.padding_side = "left"
     model, copy = (random_model(family, processor) for _ in range(2))
     engine = TransformersEngine(copy, processor.tokenizer, processor=processor, threads=1)
     graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml", ["states.GENERATING.sampling.max_tokens=8", *changes])
@@ -168,8 +169,8 @@ def seeing(family: str, *changes: str) -> tuple[Any, Any, fr.Rollout]:
 
 
 def shown(row: int) -> dict[str, Any]:
-    """Return a row of a dataset of TRL's; all have the same words."""
-    images = [picture(10 * row, 60, 90).image(), picture(10 * row + 1, 40, 28).image()]
+    """Return a row of a dataset of TRL's; all have the same words, and prompts of other lengths."""
+    images = [picture(10 * row, 60 + 60 * row, 90).image(), picture(10 * row + 1, 40, 28).image()]
     prompt = [{"role": "user", "content": "Which is larger?"}]
     return {"prompt": prompt, "images": images, "answer": str(row)}
 
@@ -237,4 +238,7 @@ def test_pictures_that_the_trainer_would_not_feed_are_refused(family: str, tmp_p
             trainer = grpo(model, processor, data.select_columns(["prompt", *columns]), func, tmp_path)
             given = prepare_multimodal_messages(shown(0)["prompt"], images=shown(0)["images"])
             with pytest.raises(BatchError, match=why):
+                func([given] * 2, trainer)
+            trainer.train_dataset, processor.tokenizer.padding_side = data, "right"
+            with pytest.raises(BatchError, match="pads on the right, and the trainer its prompts on the left"):
                 func([given] * 2, trainer)

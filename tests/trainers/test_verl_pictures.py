@@ -7,7 +7,8 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,15 +17,18 @@ import transfer_queue
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
+from verl.tools.schemas import ToolResponse
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.workers.rollout.replica import TokenOutput
 
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
+from fsm_rollout.adapters.verl_tools import USE, VerlTool
+from fsm_rollout.agent.graph import ToolSpec
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.errors import BatchError
+from fsm_rollout.errors import BatchError, ToolError
 from fsm_rollout.model.folders import load_processor
 from tests.kit import CONFIGS, ROOT
-from tests.trainers.verl_work import LOGPROB, FakeClient, config
+from tests.trainers.verl_work import LOGPROB, SCHEMA, FakeClient, Lookup, config
 from tests.unit.batch.test_media import picture, trajectory
 from tests.vision import save
 
@@ -57,6 +61,23 @@ def test_verls_worker_makes_of_an_output_what_the_batch_holds(seeing: tuple[str,
         attended = batch.tensordict["attention_mask"][row].bool()
         assert torch.equal(positions[0], proto.batch["position_ids"][row][:, attended])
         assert torch.equal(positions[0, 1:].T, batch.tensordict["mrope_position_ids"][row][attended])
+
+
+class Screen(Lookup):
+    """A tool of verl's that shows a picture."""
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **_: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        return ToolResponse(text="look", image=[picture(1, 8, 8).image()]), 0.0, {}
+
+
+def test_a_picture_of_a_tool_of_verls_is_not_dropped_in_silence() -> None:
+    entry = {"class_name": f"{__name__}.Screen", "config": {"type": "native"}, "tool_schema": SCHEMA}
+    tool = VerlTool("lookup", ToolSpec(use=USE, kwargs=entry))
+    session: Any = SimpleNamespace(hidden={"lookup": {"create_kwargs": {"secret": "s"}}})
+    with pytest.raises(ToolError, match="it answered with pictures"):
+        asyncio.run(tool.call(session, {"key": 1}, cast("Any", None)))
 
 
 def test_v1_puts_pictures_into_its_queue(
