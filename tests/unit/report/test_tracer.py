@@ -159,3 +159,22 @@ def test_a_share_that_is_none_is_said(value: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
     assert (settings := tracing_of(None)) is not None
     assert settings.share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("$KEY", "mine"), ("Bearer ${KEY}", "Bearer mine"), ("costs $5", "costs $5"), ("plain", "plain"),
+        ("$NO_SUCH_NAME", None), ("a ${NO_SUCH_NAME} b", None),
+    ],
+)  # fmt: skip
+def test_a_header_reads_variables_that_are_set(text: str, read: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "mine")
+    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
+    settings = Tracing(endpoint="http://127.0.0.1:9", headers={"x-key": text})
+    if read is not None:
+        assert settings.destination().headers == {"x-key": read}
+        return
+    assert settings.destination(checked=False).endpoint == "http://127.0.0.1:9/v1/traces"
+    with pytest.raises(ConfigError, match=r"headers: x-key: the environment has no \$NO_SUCH_NAME"):
+        settings.destination()
