@@ -7,7 +7,7 @@ changes nothing. Every trajectory is sent, whatever share of them the run was to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.jobs.export import Watch
 from fsm_rollout.report.readers import Tracing
-from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.tracing import MISSING
 from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, metadata, trajectory_ids
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExporter
 
-    Spans = Silent[Sequence[ReadableSpan], SpanExportResult]
+    from fsm_rollout.report.tracer import Spans
 
 AT_ONCE = 512  # spans in a request, as OpenTelemetry's own batches have
 
@@ -79,7 +78,7 @@ def send_spans(
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
     made, where = (make_exporter or tracer.exporter_of)(tracing)
-    exporter = Silent(made)
+    exporter = tracer.silent(made)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
     # 2. Its spans; that of the run comes last.
     times, sent = RunTimes(), Sent(where)

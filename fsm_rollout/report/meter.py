@@ -44,7 +44,7 @@ class Meter(threading.Thread):
     ) -> None:
         super().__init__(name="fsm-rollout-metrics", daemon=True)
         self.metrics = metrics
-        self._exporter, self._is_down = Silent(exporter), is_down
+        self._exporter, self._is_down = Silent(exporter, sdk.MetricExportResult.FAILURE), is_down
         # Counts begin anew with each process, so each is a source of its own.
         self._resource = resource.merge(Resource({"service.instance.id": uuid4().hex}))
         self._began, self._enough = time.time_ns(), threading.Event()

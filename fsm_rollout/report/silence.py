@@ -21,11 +21,14 @@ class Exporter(Protocol[Batch, Result]):
 
 
 class Silent(logging.Filter, Generic[Batch, Result]):
-    """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure."""
+    """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure, or raise.
 
-    def __init__(self, exporter: Exporter[Batch, Result]) -> None:
+    ``failed`` is what :meth:`export` returns where the exporter raises.
+    """
+
+    def __init__(self, exporter: Exporter[Batch, Result], failed: Result) -> None:
         super().__init__()
-        self._exporter, self._thread, self.why = exporter, 0, ""
+        self._exporter, self._failed, self._thread, self.why = exporter, failed, 0, ""
         self._log = logging.getLogger(type(exporter).__module__)
         self._log.addFilter(self)
 
@@ -34,6 +37,9 @@ class Silent(logging.Filter, Generic[Batch, Result]):
         self._thread, self.why = threading.get_ident(), ""
         try:
             return self._exporter.export(batch)
+        except Exception as error:  # some versions raise where others return
+            self.why = self.why or _cause(error)
+            return self._failed
         finally:
             self._thread = 0
 
@@ -42,13 +48,18 @@ class Silent(logging.Filter, Generic[Batch, Result]):
         if record.thread != self._thread:
             return True
         # The first says what has happened, later ones that it was given up.
-        causes = [item for item in record.args or () if isinstance(item, Exception)]
-        while causes and isinstance(cause := getattr(causes[0], "reason", (*causes[0].args, None)[0]), Exception):
-            causes[0] = cause
-        self.why = self.why or (str(causes[0]) if causes else record.getMessage()).rstrip(".")
+        errors = [item for item in record.args or () if isinstance(item, Exception)]
+        self.why = self.why or (_cause(errors[0]) if errors else record.getMessage().rstrip("."))
         return False
 
     def shutdown(self) -> None:
         """Close the connection."""
         self._exporter.shutdown()
         self._log.removeFilter(self)
+
+
+def _cause(error: Exception) -> str:
+    """Return what the first of the errors says that were wrapped in this one."""
+    while isinstance(cause := getattr(error, "reason", (*error.args, None)[0]), Exception):
+        error = cause
+    return str(error)

@@ -40,6 +40,7 @@ PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
 ANSWERS_WITHIN = 10.0
 
 
+Spans = Silent[Sequence[ReadableSpan], SpanExportResult]  # what takes spans
 History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
 
 
@@ -97,6 +98,11 @@ def exporter_of(tracing: Tracing) -> tuple[SpanExporter, str]:
     to = tracing.destination()
     exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=_seconds("TRACES"))
     return exporter, to.endpoint or "its collector"
+
+
+def silent(exporter: SpanExporter) -> Spans:
+    """Return what sends spans by an exporter that is to log nothing itself."""
+    return Silent(exporter, SpanExportResult.FAILURE)
 
 
 def _seconds(signal: str) -> float | None:
@@ -193,7 +199,7 @@ class _WhileItAnswers(SpanExporter):
     """Sends spans to a collector; one that does not answer is named once, and left alone for a while."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
-        self._exporter, self._endpoint = Silent(exporter), endpoint
+        self._exporter, self._endpoint = silent(exporter), endpoint
         self._until, self._warned = 0.0, False
 
     @property
