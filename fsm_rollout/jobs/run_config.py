@@ -396,8 +396,7 @@ def _config(
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         for path, message in explanations(error, RunConfig):
-            of_agent = len(path) == 1 and path[0] in AgentGraph.model_fields and path[0] not in KEYS
-            if of_agent:
+            if path and path[0] in AgentGraph.model_fields and path[0] not in KEYS:
                 where = f"set it in the agent's YAML, or on the command line: {AGENT}{path[0]}…"
                 message = f"'{path[0]}' is the agent's, not the run's; {where}"
             problems.append(source.problem(path, message))
