@@ -54,7 +54,7 @@ class CallTools(State):
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Call, wait for all, write."""
-        slots = asyncio.Semaphore(self.spec.parallel or 2**31)
+        slots = asyncio.Semaphore(self.spec.parallel or 1 << 31)
 
         async def call(attempt: ToolCall | MalformedCall) -> None:
             async with slots:
