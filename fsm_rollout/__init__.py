@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fsm_rollout.tools import ToolResult as ToolResult
     from fsm_rollout.trajectory.journal import Journal as Journal
     from fsm_rollout.trajectory.outcome import Outcome as Outcome
+    from fsm_rollout.trajectory.pictures import picture_of as picture_of
     from fsm_rollout.trajectory.prompt import Prompt as Prompt
     from fsm_rollout.trajectory.prompt import endless_prompts as endless_prompts
     from fsm_rollout.trajectory.prompt import read_prompts as read_prompts

@@ -38,6 +38,14 @@ def gemma3() -> Any:
     return t.Gemma3Processor(images, tokens, chat_template=template("gemma3"), image_seq_length=6)
 
 
+def gemma3_with_tools() -> Any:
+    """Return Gemma's processor with a template that shows pictures in tools' results, as Qwen's do."""
+    processor = gemma3()
+    own = template("qwen3_vl").replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+    processor.chat_template = own
+    return processor
+
+
 def llava_next() -> Any:
     import transformers as t
 
@@ -148,11 +156,15 @@ def save(family: str, folder: Path) -> Any:
 
 
 PLACEHOLDERS = {
-    "gemma3": "<start_of_image>", "llava_next": "<image>",
+    "gemma3": "<start_of_image>", "gemma3_with_tools": "<start_of_image>", "llava_next": "<image>",
     "qwen2_5_vl": "<|image_pad|>", "qwen3_vl": "<|image_pad|>",
 }  # fmt: skip
 """What each family's template writes for a picture."""
 FAMILIES: dict[str, Callable[[], Any]] = {"gemma3": gemma3, "llava_next": llava_next}
 if find_spec("torchvision"):
     FAMILIES |= {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+WITH_TOOLS = {"gemma3_with_tools": gemma3_with_tools}
+"""Those whose template shows pictures in tools' results."""
+if find_spec("torchvision"):
+    WITH_TOOLS["qwen3_vl"] = qwen3_vl
 MODELS = [family for family in FAMILIES if family != "gemma3"]  # those with a random model

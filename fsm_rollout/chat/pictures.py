@@ -85,6 +85,12 @@ def looker_of(processor: Any) -> Looker:
     return looker
 
 
+def pads_of(processor: Any) -> frozenset[int]:
+    """Return the ids that a processor says stand for pictures."""
+    pads = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
+    return frozenset(pad for pad in pads if isinstance(pad, int))
+
+
 class PictureReader:
     """Where pictures stand in what one chat template writes, and what stands there.
 
@@ -105,8 +111,7 @@ class PictureReader:
         self._text = marker.text
         self.placeholder = marker.id
         """The id that the template writes for a picture."""
-        pads = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")]
-        self.pads = frozenset([self.placeholder, *(pad for pad in pads if isinstance(pad, int))])
+        self.pads = pads_of(processor) | {self.placeholder}
         """Ids that stand for pictures, and mean nothing anywhere else."""
 
     def _placeholder(self, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> Marker:

@@ -68,6 +68,8 @@ class Reference:
     now: datetime
     reader: PictureReader | None = None
     """Reads pictures; None: the model sees none."""
+    blind: str = "this model reads text only"
+    """Why it sees none."""
 
     def encode(self, asked: Opening | FollowUp) -> Encoded:
         """Answer; ChatTemplateError: see the rules in :mod:`fsm_rollout.chat`."""
@@ -84,9 +86,7 @@ class Reference:
         messages = asked.messages if isinstance(asked, Opening) else [*asked.history, *asked.new]
         for place, message in enumerate(messages):
             if media_of(message):
-                raise ChatTemplateError(
-                    "multimodal-content", f"message {place} holds a picture, and this model reads text only"
-                )
+                raise ChatTemplateError("multimodal-content", f"message {place} holds a picture, and {self.blind}")
         return encoded
 
     def prompt(self, asked: Opening) -> PromptParts:

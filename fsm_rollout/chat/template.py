@@ -19,13 +19,14 @@ from fsm_rollout.chat.derive import Deriver
 from fsm_rollout.chat.glue_cache import GlueCache, Shape
 from fsm_rollout.chat.glue_learning import GlueLearner
 from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
-from fsm_rollout.chat.messages import Messages, pictures_of, roles_of
-from fsm_rollout.chat.pictures import PictureReader
+from fsm_rollout.chat.messages import PICTURE, Messages, conform, pictures_of, roles_of
+from fsm_rollout.chat.pictures import PictureReader, pads_of
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.chat.thinking import ThinkingTags, find_thinking
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.stream import text_of
 
 if TYPE_CHECKING:
@@ -87,10 +88,15 @@ class ChatTemplate:
         self.audit_failures: deque[str] = deque(maxlen=16)
         self.close_ids: frozenset[int] = closes.ids
         self.stop_ids: frozenset[int] = configured_stops | closes.ids
-        reader = PictureReader(processor, self._renderer, self._encoder, self.now) if processor is not None else None
-        self.pads: frozenset[int] = frozenset() if reader is None else reader.pads
+        reader, blind = None, "this model reads text only"
+        if processor is not None:
+            try:
+                reader = PictureReader(processor, self._renderer, self._encoder, self.now)
+            except ChatTemplateError as error:  # an agent that shows none may have a template that shows none
+                blind = str(error)
+        self.pads: frozenset[int] = pads_of(processor) if reader is None else reader.pads
         """Ids that stand for pictures, and mean nothing where none stands; none: the model reads text only."""
-        self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader)
+        self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader, blind)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
 
@@ -125,6 +131,40 @@ class ChatTemplate:
         except ChatTemplateError:
             return []  # what it refuses is told where it is used
         return [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
+
+    @cached_property
+    def _drops_results_pictures(self) -> str:
+        """Why pictures cannot stand in a tool's result; empty: they can."""
+        reader, reference = self.reference.reader, self.reference
+        if reader is None:
+            return reference.blind
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+        shown = {"role": "tool", "name": "look", "tool_call_id": call["id"], "content": [PICTURE]}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages: Messages = [{"role": "user", "content": "?"}, turn, shown]
+        try:
+            text = self._renderer.render(conform(messages, reference.dialect), None, self.now)
+        except ChatTemplateError as error:
+            return f"the template takes no picture in a tool's result: {error}"
+        if any(marker.id == reader.placeholder for _, marker in self._encoder.find(text)):
+            return ""
+        return "the template drops pictures in tools' results; give one that writes them (`chat_template`)"
+
+    async def sizes_in_results(self, pictures: Sequence[StoredPicture]) -> list[int]:
+        """Return how many tokens each picture has in a tool's result.
+
+        Raises:
+            ChatTemplateError: ``multimodal-content``: the model, or the template there, shows none.
+            PictureError: the processor does not take one of them.
+
+        """
+        if self._drops_results_pictures:
+            raise ChatTemplateError("multimodal-content", self._drops_results_pictures)
+        reader = self.reference.reader
+        assert reader is not None
+        if new := [picture for picture in pictures if not reader.knows(picture)]:
+            await asyncio.to_thread(reader.see, new)
+        return [len(reader.seen(picture).ids) for picture in pictures]
 
     @cached_property
     def thinking(self) -> ThinkingTags:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -22,7 +22,7 @@ from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.tools.base import fresh
 from fsm_rollout.tools.bounded_call import invoke
-from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.tools.tool_messages import Unshowable, clean, content
 from fsm_rollout.trajectory.events import Message, as_score
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import text_of
@@ -41,8 +41,8 @@ class Reply:
         ValueError: it says nothing and does not end the conversation either, or no float32 holds the score.
     """
 
-    content: str | None
-    """``None`` only with ``done``."""
+    content: Any
+    """Text; or a picture, or texts and pictures, as a tool may return them; ``None`` only with ``done``."""
     score: float | None = None
     """Of the assistant turn that was just judged."""
     done: bool = False
@@ -50,7 +50,14 @@ class Reply:
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str | None):
-            raise TypeError(f"a reply's content must be a string or None, got {reprlib.repr(self.content)}")
+            try:
+                _, shown = content(self.content)
+            except Unshowable as error:
+                raise TypeError(f"a reply's content: {error}") from error
+            if not shown:
+                told = reprlib.repr(self.content)
+                raise TypeError(f"a reply's content must be a string, pictures or None, got {told}")
+            object.__setattr__(self, "content", shown)
         if self.content is None and not self.done:
             raise ValueError("a reply without content must be `done`: there is nothing for the model to answer")
         as_score(self.score, "a reply's score")
@@ -113,7 +120,8 @@ class BoundInteraction:
         reply = await invoke(partial(self.interaction.reply, conversation), {})
         if not isinstance(reply, Reply):
             raise TypeError(f"{self.name}.reply must return a Reply, got {type(reply).__name__}")
-        return reply if reply.content is None else Reply(clean(reply.content), reply.score, reply.done)
+        text = reply.content
+        return Reply(clean(text), reply.score, reply.done) if isinstance(text, str) else reply
 
     @property
     def resumable(self) -> bool:

@@ -91,7 +91,7 @@ class CallTools(State):
         messages: list[Message] = []
         for attempt in trajectory.attempts:
             called = results[attempt.id]
-            message = {"role": "tool", "content": called.result, "tool_call_id": called.id}
+            message = {"role": "tool", "content": called.content, "tool_call_id": called.id}
             messages.append(message | {"name": called.name} if called.name else message)
         ctx.append(messages, context=trajectory.last.context if trajectory.last else self.spec.context)
 

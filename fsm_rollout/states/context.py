@@ -362,7 +362,7 @@ class HandlerContext:
         if (trace := self.active.trace) is not None:
             span = partial(trace.of_try, attempt.id, tries_before(self.trajectory.called, attempt.id))
         called = self.record_here(
-            await tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room, span=span)
+            await tools.call(attempt, context=bound.name, tokenizer=tokenizer, room=room, span=span, eye=bound.chat)
         )
         if tools.snapshots and (state := tools.snapshots.pop(name, None)) is not None:
             self.active.keep(name, state)

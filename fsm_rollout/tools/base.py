@@ -51,9 +51,9 @@ class ToolContext:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool returns that gives a reward with its result."""
+    """What a tool returns that gives a reward with its result: ``text`` is all that a tool may return without."""
 
-    text: str
+    text: object
     reward: float | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Tool(ABC):
 
     @abstractmethod
     def execute(self, *args: Any, **kwargs: Any) -> object:
-        """Carry out one call; return a `str`, a number, plain data, or a :class:`ToolResult`."""
+        """Carry out one call; return a `str`, a number, plain data, pictures, or a :class:`ToolResult`."""
 
     def release(self) -> object:  # noqa: B027
         """Give back what `create` took. An error raised here is reported and ends nothing."""

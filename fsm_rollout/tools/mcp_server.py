@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ try:
     import jsonschema
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
-    from mcp_types import INVALID_PARAMS, CallToolResult, Implementation
+    from mcp_types import INVALID_PARAMS, CallToolResult, ContentBlock, Implementation
     from mcp_types import Tool as DeclaredTool
 except ImportError as error:
     raise ToolError("tools of MCP servers need the `mcp` package: pip install 'fsm-rollout[mcp]'") from error
@@ -271,28 +272,36 @@ class MCPTool(BoundTool):
             if error.code == INVALID_PARAMS:
                 raise BadArguments(error.message) from error
             raise ConnectionError(error.message) from error
-        text = _text_of(result)
+        shown = _shown_by(result)
+        text = "".join(part for part in shown if isinstance(part, str))
         if result.is_error:
             raise ReportedFailure(text or "it failed and did not say why")
-        return text
+        return text if all(isinstance(part, str) for part in shown) else shown
 
 
-def _text_of(result: CallToolResult) -> str:
-    """Return what a result says. Nothing is left out in silence: of other content its kind is told."""
-    texts = []
-    for block in result.content:
-        match block.type:
-            case "text":
-                texts.append(block.text)
-            case "resource" if isinstance(text := getattr(block.resource, "text", None), str):
-                texts.append(text)
-            case "resource_link":
-                texts.append(f"{block.name}: {block.uri}")
-            case kind:
-                texts.append(f"[{kind} left out: only text can be shown]")
-    if not texts and result.structured_content is not None:
-        return tool_messages.result(result.structured_content)
-    return "\n".join(texts)
+def _shown_by(result: CallToolResult) -> list[str | dict[str, str]]:
+    """Return what a result says and shows. Nothing is left out in silence: of other content its kind is told."""
+    shown = [_block(block) for block in result.content]
+    if not shown and result.structured_content is not None:
+        shown.append(tool_messages.result(result.structured_content))
+    for before, after in pairwise(range(len(shown))):  # texts on lines of their own
+        if isinstance(text := shown[before], str) and isinstance(shown[after], str):
+            shown[before] = f"{text}\n"
+    return shown
+
+
+def _block(block: ContentBlock) -> str | dict[str, str]:
+    match block.type:
+        case "text":
+            return block.text
+        case "image":
+            return {"type": "image", "data": block.data}
+        case "resource" if isinstance(text := getattr(block.resource, "text", None), str):
+            return text
+        case "resource_link":
+            return f"{block.name}: {block.uri}"
+        case kind:
+            return f"[{kind} left out: only text and pictures can be shown]"
 
 
 class _WatchedStream:

@@ -41,6 +41,7 @@ from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, parameters_of
+from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.trace_ids import inside, traceparent
 
 LOG_AFTER = 2.0  # seconds of connecting to Ray after which a line says what is waited for
@@ -65,6 +66,7 @@ class ToolAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     text: str | None = None
     reward: float | None = None
+    shown: Sequence[str | tuple[bytes, str, int, int]] = ()  # texts and pictures, where it shows any
     error: Sequence[str] = ()  # the names of the error's class and of its bases; none: nothing was raised
     message: str = ""
     place: str = ""  # where in the tool's code the error was raised
@@ -140,7 +142,9 @@ def _result(answer: ToolAnswer) -> object:
         raise BadArguments(answer.message)
     if answer.error:
         raise RaisedElsewhere(answer.error, answer.message, answer.place)
-    return answer.text if answer.reward is None else ToolResult(str(answer.text), answer.reward)
+    shown = [part if isinstance(part, str) else stored(*part) for part in answer.shown]
+    value = shown or answer.text
+    return value if answer.reward is None else ToolResult(value, answer.reward)
 
 
 class _ToolWorker:
@@ -318,10 +322,13 @@ def _look_in(path: Sequence[str]) -> None:
 
 
 def _returned(value: object) -> ToolAnswer:
+    reward = None
     if isinstance(value, ToolResult):
         reward = None if value.reward is None else float(value.reward)
-        return ToolAnswer(tool_messages.result(value.text), reward)
-    return ToolAnswer(tool_messages.result(value))
+        value = value.text
+    text, parts = tool_messages.content(value)
+    shown = [part["text"] if part["type"] == "text" else part["image"].__reduce__()[1] for part in parts]
+    return ToolAnswer(text, reward, shown)
 
 
 def _raised(error: BaseException) -> ToolAnswer:

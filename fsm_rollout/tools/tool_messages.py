@@ -1,4 +1,4 @@
-"""The texts that a model reads about its tool calls, and how they are cut to size.
+"""What a model reads and sees of its tool calls, and how it is cut to size.
 
 Invariant: an error reads ``error: <what was wrong>; <what to do>`` and is short, whatever an exception may hold; all
 text is valid Unicode, so that any tokenizer can encode it. Text that is cut, encoded again, is at most ``limit`` tokens
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
-from fsm_rollout.errors import did_you_mean
+from fsm_rollout.errors import PictureError, did_you_mean
+from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, stored_pictures
+from fsm_rollout.trajectory.stream import text_of
+
+Part: TypeAlias = dict[str, Any]  # of a message's content
 
 # Plain data of about so many characters is made text on the event loop, in less than a millisecond.
 QUICK_CHARACTERS = 20_000
@@ -46,6 +50,48 @@ def result(value: object) -> str:
     except Exception as error:  # a type's own hooks may raise anything
         kind = type(value).__name__
         raise Unshowable(f"{kind} was returned, which cannot be shown to a model: {message_of(error)}") from error
+
+
+def content(value: object) -> tuple[str, list[Part]]:
+    """Return a tool's return value as text, and as the parts of a message where it shows pictures.
+
+    It shows one if it is one: a stored picture, an image of Pillow's, an array ``[height, width, 3]`` of uint8, a part
+    of a message's content. A list or tuple shows those that stand in it, its other items as :func:`result` writes them.
+
+    Raises:
+        Unshowable: as for :func:`result`; or a picture is damaged, or beyond the bounds of pictures.
+    """
+    if isinstance(value, str | int | float | None):  # by far the most common
+        return result(value), []
+    items = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_drawn, items)):
+        return result(value), []
+    try:
+        parts = [part for item in items for part in _parts_of(item)]
+    except PictureError as error:
+        raise Unshowable(f"{type(value).__name__} was returned, which cannot be shown: {error}") from error
+    return text_of({"content": parts}), parts
+
+
+def _is_drawn(value: object) -> bool:
+    if isinstance(value, Mapping):  # `{"type": "image", "url": …}` may be any search's plain data
+        holds = "image", "source", "data", "bytes"
+        return is_picture(value) and (value["type"] != "image" or any(key in value for key in holds))
+    shape: Sequence[int] = getattr(value, "shape", ())
+    kind = str(getattr(value, "dtype", ""))
+    if kind.endswith("uint8") and len(shape) == 3 and shape[2] == 3:
+        return True
+    return isinstance(value, StoredPicture) or any(cls.__module__ == "PIL.Image" for cls in type(value).__mro__)
+
+
+def _parts_of(item: object) -> list[Part]:
+    if isinstance(item, Mapping) and item.get("type") == "text" and isinstance(item.get("text"), str):
+        return [{"type": "text", "text": clean(item["text"])}]
+    if not _is_drawn(item):
+        return [{"type": "text", "text": result(item)}]
+    part = item if isinstance(item, Mapping) else {"type": "image", "image": item}
+    parts: list[Part] = stored_pictures({"content": [part]})["content"]
+    return parts
 
 
 def is_short(value: object) -> bool:
@@ -115,6 +161,54 @@ def clean(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def fit(
+    parts: Sequence[Part], sizes: Sequence[int], tokenizer: Tokenizer, limit: int, side: Side
+) -> tuple[list[Part], int]:
+    """Cut a result with pictures to at most ``limit`` tokens, and say how many were dropped.
+
+    Pictures stay whole or go: the first ones that fit beside the text stay, or beside half the limit, of which the text
+    is sure. A text says how many were left out. Where text is cut, the pictures stand behind all of it.
+
+    Args:
+        parts: texts and pictures.
+        sizes: how many tokens each of the pictures has.
+        tokenizer: as for :func:`truncate`.
+        limit: in tokens, at least 1.
+        side: which part of the text is dropped.
+    """
+
+    def count(text: str) -> int:
+        return len(
+            tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        )
+
+    # 1. Which pictures stay.
+    text = text_of({"content": parts})
+    length = count(text)
+    if length + sum(sizes) <= limit:
+        return list(parts), 0
+    room = limit - min(length + count(_note(len(sizes), len(sizes))), limit // 2)
+    kept = next((number for number in range(len(sizes)) if sum(sizes[: number + 1]) > room), len(sizes))
+    spent = sum(sizes[:kept])
+    note = _note(len(sizes) - kept, len(sizes)) if kept < len(sizes) else ""
+    # 2. The text beside them: whole, or cut to what is left. Texts that meet may encode to more tokens than apart.
+    over = 0
+    while True:
+        left = limit - spent - count(note) - over
+        shorter, dropped = truncate(text, tokenizer, left, side) if left > 0 else ("", length)
+        if (excess := count(shorter + note) + spent - limit) <= 0 or left <= 0:
+            break
+        over += excess
+    dropped += sum(sizes[kept:])
+    shown = [part for part in parts if is_picture(part)][:kept]
+    if shorter == text and left > 0:
+        stays = {id(part) for part in shown}
+        kept_parts = [part for part in parts if not is_picture(part) or id(part) in stays]
+        return kept_parts + ([{"type": "text", "text": note.lstrip()}] if note else []), dropped
+    whole = truncate(shorter + note, tokenizer, limit - spent, "right")[0]  # where there is not even room for the note
+    return [{"type": "text", "text": whole.lstrip()}, *shown], dropped
 
 
 class Tokenizer(Protocol):
@@ -195,6 +289,10 @@ def _plain_data(value: object) -> object:
 def _beginning(size: int, side: Side) -> int:
     """Return how much of ``size`` stands before the cut."""
     return {"left": 0, "right": size, "middle": (size + 1) // 2}[side]
+
+
+def _note(left_out: int, pictures: int) -> str:
+    return f"\n[{left_out} of {pictures} pictures left out]"
 
 
 def _marker(tokens: int) -> str:

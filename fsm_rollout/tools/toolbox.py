@@ -10,19 +10,20 @@ A :class:`Toolbox` is shared by all trajectories; a :class:`ToolSession` is one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
 from random import Random
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph
+from fsm_rollout.chat.messages import pictures_of
 from fsm_rollout.concurrency.seeds import derive_seed
-from fsm_rollout.errors import BadArguments, ToolError, did_you_mean
+from fsm_rollout.errors import BadArguments, ChatTemplateError, PictureError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, ToolContext, ToolResult
 from fsm_rollout.tools.bound_tools import (
@@ -40,6 +41,8 @@ from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slo
 from fsm_rollout.tools.schema import Schema
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, Unshowable, described, error_text, truncate
 from fsm_rollout.trajectory.events import Called, MalformedCall, ToolCall
+from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trace_ids import within
 
 CORRECT = "correct the arguments and try again"
@@ -50,6 +53,13 @@ LONGEST_PAUSE = 30.0
 _NO_TURN = nullcontext()  # of calls that wait for no other
 LEAST_TOKENS = 64  # of a result whose tool has no `response_tokens`, however little is left: enough for a short answer
 LONG_TEXT = 20_000  # characters from which on a result is tokenised in a thread
+
+
+class Eye(Protocol):
+    """What a model sees through (:class:`fsm_rollout.chat.template.ChatTemplate`)."""
+
+    async def sizes_in_results(self, pictures: Sequence[StoredPicture]) -> list[int]:
+        """Return how many tokens each picture has; ChatTemplateError, PictureError: it cannot be shown there."""
 
 
 class Toolbox:
@@ -187,6 +197,7 @@ class ToolSession:
         tokenizer: Tokenizer | None = None,
         room: Callable[[], int] | None = None,
         span: Callable[[int], str] | None = None,
+        eye: Eye | None = None,
     ) -> Called:
         """Carry out one attempted call; failures are results, never exceptions.
 
@@ -197,6 +208,7 @@ class ToolSession:
             room: returns how many tokens a result may have whose tool has no ``response_tokens``, at least
                 :data:`LEAST_TOKENS`; default: any number.
             span: returns the ``traceparent`` of a try by its number; default: nobody traces it.
+            eye: tells how many tokens pictures have; default: the model sees none.
 
         Raises:
             ToolError: the session has been released, or a tokenizer is needed.
@@ -227,6 +239,8 @@ class ToolSession:
                 called = replace(await self._run(tool, attempt, span), seconds=loop.time() - begun)
                 if self.keeps and tool.snapshots:
                     await self._keep(tool)
+                if called.shown:
+                    return await self._fitted(called, tool, attempt, tokenizer, room, eye)
                 # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
                 limit, most = tool.spec.response_tokens, len(called.result) * (1 if called.result.isascii() else 4)
                 if limit is None:
@@ -245,6 +259,30 @@ class ToolSession:
                 return replace(called, result=text, truncated_tokens=dropped)
         finally:
             self.under_way.pop(attempt.id, None)
+
+    async def _fitted(
+        self,
+        called: Called,
+        tool: BoundTool,
+        attempt: ToolCall,
+        tokenizer: Tokenizer | None,
+        room: Callable[[], int] | None,
+        eye: Eye | None,
+    ) -> Called:
+        """Return a result that shows pictures as the model can be given it."""
+        try:
+            if eye is None or tokenizer is None:
+                raise ChatTemplateError("multimodal-content", "nobody here sees pictures")
+            sizes = await eye.sizes_in_results(pictures_of([{"content": called.shown}]))
+        except (ChatTemplateError, PictureError) as error:
+            failed, _ = _failure(tool, attempt, Unshowable(f"a picture cannot be shown to this model: {error}"))
+            return replace(failed, seconds=called.seconds, tries=called.tries, failed_tries=called.failed_tries)
+        limit = tool.spec.response_tokens or (room() if room is not None else None)
+        if limit is None:
+            return called
+        fit = partial(tool_messages.fit, called.shown, sizes, tokenizer, limit, tool.spec.truncate)
+        shown, dropped = await asyncio.to_thread(fit) if len(called.result) > LONG_TEXT else fit()
+        return replace(called, result=text_of({"content": shown}), shown=shown, truncated_tokens=dropped)
 
     async def _keep(self, tool: BoundTool) -> None:
         """Ask a tool for its state; a failure is logged, and then there is none to go on from."""
@@ -305,12 +343,12 @@ class ToolSession:
                 if value is None:
                     tool.report_silence()
                 said = partial(Called.of, call, tries=number, failed_tries=failed)
-                if isinstance(value, ToolResult):
-                    return said(tool_messages.result(value.text), reward=value.reward)
                 if not isinstance(value, AgentAnswer):
-                    if tool_messages.is_short(value):
-                        return said(tool_messages.result(value))
-                    return said(await asyncio.to_thread(tool_messages.result, value))
+                    value, reward = (value.text, value.reward) if isinstance(value, ToolResult) else (value, None)
+                    short = tool_messages.is_short(value)
+                    content = tool_messages.content
+                    result, shown = content(value) if short else await asyncio.to_thread(content, value)
+                    return said(result, shown=shown, reward=reward)
                 if value.failure is None:
                     return said(tool_messages.clean(value.text), child_id=value.child_id)
                 text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)

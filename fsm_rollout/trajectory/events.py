@@ -190,6 +190,8 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     """As the model wrote them."""
     result: str
     """What the model was told."""
+    shown: list[PlainData] = []
+    """The result as the parts of a message, where it shows pictures; ``result`` is then their text."""
     failure: str | None = None
     """``None``: it succeeded. Else what failed: ``unknown_tool``, ``bad_arguments``, ``timed_out``, the tool format's
     slug, or the class of the error that the tool raised."""
@@ -207,6 +209,11 @@ class Called(Event, frozen=True, kw_only=True, tag="called"):
     """How many tokens of the result were cut away: by ``response_tokens``, else because of what the limits had left."""
     child_id: str | None = None
     """The trajectory of the sub-agent that answered."""
+
+    @property
+    def content(self) -> str | list[PlainData]:
+        """The content of the message that answers the call."""
+        return self.shown or self.result
 
     @classmethod
     def of(
@@ -235,7 +242,7 @@ class UserReplied(Event, frozen=True, kw_only=True, tag="interacted"):
     context: str
     state: str
     seconds: float
-    content: str | None = None
+    content: str | list[PlainData] | None = None
     score: float | None = None
     done: bool = False
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 
-from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tests", log_level="ERROR")
@@ -38,6 +39,16 @@ async def hang(seconds: float) -> str:
     """Take so long."""
     await asyncio.sleep(seconds)
     return "done"
+
+
+@server.tool()
+def draw() -> list[str | Image]:
+    """Draw a red square."""
+    from PIL import Image as Pillow
+
+    file = io.BytesIO()
+    Pillow.new("RGB", (30, 20), "red").save(file, "PNG")
+    return ["Red:", "a square.", Image(data=file.getvalue(), format="png")]
 
 
 @server.tool()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import MCP, ToolSpec
 from fsm_rollout.agent.loader import dump, loads
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Restored, ToolCall
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
+from tests.vision import gemma3_with_tools
 
 pytestmark = pytest.mark.process
 SERVER = Path(__file__).with_name("mcp_tools.py")
@@ -55,12 +58,20 @@ async def session(box: Toolbox, name: str = "t") -> AsyncIterator[Callable[..., 
 
     async def call(tool: str, /, **arguments: Any) -> Called:
         async with asyncio.timeout(PATIENCE):
-            return await opened.call(ToolCall(id="c", name=tool, arguments=arguments))
+            eyes = {"eye": eye(), "tokenizer": eye().tokenizer} if tool == "draw" else {}
+            return await opened.call(ToolCall(id="c", name=tool, arguments=arguments), **eyes)
 
     try:
         yield call
     finally:
         assert await opened.release() == []
+
+
+@cache
+def eye() -> ChatTemplate:
+    """Return what a model sees through."""
+    processor = gemma3_with_tools()
+    return ChatTemplate(processor.tokenizer, chat_template=processor.chat_template, processor=processor)
 
 
 async def no_agent(*_: Any) -> Any:
@@ -101,6 +112,17 @@ def http() -> Iterator[HTTPServer]:
     server = HTTPServer()
     yield server
     server.stop()
+
+
+async def test_a_server_shows_pictures() -> None:
+    box = toolbox(mcp=STDIO, timeout=PATIENCE)
+    async with session(box) as call:
+        called = await call("draw")
+    await box.close()
+    *_, drawn = called.shown
+    assert (called.failure, called.result, len(called.shown)) == (None, "Red:\na square.", 3)
+    assert drawn["image"].image().getpixel((0, 0)) == (255, 0, 0)
+    assert (drawn["image"].width, drawn["image"].height) == (30, 20)
 
 
 async def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secret_but_what_it_is_given() -> None:

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+from PIL import Image
 
 from fsm_rollout.agent import graph
+from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
@@ -31,6 +33,7 @@ from fsm_rollout.trajectory.events import Called, ToolCall
 from tests.cases import FILES
 from tests.kit import ROOT
 from tests.programs import program
+from tests.vision import gemma3_with_tools
 
 pytestmark = pytest.mark.process
 
@@ -44,6 +47,15 @@ def whoami(text: str, context: ToolContext) -> ToolResult:
         text: Said again.
     """
     return ToolResult(f"{text} {context.trajectory_id} {os.getpid()} {context.rng.random()}", reward=0.5)
+
+
+def paints(width: int) -> ToolResult:
+    """Paint.
+
+    Args:
+        width: How wide.
+    """
+    return ToolResult(["Painted:", Image.new("RGB", (width, 20), "red")], reward=0.5)
 
 
 async def shout(text: str) -> dict[str, str]:
@@ -151,7 +163,12 @@ async def no_agent(agent: graph.AgentGraph, call: AgentCall) -> AgentAnswer:
 
 
 def call_all(
-    tool: dict[str, Any], /, *arguments: dict[str, Any], extra: dict[str, Any] | None = None, **kwargs: Any
+    tool: dict[str, Any],
+    /,
+    *arguments: dict[str, Any],
+    extra: dict[str, Any] | None = None,
+    eyes: ChatTemplate | None = None,
+    **kwargs: Any,
 ) -> list[Called]:
     agent = graph.AgentGraph(agent="a", states={}, transitions=(), tools={"tool": {"timeout": 60.0, **tool}})
 
@@ -165,8 +182,10 @@ def call_all(
             extra=extra or {},
             run_agent=no_agent,
         )
+        reads = {"eye": eyes, "tokenizer": eyes.tokenizer} if eyes is not None else {}
         results = [
-            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=sent)) for i, sent in enumerate(arguments)
+            await session.call(ToolCall(id=f"c{i}", name="tool", arguments=sent), **reads)
+            for i, sent in enumerate(arguments)
         ]
         await session.release()
         return results
@@ -190,6 +209,17 @@ def test_a_function_elsewhere_gives_what_it_gives_here(placement: str) -> None:
     assert elsewhere.result.rsplit(" ", 1)[1] == number, "its randomness is that of the call, wherever it runs"
     (shouted,) = call_all({"use": f"{HERE}:shout", "placement": placement}, {"text": "hé"})
     assert shouted.result == '{"text": "HÉ"}'
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_pictures_come_back_from_elsewhere(placement: str) -> None:
+    processor = gemma3_with_tools()
+    eyes = ChatTemplate(processor.tokenizer, chat_template=processor.chat_template, processor=processor)
+    (here,) = call_all({"use": f"{HERE}:paints"}, {"width": 30}, eyes=eyes)
+    (elsewhere,) = call_all({"use": f"{HERE}:paints", "placement": placement}, {"width": 30}, eyes=eyes)
+    assert here.shown == elsewhere.shown
+    assert [part.get("text", "picture") for part in here.shown] == ["Painted:", "picture"]
+    assert (here.reward, elsewhere.reward, here.result, elsewhere.result) == (0.5, 0.5, "Painted:", "Painted:")
 
 
 @pytest.mark.parametrize("placement", PLACES)

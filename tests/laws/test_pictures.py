@@ -13,15 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow.parquet import read_table
 
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.jobs.export import export
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import run_virtual
+from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.journal import Journal, read
@@ -33,12 +36,12 @@ from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import collapsed
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.runs import agent, rows
-from tests.vision import FAMILIES, PLACEHOLDERS
+from tests.vision import FAMILIES, PLACEHOLDERS, WITH_TOOLS
 
 
 @cache
 def processor(family: str) -> Any:
-    return FAMILIES[family]()
+    return (FAMILIES | WITH_TOOLS)[family]()
 
 
 @cache
@@ -82,16 +85,61 @@ GRAPH = agent(
 )  # fmt: skip
 
 
+def show(step: int, context: ToolContext) -> object:
+    """Show what the prompt says.
+
+    Args:
+        step: Which of it.
+    """
+    source, said = context.extra["then"][step]
+    assert source == "tool"
+    return [part if isinstance(part, str) else picture(part) for part in said]
+
+
+class Shower:
+    """Replies with what the prompt says."""
+
+    resumable = True
+
+    def reply(self, conversation: Conversation) -> Reply:
+        said = [said for source, said in conversation.extra["then"] if source == "user"]
+        if conversation.replies == len(said):
+            return Reply(None, done=True)
+        parts = said[conversation.replies]
+        if all(isinstance(part, str) for part in parts):
+            return Reply("".join(parts))
+        return Reply([part if isinstance(part, str) else picture(part) for part in parts])
+
+
+IN_TURNS = agent(
+    {
+        "states": {
+            "PENDING": {},
+            "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
+            "PROCESSING_TOOLS": {"timeout": 100.0},
+            "INTERACTING": {"interaction": {"use": f"{__name__}:Shower"}, "timeout": 100.0},
+        },
+        "tools": {"show": {"use": f"{__name__}:show", "timeout": 50.0}},
+        "limits": {"assistant_turns": 9, "tool_calls": 9, "user_turns": 9, "wall_seconds": 1000.0},
+        "transitions": rows(
+            "PENDING prompted GENERATING", "GENERATING generated PROCESSING_TOOLS if has_tool_calls",
+            "GENERATING generated INTERACTING", "PROCESSING_TOOLS tools_done GENERATING",
+            "INTERACTING replied GENERATING", "INTERACTING interaction_done TERMINATED as answered",
+        ),
+    }
+)  # fmt: skip
+
+
 class Run:
     """A run of one family's model, played from a script."""
 
-    def __init__(self, family: str, script: Any, journal: Path) -> None:
-        self.processor = processor(family)
+    def __init__(self, family: str, script: Any, journal: Path, graph: AgentGraph = GRAPH) -> None:
+        self.processor, self.placeholder = processor(family), PLACEHOLDERS[family]
         self.engine = ScriptedEngine(script, tokenizer=self.processor.tokenizer, processor=self.processor, log=True)
         client = EngineClient(self.engine)
         client.chats = CHATS.setdefault(family, {})
         self.journal = Journal(journal)
-        self.scheduler = Scheduler({"a": GRAPH}, {"policy": client}, journal=self.journal)
+        self.scheduler = Scheduler({"a": graph}, {"policy": client}, journal=self.journal)
 
     async def go(self, prompt: Prompt, **options: Any) -> list[Trajectory]:
         groups = [group async for group in self.scheduler.run([prompt], 2, **options)]
@@ -144,6 +192,68 @@ def test_streams_show_what_was_shown(
             assert list(request.media) == [span for span in media if span.end <= len(request.ids)]
     # 4. What is read is what was run.
     assert list(read(folder)) == trajectories
+
+
+Plan = list[tuple[str, list[str | int]]]
+
+
+def in_turns(plan: Plan, folder: Path, family: str) -> tuple[Run, Prompt]:
+    """Return a run whose model calls the tool or speaks to the user, as planned, and the prompt for that."""
+    calls = '<tool_call>\n{"name": "show", "arguments": {"step": %d}}\n</tool_call>'
+    script = [calls % step if source == "tool" else "It is so." for step, (source, _) in enumerate(plan)]
+    first: Any = {"role": "user", "content": content(["Look", 5, "."])}
+    prompt = Prompt(prompt_id="p", messages=(first,), then=[list(each) for each in plan])
+    return Run(family, [*script, "It is so."], folder / "journal.sqlite", IN_TURNS), prompt
+
+
+def checked(run: Run, trajectory: Trajectory, plan: Plan) -> None:
+    """Hold a trajectory to its plan: each picture in its place, as the processor makes it, once, and never trained."""
+    assert (trajectory.stop_reason, trajectory.detail) == ("answered", None)
+    (stream,) = trajectory.streams
+    names = [picture(5), *(picture(part) for _, said in plan for part in said if isinstance(part, int))]
+    assert [span.picture for span in stream.media] == names
+    ids, eye = stream.tokens.ids, run.processor
+    for span in stream.media:
+        alone = eye(text=[run.placeholder], images=[span.picture.image()], add_special_tokens=False)
+        assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
+    trained = [*[0] * stream.tokens.prompt_length, *stream.tokens.response_mask()]
+    assert not any(any(trained[span.start : span.end]) for span in stream.media)
+    asked = [request for request in run.asked if request.trajectory_id == trajectory.trajectory_id]
+    for request in asked:
+        assert request.ids == ids[: len(request.ids)]
+        assert list(request.media) == [span for span in stream.media if span.end <= len(request.ids)]
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+@settings(deadline=None, max_examples=min(20, settings().max_examples))
+@given(plan=st.lists(st.tuples(st.sampled_from(["tool", "user"]), shown), min_size=1, max_size=5))
+def test_prompts_tools_and_users_show_pictures_alike(
+    family: str, plan: Plan, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    run, prompt = in_turns(plan, folder, family)
+    trajectories = run_virtual(run.go(prompt))
+    for trajectory in trajectories:
+        checked(run, trajectory, plan)
+    assert list(read(folder)) == trajectories
+
+
+def test_a_run_with_tools_and_users_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:
+    plan: Plan = [("tool", ["see", 1]), ("user", [2, "and", 1]), ("tool", [3])]
+    run, prompt = in_turns(plan, tmp_path / "whole", "gemma3_with_tools")
+    whole = run_virtual(run.go(prompt))
+    longest = max(len(events_of(tmp_path / "whole", t.trajectory_id)) for t in whole)
+    for kept in range(2, longest):
+        folder = tmp_path / str(kept)
+        again, _ = in_turns(plan, folder, "gemma3_with_tools")
+        histories = {t.trajectory_id: events_of(tmp_path / "whole", t.trajectory_id)[:kept] for t in whole}
+        for trajectory_id, history in histories.items():
+            for event in history:
+                again.journal.append(trajectory_id, event)
+        resumed = run_virtual(again.go(prompt, resume=[Trajectory.fold(history) for history in histories.values()]))
+        assert [(stream.tokens, stream.media) for t in resumed for stream in t.streams] == [
+            (stream.tokens, stream.media) for t in whole for stream in t.streams
+        ], kept
 
 
 def test_a_run_that_was_cut_off_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:

@@ -131,10 +131,14 @@ def test_a_placeholder_without_a_picture_is_refused_whoever_wrote_it(injection: 
             chat.encode_here(Opening(messages[: 1 + (role == "system")], None))
 
 
-def test_a_template_that_shows_no_picture_is_refused_before_anything_runs() -> None:
-    processor, _ = reader("gemma3")
-    with pytest.raises(ChatTemplateError, match="pictures-dropped"):
-        ChatTemplate(processor.tokenizer, chat_template=tokenizer().chat_template, processor=processor)
+def test_a_template_that_shows_no_picture_takes_text_and_guards_what_stands_for_one() -> None:
+    processor, seeing = reader("gemma3")
+    chat = ChatTemplate(processor.tokenizer, chat_template=tokenizer().chat_template, processor=processor)
+    assert not chat.sees
+    assert set() < chat.pads < seeing.pads
+    assert chat.encode_here(Opening([{"role": "user", "content": "What?"}], None)).ids
+    with pytest.raises(ChatTemplateError, match=r"message 0 holds a picture, and .*pictures-dropped.* writes nothing"):
+        chat.encode_here(Opening([{"role": "user", "content": parts([1])}], None))
 
 
 def test_a_template_that_drops_the_pictures_of_a_role_is_refused_there() -> None:

@@ -216,7 +216,7 @@ def test_only_a_reply_is_a_reply():
         Reply("x", score=float("nan"))
     with pytest.raises(ValueError, match="a reply's score must be a finite number or None, got 1e\\+39"):
         Reply("x", score=1e39)
-    with pytest.raises(TypeError, match="a reply's content must be a string or None, got 12345"):
+    with pytest.raises(TypeError, match="a reply's content must be a string, pictures or None, got 12345"):
         Reply(12345)  # type: ignore[arg-type]
 
 
