@@ -13,7 +13,7 @@ from typing import Any
 from reference_tables import docstring, first_paragraph, table
 
 API: dict[str, tuple[str, ...]] = {
-    "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt"),
+    "Running": ("fr.Rollout", "fr.load_agent", "fr.read_prompts", "fr.endless_prompts", "fr.Prompt", "fr.picture_of"),
     "What comes out": ("fr.TrajectoryBatch", "fr.Trajectory", "trajectory.stream.AssistantTurn", "fr.Group",
         "fr.Journal",
     ),

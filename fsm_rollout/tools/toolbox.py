@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph
-from fsm_rollout.chat.messages import pictures_of
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ChatTemplateError, PictureError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
@@ -273,7 +272,7 @@ class ToolSession:
         try:
             if eye is None or tokenizer is None:
                 raise ChatTemplateError("multimodal-content", "nobody here sees pictures")
-            sizes = await eye.sizes_in_results(pictures_of([{"content": called.shown}]))
+            sizes = await eye.sizes_in_results([part["image"] for part in called.shown if "image" in part])
         except (ChatTemplateError, PictureError) as error:
             failed, _ = _failure(tool, attempt, Unshowable(f"a picture cannot be shown to this model: {error}"))
             return replace(failed, seconds=called.seconds, tries=called.tries, failed_tries=called.failed_tries)
