@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from pydantic_core import to_jsonable_python
 
 from fsm_rollout.errors import PictureError, did_you_mean
 from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, stored_pictures
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 Part: TypeAlias = dict[str, Any]  # of a message's content
 
@@ -90,8 +90,7 @@ def _parts_of(item: object) -> list[Part]:
     if not _is_drawn(item):
         return [{"type": "text", "text": result(item)}]
     part = item if isinstance(item, Mapping) else {"type": "image", "image": item}
-    parts: list[Part] = stored_pictures({"content": [part]})["content"]
-    return parts
+    return cast(list[Part], [*media_of(stored_pictures({"content": [part]}))])
 
 
 def is_short(value: object) -> bool:
