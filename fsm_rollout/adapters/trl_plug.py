@@ -95,8 +95,8 @@ def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl
             if (side := trainer.processing_class.tokenizer.padding_side) != "left":
                 raise BatchError(
                     f"the trainer's processing_class pads on the {side}, and the trainer its prompts on the left, so "
-                    "that types of tokens stand elsewhere than their tokens; set processing_class.tokenizer.padding_side "
-                    "= 'left', as TRL does where it loads one itself"
+                    "that types of tokens stand elsewhere than their tokens; set "
+                    "processing_class.tokenizer.padding_side = 'left', as TRL does where it loads one itself"
                 )
             own = apply_chat_template({"prompt": prompt}, trainer.processing_class, **trainer.chat_template_kwargs)
             ids = trainer.processing_class.tokenizer(own["prompt"])["input_ids"]
