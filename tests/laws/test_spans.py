@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from hypothesis import given
@@ -20,13 +20,36 @@ from opentelemetry.trace import StatusCode
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.environment.rewards import Reward
+from fsm_rollout.report.metrics import (
+    ACTIVE,
+    CALLED,
+    CALLS,
+    ENDED,
+    LASTED,
+    SAMPLED,
+    SCORE,
+    USAGE,
+    Metric,
+    RunMetrics,
+)  # fmt: skip
 from fsm_rollout.report.telemetry import EVALUATION, RunTimes, SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import simulate, without_clocks
-from fsm_rollout.trajectory.events import AnyEvent, Ended, NotScored, Prompted, Resumed, Scored, Suspended
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    Called,
+    Ended,
+    Generated,
+    ModelQueried,
+    NotScored,
+    Prompted,
+    Resumed,
+    Scored,
+    Suspended,
+)  # fmt: skip
 from fsm_rollout.trajectory.trace_ids import TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.laws.agents import agents
@@ -34,8 +57,10 @@ from tests.laws.test_laws import WORKERS, _tokenizer, drawn, said  # noqa: F401 
 from tests.paired_workers import sharing
 
 MAKER = SpanMaker.of(TraceIds("run"), Resource({}), "law", {}, "tokens")
-SCORE = (GEN_AI_EVALUATION_NAME, GEN_AI_EVALUATION_SCORE_VALUE)
+SAID = (GEN_AI_EVALUATION_NAME, GEN_AI_EVALUATION_SCORE_VALUE)
+OPENING = (Prompted, Resumed, Suspended, Ended)
 Spans = dict[int, ReadableSpan]
+E = TypeVar("E")
 
 
 def by_id(spans: Iterable[ReadableSpan]) -> Spans:
@@ -56,13 +81,13 @@ def later(histories: Iterable[list[AnyEvent]]) -> Spans:
     return by_id([*spans, *times.spans(MAKER)])
 
 
-def listening(heard: list[ReadableSpan], around: Any) -> Any:
-    """Listen to a simulated run as a tracer does."""
+def listening(heard: list[ReadableSpan], around: Any, metrics: RunMetrics) -> Any:
+    """Listen to a simulated run as a tracer does, whose trajectories are judged."""
 
     @asynccontextmanager
     async def listens(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
         traced = TracedRun(MAKER, heard.append)
-        scheduler.recorder.listeners += (traced,)
+        scheduler.recorder.listeners += (traced, metrics)
         scheduler.scoring.reward = Reward(judge)
         async with nullcontext() if around is None else around(scheduler, simulated):
             yield
@@ -100,16 +125,41 @@ def tell_all_scores(spans: Spans, histories: dict[str, list[AnyEvent]]) -> None:
     told_within, told_rewards, told_failures = list[tuple[Any, ...]](), list[tuple[Any, ...]](), list[tuple[Any, ...]]()
     for span in spans.values():
         said, names = [mark for mark in span.events if mark.name == EVALUATION], span.attributes or {}
-        told = [tuple((mark.attributes or {}).get(key) for key in (*SCORE, "fsm_rollout.turn")) for mark in said]
+        told = [tuple((mark.attributes or {}).get(key) for key in (*SAID, "fsm_rollout.turn")) for mark in said]
         if is_visit(span):
             told_within += told
         elif span.name == "reward" and span.status.status_code is StatusCode.ERROR:
             told_failures.append((span.status.description,))
         elif span.name == "reward":
-            told_rewards.append((*(names[key] for key in SCORE), names.get("fsm_rollout.reward.style")))
+            told_rewards.append((*(names[key] for key in SAID), names.get("fsm_rollout.reward.style")))
             assert [mark[:2] for mark in told] == [told_rewards[-1][:2]], "the event says what the attributes say"
     for told, given_scores in ((told_within, within_visits), (told_rewards, rewards), (told_failures, failures)):
         assert sorted(told, key=repr) == sorted(given_scores, key=repr)
+
+
+def count_all(metrics: RunMetrics, histories: dict[str, list[AnyEvent]]) -> None:
+    """Hold metrics to what has happened."""
+    happened = [event for history in histories.values() for event in history]
+
+    def each(kind: type[E]) -> list[E]:
+        return [event for event in happened if isinstance(event, kind)]
+
+    def total(metric: Metric, *of: str) -> tuple[float, float]:
+        numbers = [n for labels, n in metrics.values[metric].items() if set(of) <= set(labels)]
+        return sum(n[0] for n in numbers), sum(sum(n[1:]) for n in numbers)
+
+    generated, called, queried = each(Generated), each(Called), each(ModelQueried)
+    tokens = sum(len(event.ids) for event in generated)
+    assert total(SAMPLED) == (tokens, 0)
+    assert total(USAGE, "output") == (
+        tokens + sum(event.tokens for event in queried), len(generated) + len(queried)
+    )  # fmt: skip
+    assert total(USAGE, "input")[1] == len(generated), "each has its stream, in workers too"
+    assert total(CALLS)[0] == total(CALLED)[1] == len(called)
+    assert total(ENDED)[0] == total(LASTED)[1] == len(each(Ended))
+    assert total(SCORE)[1] == sum(event.turn is None for event in each(Scored))
+    ends = {name: [event for event in history if isinstance(event, OPENING)] for name, history in histories.items()}
+    assert total(ACTIVE)[0] == sum(isinstance(found[-1], Prompted | Resumed) for found in ends.values())
 
 
 def nest_and_cover(spans: Spans, histories: dict[str, list[AnyEvent]]) -> None:
@@ -161,12 +211,13 @@ def within(span: ReadableSpan, above: ReadableSpan) -> bool:
 
 @given(drawn(agents()) | said(failures=True), WORKERS)
 def test_spans_nest_cover_the_time_and_are_the_same_later(case: tuple[AgentGraph, Plan], workers: int) -> None:
-    heard = list[ReadableSpan]()
-    run = simulate(*case, around=listening(heard, sharing(workers)))
+    heard, metrics = list[ReadableSpan](), RunMetrics({})
+    run = simulate(*case, around=listening(heard, sharing(workers), metrics))
     live = by_id(heard)
     assert told(live) == told(later(run.events.values()))
     nest_and_cover(live, run.events)
     tell_all_scores(live, run.events)
+    count_all(metrics, run.events)
 
 
 @given(drawn(agents(), failures=False, faults=False, killed=True))
