@@ -75,6 +75,8 @@ def recorded_config(
         )
     say(f"code is imported as {yaml_file} names it")
     # Where spans go, and the secrets that go with them, is the user's to say as well.
+    if config.tracing not in (None, own.tracing):
+        say(f"spans go where {yaml_file} says, and not where they went before; else give tracing=ADDRESS")
     return config.with_keys_of(own).model_copy(update={"out": folder.absolute(), "tracing": own.tracing})
 
 

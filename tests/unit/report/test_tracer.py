@@ -15,13 +15,14 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.jobs.export_spans import send_spans
+from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.replay import replay
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.report import tracer
 from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.report.readers import Tracing, tracing_of
-from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.cases import FILES
 from tests.collector import Collector
 from tests.embedded import tokenizer
@@ -133,6 +134,13 @@ def test_a_run_and_its_replay_are_traced_as_its_file_says(tmp_path: Path, monkey
         send_spans(out, {"endpoint": collector.url}, report=print)
         assert {(span.trace_id, span.span_id) for span in collector.spans} == live
         collector.requests.clear()
+        other, said = tmp_path / "other", list[str]()
+        execute(load_run(file, [f"out={other}", "tracing=http://127.0.0.1:9"]), _quiet(Console(quiet=True)))
+        config = recorded_config(other, metadata(other), (), say=said.append)
+        assert config.tracing == load_run(file).tracing
+        assert "and not where they went before; else give tracing=ADDRESS" in said[1]
+        recorded_config(out, metadata(out), (), say=said.append)
+        assert len(said) == 3, "of each the file that names its code"
         assert not replay(out, report=print).differences
         assert collector.spans
         assert not {span.trace_id for span in collector.spans} & {trace for trace, _ in live}
