@@ -31,6 +31,14 @@ AGAIN = "again"
 PARTS = (*BUSY, "other")  # the same, and the time in which none of these was under way
 
 
+_TIMED = frozenset({
+    events.Generated, events.Transitioned, events.Called, events.PromptExtended, events.ContextOpened, events.Prompted,
+    events.UserReplied, events.ModelQueried, events.Resumed, events.Suspended, events.Ended, events.Scored,
+    events.NotScored,
+})  # fmt: skip
+"""What :meth:`Fold.take` looks at."""
+
+
 class Interval(msgspec.Struct, frozen=True, gc=False):
     """Something that took from ``start`` to ``end``."""
 
@@ -89,6 +97,9 @@ class Fold:
     def take(self, event: AnyEvent) -> list[Interval]:
         """Take in the next event."""
         found: list[Interval] = []
+        if type(event) not in _TIMED:  # half of all; to be compared with each kind below takes a while
+            self._latest = event.at
+            return found
         match event:
             case events.Generated():
                 found = self._generated(event)

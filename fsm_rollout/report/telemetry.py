@@ -148,7 +148,7 @@ class TracedTrajectory:
         self._latest: Message | None = None
         self._around: dict[str, SpanContext] = {}  # of the spans that are open, by their keys
         self._totals = {"generations": 0, "input": 0, "output": 0, "tools": 0}
-        self.ended = False
+        self._tells = maker.content != "none"
         self.take(first)
 
     def take(self, event: AnyEvent) -> list[ReadableSpan]:
@@ -156,12 +156,10 @@ class TracedTrajectory:
         # 1. What the spans of this event need to know.
         if isinstance(event, events.ContextOpened):
             self._engines[event.context] = event.engine
-            if self._maker.content != "none":
+            if self._tells:
                 self._messages[event.context] = list(event.messages)
-        elif isinstance(event, events.MessagesAppended) and self._maker.content != "none":
+        elif isinstance(event, events.MessagesAppended) and self._tells:
             self._messages.setdefault(event.context, []).extend(event.messages)
-        elif isinstance(event, events.Ended):
-            self.ended = True
         # 2. The spans.
         made = [self._span(interval) for interval in self._fold.take(event)]
         # 3. What those of later events need to know.
@@ -227,7 +225,7 @@ class TracedTrajectory:
                 attributes["fsm_rollout.suspended"] = event.reason
             case _:
                 attributes["fsm_rollout.unfinished"] = True
-        if maker.content != "none":
+        if self._tells:
             attributes[gen_ai.GEN_AI_INPUT_MESSAGES] = _messages(first.messages)
             if self._latest is not None:
                 attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([self._latest])
@@ -288,7 +286,7 @@ class TracedTrajectory:
             attributes["fsm_rollout.replica"] = event.replica
         if event.cut_by is not None:
             attributes["fsm_rollout.limit"] = event.cut_by
-        if maker.content != "none":
+        if self._tells:
             said, history = event.said(), self._messages.setdefault(event.context, [])
             if event.continued and history:  # the turn that was cut is told again, whole
                 del history[-1:]
@@ -316,7 +314,7 @@ class TracedTrajectory:
         event, maker = interval.event, self._maker
         assert isinstance(event, events.ModelQueried)
         attributes = self._chat(event.engine, event.tokens)
-        if maker.content != "none":
+        if self._tells:
             attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([{"role": "assistant", "content": event.text}])
         return f"chat {maker.models.get(event.engine, event.engine)}", attributes, {"kind": SpanKind.CLIENT}
 
@@ -367,10 +365,6 @@ class TracedTrajectory:
         parts = {f"fsm_rollout.reward.{name}": part for name, part in event.parts.items() if part is not None}
         marks = [Event(EVALUATION, said, self._ns(interval.end))]
         return "reward", {**said, **parts}, {"events": marks}
-
-    @property
-    def _tells(self) -> bool:
-        return self._maker.content != "none"
 
     def _ns(self, at: float) -> int:
         return int((at + self._epoch) * 1e9)
