@@ -8,7 +8,8 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     ├── ToolError             a tool cannot be built (its signature, its import)
     │   └── BadArguments      a model's arguments are wrong, by the tool's schema or its own check; the model is told
     ├── EngineError           an engine cannot start, or failed for good
-    │   └── PromptTooLong     one request does not fit the engine's window
+    │   ├── PromptTooLong     one request does not fit the engine's window
+    │   └── ContentFiltered   a hosted model's provider withholds an answer because of what it is about
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
     ├── ReplayDiverged        a replayed run went another way than the recorded one
     ├── BatchError            rows do not fit the widths asked for
@@ -141,6 +142,15 @@ class EngineError(RolloutError):
 
 class PromptTooLong(EngineError):
     """A request's input does not fit into the engine's context window."""
+
+
+class ContentFiltered(EngineError):
+    """A hosted model's provider withholds an answer, or refuses a prompt, because of what it is about.
+
+    That is the model's answer, as whoever uses it sees it; it is not asked again.
+    """
+
+    failure = "policy"
 
 
 class StreamError(RolloutError):

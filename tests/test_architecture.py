@@ -34,6 +34,7 @@ ORDER = (
         "engines.client",
         "engines.chunk_stream",
         "engines.wire",
+        "engines.common_keys",
         "engines.specs",
         "engines.build",
         "engines.router",

@@ -106,17 +106,22 @@ def prompt_fields() -> str:
 
 def engine_kinds() -> str:
     """Return the keys of every engine kind."""
-    from fsm_rollout.engines import specs
+    from fsm_rollout.engines import common_keys, specs
     from fsm_rollout.engines.scripted import script
 
     parts = []
     for kind, spec in specs.KINDS.items():
         schema = spec.model_json_schema()
-        own = {name: field for name, field in schema["properties"].items() if name not in specs.EngineSpec.model_fields}
+        own = {
+            name: field
+            for name, field in schema["properties"].items()
+            if name not in common_keys.EngineSpec.model_fields
+        }
         parts.append(f"## `kind: {kind}`\n\n{keys_table(own, schema, engine_arguments(spec.engine_class))}")
-    common = specs.EngineSpec.model_json_schema()
+    common = common_keys.EngineSpec.model_json_schema()
     parts.append(f"## Keys of every kind\n\n{keys_table(common['properties'], common)}")
-    for key, model in (("pool", specs.PoolSpec), ("ray", specs.RaySpec)):
+    parts_of_keys = {"pool": common_keys.PoolSpec, "ray": common_keys.RaySpec, "price": common_keys.PriceSpec}
+    for key, model in parts_of_keys.items():
         schema = model.model_json_schema()
         parts.append(f"### `{key}`\n\n{keys_table(schema['properties'], schema)}")
     schema = script.Turn.model_json_schema()

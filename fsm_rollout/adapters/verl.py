@@ -91,6 +91,7 @@ def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = 
     """
     from verl.protocol import DataProto
 
+    batch.check_trainable()
     if batch.packed:
         raise BatchError("a DataProto is padded; make the batch without packed=True")
     unscored = batch.tensordict["trajectory_scores"].isnan()

@@ -59,7 +59,7 @@ LIMITS: Mapping[str, Limit] = {
         Limit(
             LimitName.CONTEXT_TOKENS,
             implied=True,  # by the engine's window
-            spent=lambda t, at: max((len(stream.tokens) for stream in t.streams), default=0),
+            spent=lambda t, at: max((stream.length for stream in t.streams), default=0),
         ),
         Limit(LimitName.BAD_CALLS, "call_tools"),
     )

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
-from fsm_rollout.batch.fitting import Overflow, check_fit, check_widths, fitting
+from fsm_rollout.batch.fitting import Overflow, check_fit, check_widths, fitting, why_untrainable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
 from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # What is true of a batch and of no row.
 _FACT_NAMES = (
-    "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures"
+    "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures", "untrainable"
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ class TrajectoryBatch(Columned):
     """Where it was saved, or loaded from."""
     processor: Any = None
     """The processor of the model, if it sees pictures."""
+    untrainable: str = ""
+    """Why there is no row, and none is given: the policy was a hosted model (``kind: chat``)."""
 
     @classmethod
     @calm_collection()
@@ -154,7 +156,7 @@ class TrajectoryBatch(Columned):
         if len(chosen) < len(streams):
             rowed = {stream.row_id for stream in chosen}
             batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
-        batch.sample_scores = sample_scores
+        batch.sample_scores, batch.untrainable = sample_scores, "" if streams else why_untrainable(by_id.values())
         return batch
 
     @classmethod
@@ -249,6 +251,7 @@ class TrajectoryBatch(Columned):
 
     def rows(self) -> list[TrainingRow]:
         """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
+        self.check_trainable()
         tensors = {key: self.tensordict.get(key).cpu() for key in PER_TOKEN if key in self.tensordict}
         scores, samples = (self.tensordict.get(key).tolist() for key in ("trajectory_scores", "sample"))
         facts = plain_columns(self.tensordict)
@@ -274,6 +277,7 @@ class TrajectoryBatch(Columned):
         Rows without a score have NaN, so that nobody trains on them by mistake: ``batch.select(~advantages.isnan())``.
         See :mod:`fsm_rollout.batch.advantages`.
         """
+        self.check_trainable()
         of_sample = sample_advantages(self.sample_scores, scale=scale)
         ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
         return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
@@ -296,9 +300,7 @@ class TrajectoryBatch(Columned):
         left_out = torch.ones(len(places[0]), logits.shape[-1], dtype=torch.bool)
         left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
         places = places[0].to(logits.device), places[1].to(logits.device)
-        masked = logits.clone()
-        masked[places] = logits[places].masked_fill(left_out.to(logits.device), -math.inf)
-        return masked
+        return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> TrajectoryBatch:
         """Return the batch of some rows, by number or by a mask ``[B]`` of bools, padded to the longest of them.
@@ -436,14 +438,12 @@ class TrajectoryBatch(Columned):
         return data_frame(self.rows())
 
     def __repr__(self) -> str:
-        prompts, responses = (
-            "packed" if self.packed else self.tensordict[key].shape[1] for key in ("prompts", "responses")
-        )
+        p, r = ("packed" if self.packed else self.tensordict[key].shape[1] for key in ("prompts", "responses"))
         reasons = ", ".join(f"{times} {reason}" for reason, times in Counter(self.dropped.values()).items())
         left_out = f"groups dropped: {len(self.dropped)}{f' ({reasons})' if reasons else ''}, rows omitted: "
         left_out += f"{len(self.omitted)}, truncated: {len(self.truncated)}, without a row: {len(self.unrowed)}"
         score = score_with_error(self.sample_scores)
-        return f"<TrajectoryBatch of {len(self)} rows, P={prompts}, R={responses}; score {score}; {left_out}>"
+        return f"<TrajectoryBatch of {len(self)} rows, P={p}, R={r}; score {score}; {left_out}>"
 
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:

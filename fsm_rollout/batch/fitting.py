@@ -7,11 +7,13 @@ cut: part of a picture is none, and a picture that is gone leaves its ids withou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.batch.rows import Cut, RowId
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 Overflow = Literal["error", "omit", "truncate"]
 
@@ -62,3 +64,15 @@ def check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | Non
         f"row {row_id} has a prompt of {prompt} and a response of {response} tokens, which do not fit "
         f"{requested}{more}; give wider ones, none, or overflow='omit' or 'truncate'"
     )
+
+
+def why_untrainable(trajectories: Iterable[Trajectory]) -> str:
+    """Return why nothing of some trajectories can be trained on; empty: a hosted model was the policy of none."""
+    for trajectory in trajectories:
+        if any(stream.counted is not None and stream.engine == POLICY for stream in trajectory.streams):
+            return (
+                f"the policy of trajectory {trajectory.trajectory_id} gave text without the token ids that it sampled "
+                "(`kind: chat`), so there is nothing to train on; evaluate with it (eval, stats, compare), and train "
+                "with an engine that gives ids"
+            )
+    return ""

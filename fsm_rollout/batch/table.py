@@ -31,6 +31,12 @@ class Columned:
 
     __slots__ = ()
     tensordict: TensorDict
+    untrainable: str
+
+    def check_trainable(self) -> None:
+        """Raise BatchError, with the reason, for a batch whose trajectories cannot be trained on."""
+        if self.untrainable:
+            raise BatchError(self.untrainable)
 
     def rows(self) -> list[TrainingRow]:
         """Return the rows."""
@@ -38,6 +44,7 @@ class Columned:
 
     def __getitem__(self, key: object) -> Any:
         """Return a column: ``batch["responses"]`` is ``batch.tensordict["responses"]``."""
+        self.check_trainable()
         if not isinstance(key, str):
             raise BatchError(f"batch[{key!r}]: a batch has columns by name; rows are batch.select([…]) or batch.rows()")
         if key not in self.tensordict:

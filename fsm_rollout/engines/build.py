@@ -14,20 +14,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from fsm_rollout.engines.common_keys import EngineSpec
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.engines.replica import SILENCE, LocalPlacement, Placement, PoolTimes
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.specs import (
-    DESCRIBED,
-    KINDS,
-    EngineSpec,
-    OwnSpec,
-    build_router,
-    faults,
-    spec_class,
-    without_nulls,
-)
+from fsm_rollout.engines.specs import DESCRIBED, KINDS, OwnSpec, build_router, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
 from fsm_rollout.model.folders import local_folder
 from fsm_rollout.names.objects import look_in, looked_in
@@ -98,7 +90,7 @@ def build_engine(
     times = PoolTimes(
         start=keys.start_timeout, silence=keys.silence_timeout or queue_timeout, update=keys.update_timeout
     )
-    return EnginePool(
+    pool = EnginePool(
         placement,
         checked.replica_count,
         router=build_router(checked.router),
@@ -107,6 +99,9 @@ def build_engine(
         times=times,
         sleeps=checked.sleep is not None,
     )
+    if checked.price is not None:
+        pool.facts = replace(pool.facts, price=checked.price.price)
+    return pool
 
 
 def pool_of(

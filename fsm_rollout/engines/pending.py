@@ -28,7 +28,7 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, ReplicaLost, Request
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.thinking_budget import ThinkingBudget
-from fsm_rollout.errors import EngineError, PromptTooLong
+from fsm_rollout.errors import ContentFiltered, EngineError, PromptTooLong
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import (
     LAST_VERSION,
@@ -37,6 +37,7 @@ from fsm_rollout.trajectory.tokens import (
     Logprobs,
     Note,
     NoteKind,
+    Usage,
     add_note,
     as_ids,
     as_logprobs,
@@ -107,6 +108,7 @@ class PendingRequest:
     rest: Request = field(init=False)  # what is asked for the present try: what no earlier one has streamed
     lane: int = 2  # what it comes before in a queue: 0 goes on, 1 is a turn that follows others, 2 is a first
     cached_tokens: int = 0
+    usage: Usage | None = None  # as in `Chunk`
     replica: str = ""
     at: Replica | None = None  # the replica that has it
     started: bool = False  # whether that replica's engine was asked for it: only then is its loss a failed try
@@ -163,6 +165,7 @@ class PendingRequest:
             else:
                 self.versions.append((len(ids), version))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        self.usage = chunk.usage or self.usage
         if self.at is None or not self.at.name:  # else that is what it is called here
             self.replica = chunk.replica or self.replica
         if self.thinking is not None:
@@ -271,6 +274,8 @@ def _failure(error: str) -> EngineError:
         return ReplicaLost(message)
     if kind == "PromptTooLong":
         return PromptTooLong(error)
+    if kind == "ContentFiltered":
+        return ContentFiltered(error, kind)
     return EngineError(error, kind=kind if colon and kind.isidentifier() else None)
 
 
@@ -309,7 +314,7 @@ def checked(
         return ids, logprobs, version, notes
     # 2. No more than was asked for, and nothing behind the end.
     sampling = request.sampling
-    if len(before) + count > sampling.max_tokens:
+    if len(before) + count > sampling.max_tokens and chunk.usage is None:
         raise EngineError(
             f"the engine returned more than the {sampling.max_tokens} tokens asked for (request {request_id})"
         )

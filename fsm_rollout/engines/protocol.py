@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, Price, Usage
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ Weights: TypeAlias = "str | Path | Mapping[str, torch.Tensor]"
 """New weights: a model's folder, or tensors by name."""
 NO_IDS = Ids("i")
 NO_LOGPROBS = Logprobs("f")
-FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff"})
+FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff", "RequestRefused", "ContentFiltered"})
 """Classes of errors that would recur if the request were tried again."""
 
 
@@ -167,6 +167,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     notes: tuple[Note, ...] = ()
     """What else the engine says: the sampling mask of each of these tokens; the routed experts, in any chunk, of any
     tokens that it has been fed."""
+    usage: Usage | None = None
+    """Of an engine that gives text alone (:attr:`EngineFacts.text_only`): the tokens of the whole, as it counts."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -191,6 +193,13 @@ class EngineFacts:
     """How many tokens the model has; ``None``: nobody knows."""
     processor: Any = None
     """A transformers processor, which turns pictures into ids; ``None``: the model reads text only."""
+    text_only: bool = False
+    """Whether the engine gives text without the ids that were sampled: ids only spell what is said
+    (:mod:`fsm_rollout.chat.hosted`), nothing is trained on, and there are as many tokens as the engine says."""
+    max_output: int | None = None
+    """The most tokens of one answer, where the engine bounds it."""
+    price: Price | None = None
+    """What its tokens cost."""
 
     @property
     def pad_id(self) -> int:

@@ -20,10 +20,10 @@ import msgspec
 from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
+from fsm_rollout.engines.common_keys import RaySpec
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, Weights, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
 from fsm_rollout.engines.replicas import load_weights
-from fsm_rollout.engines.specs import RaySpec
 from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError

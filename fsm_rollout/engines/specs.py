@@ -8,25 +8,24 @@ engine of the user's own.
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.chat.hosted import hosted_tokenizer
+from fsm_rollout.engines.common_keys import Count, EngineSpec, ModelSpec, Positive
 from fsm_rollout.engines.router import Router
 from fsm_rollout.engines.scripted.script import Turns, read_script
-from fsm_rollout.errors import ConfigError, EngineError
-from fsm_rollout.model.folders import load_processor, load_tokenizer, local_folder, model_folder
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.model.folders import load_processor, load_tokenizer
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
-from fsm_rollout.trajectory.settings import ImportPath, StrictModel
+from fsm_rollout.trajectory.settings import ImportPath
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Folder = Annotated[str, BeforeValidator(lambda folder: str(folder) if isinstance(folder, Path) else folder)]
 DESCRIBED = ("kind", "tokenizer", "model", "revision", "run", "engine")  # keys that a journal keeps of an engine
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -34,115 +33,6 @@ _MODEL = (
     "`embedded`, `embedded:early`, a model folder (relative to the run file), or a name of the Hugging Face hub "
     "(`Qwen/Qwen3-4B`), from its cache, else downloaded"
 )
-
-
-class RaySpec(StrictModel):
-    """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray.RayOptions`."""
-
-    address: str | None = Field(
-        None, description="`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"
-    )
-    resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="further resources that each replica takes"
-    )
-    strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_SPREAD"] = Field(
-        "DEFAULT",
-        description="how replicas are spread over nodes: as Ray likes, evenly, on as few as possible, each on its own",
-    )
-    nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
-    runtime_env: Mapping[str, object] = Field(default_factory=dict, description="of the actors, as Ray takes it")
-
-
-class PoolSpec(StrictModel):
-    """How patient a pool is with its replicas."""
-
-    attempts: Count | None = Field(
-        None, description="how often a generation of this engine is tried in all; default: the run's `failures`"
-    )
-    restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
-        3, description="how often in a row a replica is started again"
-    )
-    start_timeout: Positive = Field(600.0, description="seconds that a replica may take to start")
-    silence_timeout: Positive | None = Field(
-        None, description="seconds that a replica with work may say nothing; default: the run's `queue_timeout`"
-    )
-    update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
-
-
-class EngineSpec(StrictModel):
-    """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
-
-    engine_class: ClassVar[str]
-    """``module:Class``; called with :meth:`engine_arguments`."""
-
-    kind: str = Field(description="which engine: a built-in kind, or your own `module:Class`")
-    replicas: Count = Field(1, description="how many copies of the engine share the requests")
-    placement: Literal["local", "ray"] = Field(
-        "local", description="where the replicas run: on this machine, or on a Ray cluster"
-    )
-    gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
-    cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
-    router: str = Field("sticky", description="`sticky`, `least_loaded`, or your own router: `module:Class`")
-    pool: PoolSpec = Field(PoolSpec(), description="how patient the pool is with its replicas")
-    sleep: Literal["between_batches"] | None = Field(
-        None, description="`between_batches`: give memory back after each run; woken by the next one, or by new weights"
-    )
-    ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
-
-    @model_validator(mode="after")
-    def _only_for_ray(self) -> EngineSpec:
-        mine = [key for key in ("gpus", "cpus", "ray") if key in self.model_fields_set]
-        if self.placement != "ray" and mine:
-            raise ValueError(f"{', '.join(mine)}: for placement 'ray' only; set that, or leave them out")
-        return self
-
-    @property
-    def replica_count(self) -> int:
-        """How many replicas there are."""
-        return self.replicas
-
-    @property
-    def starts_again(self) -> bool:
-        """Whether a lost replica is started again: not the only one, in this process, which would only fall again."""
-        return self.replica_count > 1 or self.placement != "local"
-
-    def wrong_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
-        """Yield where the spec names a model that is no folder of this machine, which is to load it, and what is wrong.
-
-        Nothing is asked of a hub here.
-        """
-        yield from ()
-
-    def engine_arguments(self, base: Path) -> dict[str, object]:
-        """Return what the engine's class is called with; files are relative to ``base``."""
-        own = type(self).model_fields.keys() - EngineSpec.model_fields.keys()
-        return {name: value for name, value in self if name in own}
-
-
-class ModelSpec(EngineSpec):
-    """Keys of the kinds that name a model, or the tokenizer of one."""
-
-    names_model: ClassVar[str] = "model"
-    """The key that does."""
-    loads_weights: ClassVar[bool] = True
-    revision: str | None = Field(None, description="of a model of the hub: a branch, tag or commit; default: `main`")
-
-    def wrong_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
-        """See there."""
-        elsewhere = self.placement == "ray" and ((self.ray and self.ray.address) or os.environ.get("RAY_ADDRESS"))
-        try:
-            if not elsewhere:
-                local_folder(getattr(self, self.names_model), base, revision=self.revision)
-        except EngineError as error:
-            yield (self.names_model,), str(error)
-
-    def engine_arguments(self, base: Path) -> dict[str, object]:
-        """Find the model's folder, or download it."""
-        arguments = super().engine_arguments(base)
-        del arguments["revision"]
-        name = str(arguments[self.names_model])
-        folder = model_folder(name, base, revision=self.revision, weights=self.loads_weights)
-        return arguments | {self.names_model: folder}
 
 
 class ScriptedSpec(ModelSpec):
@@ -305,6 +195,43 @@ class OpenAISpec(ServersSpec):
     )
 
 
+class ChatSpec(ModelSpec):
+    """``kind: chat``; see :class:`fsm_rollout.engines.chat.engine.ChatEngine`."""
+
+    engine_class = "fsm_rollout.engines.chat.engine:ChatEngine"
+    names_model, loads_weights = "tokenizer", False
+    kind: Literal["chat"] = Field(
+        description="a hosted model behind a chat API, without token ids: to evaluate, develop, play users and judge; "
+        "nothing is trained on what it says"
+    )
+    api: Literal["openai", "anthropic"] = Field("openai", description="whose chat API it is, or is like")
+    model: str = Field(description="what the API calls the model, such as `o4-mini`")
+    base_url: str | None = Field(None, description="where the API is; default: its owner's")
+    api_key_env: str | None = Field(
+        None, description="the variable of the environment that holds the key; default: `OPENAI_API_KEY`, or "
+        "`ANTHROPIC_API_KEY`; with a `base_url` there may be none"
+    )  # fmt: skip
+    max_context: Count = Field(128_000, description="the longest input plus output, in the model's tokens")
+    max_output: Count = Field(16_384, description="the longest answer, hidden reasoning included")
+    max_running: Count = Field(16, description="how many requests are under way at once; the others wait")
+    omit: tuple[str, ...] = Field(
+        (), description="what the model refuses to be sent, such as `temperature` and `top_p` (o-models)"
+    )
+    extra: Mapping[str, object] = Field(
+        default_factory=dict, description="further fields of each request, such as `reasoning_effort: low`"
+    )
+    timeout: Positive = Field(600.0, description="seconds that an answer may take")
+    tokenizer: Folder = Field(
+        "embedded", description="what its texts are written with in streams, and tool results are measured with until "
+        "the model has counted them; that of " + _MODEL
+    )  # fmt: skip
+
+    def engine_arguments(self, base: Path) -> dict[str, object]:
+        """Read the tokenizer."""
+        arguments = super().engine_arguments(base)
+        return arguments | {"tokenizer": hosted_tokenizer(load_tokenizer(Path(str(arguments["tokenizer"]))))}
+
+
 class OwnSpec(EngineSpec):
     """``kind: module:Class``; the keys of the class are added by :func:`spec_class`."""
 
@@ -324,12 +251,19 @@ KINDS: Mapping[str, type[EngineSpec]] = {
     "sglang": SGLangSpec,
     "sglang_http": SGLangHTTPSpec,
     "openai": OpenAISpec,
+    "chat": ChatSpec,
 }
 ENGINES = Registry(
     "engine kind",
     "fsm_rollout.engines",
     {kind: spec.engine_class for kind, spec in KINDS.items()},
-    elsewhere={"vllm": "openai", "hf": "transformers", "huggingface": "transformers", "mock": "scripted"},
+    elsewhere={
+        "vllm": "openai",
+        "hf": "transformers",
+        "huggingface": "transformers",
+        "mock": "scripted",
+        "anthropic": "chat",
+    },
 )
 ROUTERS = Registry(
     "router",
@@ -412,7 +346,7 @@ def faults(spec: Mapping[str, object], base: Path | None = None) -> list[tuple[C
 def without_nulls(spec: Mapping[str, object]) -> dict[str, object]:
     """Return what a spec sets; the keys of its own parts count, those of ``args`` and ``turns`` are the engine's."""
     return {
-        key: without_nulls(value) if key in ("pool", "ray") and isinstance(value, Mapping) else value
+        key: without_nulls(value) if key in ("pool", "ray", "price") and isinstance(value, Mapping) else value
         for key, value in spec.items()
         if value is not None
     }

@@ -62,7 +62,8 @@ def comparison_of(
             "same prompts, by their ids"
         )
     # 2. The score, and what else was measured.
-    figures = {name: told(paired(methodcaller("took", name)).estimate) for name in FIGURES}
+    known = {*first.figures, *second.figures}
+    figures = {name: told(paired(methodcaller("took", name)).estimate) for name in FIGURES if name in known}
     counts = {
         key: {name: [ofs[name] for ofs in both_runs] for name in {**both_runs[0], **both_runs[1]}}
         for key, both_runs in {

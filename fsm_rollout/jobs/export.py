@@ -19,9 +19,10 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fsm_rollout.batch.columns import FURTHER, PER_TOKEN
+from fsm_rollout.batch.fitting import why_untrainable
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.batch.table import TENSORS, row_data
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import BatchError, ConfigError
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
@@ -74,6 +75,7 @@ def export(
     Raises:
         ConfigError: the file cannot be written, or there is no pyarrow.
         JournalError: there is no journal that can be read.
+        BatchError: the run's policy was a hosted model, of which there are no rows.
     """
     # 1. What is there.
     result = Exported(None if stream is not None else out or JournalFolder(folder).folder / f"rows.{kind}")
@@ -88,6 +90,8 @@ def export(
                 result.unfinished += 1
                 continue
             result.trajectories += 1
+            if why := why_untrainable([trajectory]):
+                raise BatchError(why)
             if scores is not None:
                 apply_score(trajectory, scores)
             for row in rows([trajectory]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Sample:
         """Return what is kept of a trajectory."""
         t, history = recording.trajectory, recording.events
         failures = {event.failure: None for event in history if isinstance(event, Called) and event.failure is not None}
-        figures = {name: float(figure(t)) for name, figure in FIGURES.items()}
+        figures = {name: float(took) for name, figure in FIGURES.items() if (took := figure(t)) is not None}
         return cls(
             t.trajectory_id, t.group_id, t.parent_id, t.agent, t.state, recording.ending, t.detail, t.score,
             dict(t.visits), tuple(failures), figures, len(history),
@@ -63,14 +63,15 @@ class Sample:
         return self.ending not in OPEN
 
 
-FIGURES: Mapping[str, Callable[[Trajectory], float]] = {
+FIGURES: Mapping[str, Callable[[Trajectory], float | None]] = {
     "generations": lambda trajectory: trajectory.generations,
     "tokens": lambda trajectory: trajectory.response_tokens,
     "tool calls": lambda trajectory: trajectory.calls_seen,
     "tool errors": lambda trajectory: trajectory.calls_failed,
     "seconds": lambda trajectory: trajectory.elapsed(trajectory.ended_at or trajectory.latest_at),
+    "cost": lambda trajectory: trajectory.cost,
 }
-"""What a sample took, beside its score."""
+"""What a sample took, beside its score; ``None``: nothing that is known."""
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class PromptSamples:
 
     def took(self, figure: str) -> list[float]:
         """Return what each sample took."""
-        return [sample.figures[figure] for sample in self.samples]
+        return [sample.figures.get(figure, 0.0) for sample in self.samples]
 
     def passed(self, least: float) -> list[bool]:
         """Say of each sample with a score whether that is at least so much."""
@@ -118,6 +119,11 @@ class RunSamples:
     def samples(self) -> Iterable[Sample]:
         """All samples."""
         return (sample for prompt in self.prompts.values() for sample in prompt.samples)
+
+    @property
+    def figures(self) -> list[str]:
+        """The names of what is known of any sample: a cost, say, only where an engine has a price."""
+        return [name for name in FIGURES if any(name in sample.figures for sample in self.samples)]
 
     def counted(self, what: Callable[[Sample], Iterable[str]]) -> Counter[str]:
         """Return how many samples have which of the words that ``what`` says of each."""
@@ -169,13 +175,35 @@ class RunReader:
 
     def samples(self) -> RunSamples:
         """Return the samples of what was read."""
-        own = [each for each in latest_of(list(self.trajectories.values())) if each.parent_id is None]
+        latest = list(latest_of(list(self.trajectories.values())))
+        own = [each for each in latest if each.parent_id is None]
+        costs = _with_sub_agents(latest)
+        own = [
+            replace(each, figures={**each.figures, "cost": costs[each.trajectory_id]})
+            if each.trajectory_id in costs
+            else each
+            for each in own
+        ]
         prompts = {name: PromptSamples(prompt.digest, prompt.columns) for name, prompt in self._prompts.items()}
         for sample in own:
             if sample.ended:
                 prompts[prompt_name(sample)].samples.append(sample)
         place = JournalFolder(self.run).folder
         return RunSamples(place.absolute(), prompts, sum(not each.ended for each in own), _confidence(place))
+
+
+def _with_sub_agents(trajectories: Sequence[Sample]) -> dict[str, float]:
+    """Return what each sample that called sub-agents cost with them, where anything has a price."""
+    callers = {each.trajectory_id: each for each in trajectories}
+    costs: dict[str, float] = {}
+    for each in trajectories:
+        if each.parent_id is None or (cost := each.figures.get("cost")) is None:
+            continue
+        caller = each
+        while caller.parent_id is not None and caller.parent_id in callers:
+            caller = callers[caller.parent_id]
+        costs[caller.trajectory_id] = costs.get(caller.trajectory_id, caller.figures.get("cost", 0.0)) + cost
+    return costs
 
 
 def prompt_name(trajectory: Trajectory | Sample) -> str:

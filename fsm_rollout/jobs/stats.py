@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.jobs.samples import FIGURES, PromptSamples, RunSamples
+from fsm_rollout.jobs.samples import PromptSamples, RunSamples
 from fsm_rollout.report.texts import number, visible
 from fsm_rollout.statistics.estimates import CONFIDENCE, Estimate, mean, pass_all, pass_at
 
@@ -51,7 +51,8 @@ def stats_of(
         "score": told(mean([prompt.scores for prompt in prompts], confidence)),
         "pass@k": {str(count): told(pass_at(passed, count, confidence)) for count in counts},
         "pass^k": {str(count): told(pass_all(passed, count, confidence)) for count in counts},
-        "figures": {name: told(mean([prompt.took(name) for prompt in prompts], confidence)) for name in FIGURES},
+        "figures": {name: told(mean([prompt.took(name) for prompt in prompts], confidence)) for name in run.figures},
+        **({"cost": sum(sum(prompt.took("cost")) for prompt in prompts)} if "cost" in run.figures else {}),
         "stop_reasons": dict(run.counted(lambda sample: [sample.ending]).most_common()),
         "by": {column: _by(column, prompts, confidence) for column in by},
     }
@@ -100,8 +101,9 @@ def stats_table(all_stats: Sequence[Mapping[str, Any]]) -> Group:
         for count in _keys(all_stats, key):
             if count != "1" or key == "pass@k":  # of one sample they are the same
                 estimates(f"{key[:-1]}{count}", key, count)
-    for name in FIGURES:
-        row(name, [number(stats["figures"][name]["value"]) for stats in all_stats])
+    for name in _keys(all_stats, "figures"):
+        values = [stats["figures"].get(name, {"value": None})["value"] for stats in all_stats]
+        row(name, [number(value) + _in_all(name, value, stats) for value, stats in zip(values, all_stats, strict=True)])
     for reason in _keys(all_stats, "stop_reasons"):
         row(f"ended: {reason}", [f"{stats['stop_reasons'].get(reason, 0):,}" for stats in all_stats])
     for column in _keys(all_stats, "by"):
@@ -115,6 +117,11 @@ def stats_table(all_stats: Sequence[Mapping[str, Any]]) -> Group:
 
 def _part(estimate: Mapping[str, Any] | None) -> str:
     return "" if estimate is None else f"{shown(estimate)} ({estimate['prompts']:,} prompts)"
+
+
+def _in_all(figure: str, value: float | None, stats: Mapping[str, Any]) -> str:
+    """Return what all samples came to, of a figure that is to be added up: money."""
+    return f" ({number(stats['cost'], 2)} in all)" if figure == "cost" and value is not None else ""
 
 
 def _keys(all_stats: Sequence[Mapping[str, Any]], key: str) -> list[str]:

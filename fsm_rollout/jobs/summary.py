@@ -17,7 +17,7 @@ from fsm_rollout.batch.advantages import scores_of
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.batch.table import standard_error
 from fsm_rollout.report.spans import PARTS, parts_of
-from fsm_rollout.report.texts import shortened, visible
+from fsm_rollout.report.texts import number, shortened, visible
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -40,11 +40,11 @@ def summarize(
 
     It is about the prompts' own trajectories; those of the sub-agents that they called, which have the same scores, are
     counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls cover both, as the
-    batch does; ``bad_calls`` are the failures among those calls that the model is to blame for, and
-    ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a trajectory, system messages
-    apart, and ``generations_mean`` what was sampled. ``stop_reasons`` counts a trajectory that has none as
-    ``suspended``, or ``unfinished``; ``failures`` (if there are any) says of each kind what the first one was, as
-    ``details`` does of ends that are no failures.
+    batch does, and ``cost``, where engines have a price; ``bad_calls`` are the failures among those calls that the
+    model is to blame for, and ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a
+    trajectory, system messages apart, and ``generations_mean`` what was sampled. ``stop_reasons`` counts a trajectory
+    that has none as ``suspended``, or ``unfinished``; ``failures`` (if there are any) says of each kind what the first
+    one was, as ``details`` does of ends that are no failures.
 
     ``failure_classes`` counts those that failed by whose fault it was; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, ``score_error`` its standard error
@@ -78,6 +78,7 @@ def summarize(
         "generations_mean": _mean([trajectory.generations for trajectory in samples]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
+        **({"cost": sum(costs)} if (costs := [t.cost for t in everything if t.cost is not None]) else {}),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
         "bad_calls": sum(trajectory.bad_calls for trajectory in everything),
         "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
@@ -180,6 +181,8 @@ def summary_table(summary: Summary) -> Table:
     row("turns", f"{messages} messages, {generations} generations on average; {summary['transitions']:,} transitions")
     share = f"{trained / tokens:.0%}" if tokens else "-"
     row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
+    if "cost" in summary:
+        row("cost", f"{number(summary['cost'], 2)}{of_both}")
     row("tool calls", _calls(summary) + of_both)
     row("score", _score(summary))
     if rewards := summary.get("tool_rewards"):

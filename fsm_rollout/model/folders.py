@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.chat.hosted import hosted_tokenizer
 from fsm_rollout.errors import EngineError, close_match, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
 from fsm_rollout.model.hub import hub_folder, is_hub_name
@@ -201,10 +202,12 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
     raise EngineError(f"its journal says that engine '{engine}' is the replay of a replay, more than {REPLAYS} times")
 
 
-def tokenizer_folder(facts: RecordedEngine) -> Path:
-    """Return the folder of a recorded engine's tokenizer; EngineError if it is not on this machine."""
+def recorded_tokenizer(facts: RecordedEngine) -> Any:
+    """Return a recorded engine's tokenizer; EngineError if it is not on this machine."""
+    hosted = facts.kind == "chat"
     try:
-        name = facts.tokenizer or facts.model or EMBEDDED
-        return model_folder(name, facts.base, revision=facts.revision, weights=False)
+        name = facts.tokenizer or (not hosted and facts.model) or EMBEDDED
+        folder = model_folder(name, facts.base, revision=facts.revision, weights=False)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise EngineError(f"its tokenizer cannot be found: {error}") from error
+    return hosted_tokenizer(load_tokenizer(folder)) if hosted else load_tokenizer(folder)

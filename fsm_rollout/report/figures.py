@@ -53,6 +53,7 @@ class Line:
         self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens
         self.trained = trajectory.trained_tokens
+        self.cost = trajectory.cost
         self.calls = trajectory.calls_seen
         self.failures = trajectory.calls_failed
         self.bad_calls = trajectory.bad_calls

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, StreamError, did_you_mean
-from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
+from fsm_rollout.model.folders import recorded_engine, recorded_tokenizer
 from fsm_rollout.report.spans import Interval, Kind, intervals_of
 from fsm_rollout.report.texts import TokenTexts
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
@@ -153,8 +153,7 @@ class RunFolder:
         """Return the texts of an engine's tokens, or ``None`` (and a note) when its tokenizer is not at hand."""
         if engine not in self._texts:
             try:
-                folder = tokenizer_folder(recorded_engine(self.metadata, engine))
-                self._texts[engine] = TokenTexts(load_tokenizer(folder))
+                self._texts[engine] = TokenTexts(recorded_tokenizer(recorded_engine(self.metadata, engine)))
             except (EngineError, JournalError) as error:
                 self._texts[engine] = None
                 self.notes.append(f"tokens of engine '{engine}' are shown as ids, without their text: {error}")

@@ -289,6 +289,7 @@ def _columns(lines: Sequence[Line]) -> list[_Column]:
         _Column("generations", lambda line: line.generations, 0),
         _Column("tokens", lambda line: line.tokens, 0),
         _Column("trained", lambda line: line.trained, 0),
+        _Column("cost", lambda line: line.cost, 6),
         _Column("calls", lambda line: line.calls, 0),
         _Column("failed", lambda line: line.failures, 0),
         _Column("seconds", lambda line: line.wall, 2),
@@ -299,6 +300,8 @@ def _columns(lines: Sequence[Line]) -> list[_Column]:
     needless = set()
     if not any(line.parent_id for line in lines):
         needless.add("called by")
+    if not any(line.cost is not None for line in lines):
+        needless.add("cost")
     if not any(line.resumed for line in lines):
         needless |= {"resumed", "away"}
     if len({version for line in lines for version in line.versions}) < 2:

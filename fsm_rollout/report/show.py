@@ -148,7 +148,8 @@ def trajectory_view(run: RunFolder, trajectory_id: str) -> RenderableType:
         f"of {visible(trajectory.agent)}: ",
         (visible(trajectory.stop_reason or "unfinished"), "bold"),
         f", score {number(trajectory.score)}{_parts(trajectory)}, {counted(trajectory.generations, 'generation')}, "
-        f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained",
+        f"{trajectory.trained_tokens:,} of {trajectory.response_tokens:,} tokens trained"
+        + ("" if trajectory.cost is None else f", cost {number(trajectory.cost, 2)}"),
     )
     path = Text(" → ").join(
         _repeated(Text(" → ").join(_chip(state, order) for state in block.items), block.times)

@@ -22,7 +22,7 @@ from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.worker_link import Link
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Note
+from fsm_rollout.trajectory.tokens import Note, Usage
 
 MOST_UNSENT = 32  # so many requests wait at most for others of the same pass of the event loop
 
@@ -90,7 +90,7 @@ class RemoteClient:
             pending.versions += ending.versions
             pending.notes += ending.notes
             pending.admitted_at = ending.admitted_at
-            pending.cached_tokens, pending.replica = ending.cached_tokens, ending.replica
+            pending.cached_tokens, pending.usage, pending.replica = ending.cached_tokens, ending.usage, ending.replica
             pending.end(ending.finish_reason, ending.error)
 
     async def abort(self, pending: PendingRequest) -> None:
@@ -127,6 +127,7 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     admitted_at: float | None
     cached_tokens: int
     replica: str
+    usage: Usage | None
 
 
 def remote_clients(engines: Mapping[str, EngineState], link: Link) -> dict[str, RemoteClient]:

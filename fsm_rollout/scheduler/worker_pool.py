@@ -391,6 +391,7 @@ class WorkerPool:
             admitted_at=pending.admitted_at,
             cached_tokens=pending.cached_tokens,
             replica=pending.replica,
+            usage=pending.usage,
         )
         if not worker.ended:
             asyncio.get_running_loop().call_soon(self._send_ended, worker)

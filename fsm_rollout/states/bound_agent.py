@@ -19,6 +19,7 @@ from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.machine import AgentMachine
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import ToolFormat, detect_format, get_format
+from fsm_rollout.chat.hosted import HostedFormat
 from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
 from fsm_rollout.tools import Toolbox
@@ -146,10 +147,20 @@ class BoundAgent:
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         check_shown(chat, spec.system, tools)
-        tool_format = shown_format(spec, chat, client) if tools else None
+        text_only = client.facts.text_only
+        tool_format = shown_format(spec, chat, client) if tools or text_only else None
         stop_ids = chat.stop_ids | client.facts.eos_ids
         return BoundContext(
-            name, spec, chat, tool_format, client, tools, stop_ids, stop_ids | chat.pads, name, spec.trained
+            name,
+            spec,
+            chat,
+            tool_format,
+            client,
+            tools,
+            stop_ids,
+            stop_ids | chat.pads,
+            name,
+            spec.trained and not text_only,
         )
 
 
@@ -164,20 +175,26 @@ def check_shown(chat: ChatTemplate, system: str | None, tools: Sequence[Mapping[
 
 
 def shown_format(spec: Context, chat: ChatTemplate, client: Client) -> ToolFormat:
-    """Return the form in which a context's model calls tools, which its chat template shows unless the agent says."""
+    """Return the form in which a context's model calls tools, which its chat template shows unless the agent says.
+
+    An engine that gives text alone gives calls as such, whatever the agent says of models' forms and templates.
+    """
+    if client.facts.text_only:
+        return HostedFormat(client.facts.tokenizer)
     name = detect_format(chat.source) if spec.tool_format == "auto" else spec.tool_format
     return get_format(name, client.facts.tokenizer)
 
 
 def shared_chat(client: Client, spec: Context) -> ChatTemplate:
     """Return the chat template of an engine with a context's settings, one object for all that share them."""
-    key = (spec.chat_template, repr(sorted(spec.template_kwargs.items())), spec.injection, spec.history)
+    template, kwargs = (None, {}) if client.facts.text_only else (spec.chat_template, dict(spec.template_kwargs))
+    key = (template, repr(sorted(kwargs.items())), spec.injection, spec.history)
     if key not in client.chats:
         client.chats[key] = ChatTemplate(
             client.facts.tokenizer,
-            chat_template=spec.chat_template,
-            template_kwargs=dict(spec.template_kwargs),
-            injection=spec.injection,
+            chat_template=template,
+            template_kwargs=kwargs,
+            injection="guard" if client.facts.text_only else spec.injection,
             history=spec.history,
             processor=client.facts.processor,
         )

@@ -36,7 +36,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import Ids, MediaSpan
+from fsm_rollout.trajectory.tokens import Ids, MediaSpan, Usage
 
 OnTokens = Callable[[PendingRequest], object]
 
@@ -45,7 +45,8 @@ def begin_stream(
     visit: Visit, bound: BoundContext, messages: list[Message], encoded: Encoded, *, instead_of_glue: bool = False
 ) -> Stream:
     """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
-    if room_in_context(visit, bound, len(encoded.ids)) < 1:
+    text_only = bound.client.facts.text_only  # then its engine says how many tokens there are
+    if room_in_context(visit, bound, 0 if text_only else len(encoded.ids)) < 1:
         context_tokens = visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
         raise PromptTooLong(
             f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
@@ -65,6 +66,7 @@ def begin_stream(
         parts=list(encoded.parts),
         media=list(encoded.media),
         instead_of_glue=instead_of_glue,
+        text_only=text_only,
     )
     visit.take_in(opened)
     return visit.trajectory.streams[-1]
@@ -144,9 +146,9 @@ async def ask(
         EngineError: the engine failed for good.
     """
     encoded = await bound.chat.encode(Opening(messages, None, visit.active.date))
-    ids = encoded.ids
-    window = bound.client.facts.max_context
-    room = window - len(ids)
+    ids, facts = encoded.ids, bound.client.facts
+    window = facts.max_context
+    room = window if facts.text_only else window - len(ids)
     if room < 1:
         raise PromptTooLong(
             f"engine '{engine}': a prompt of {len(ids)} tokens leaves no room to answer in its window of "
@@ -154,7 +156,7 @@ async def ask(
         )
     pending = submit(
         visit, bound, ids, encoded.media, settings, name=f"ask:{engine}/{index}", session=engine, index=index,
-        max_tokens=min(room, settings.max_tokens or room),
+        max_tokens=min(room, settings.max_tokens or room, facts.max_output or room),
         seed=derive_seed(visit.trajectory.seed, "ask", engine, index),
     )  # fmt: skip
     await ended(bound, pending)
@@ -167,9 +169,19 @@ async def ask(
         index=index,
         state=visit.state,
         text=text,
-        tokens=len(pending.ids),
+        tokens=len(pending.ids) if pending.usage is None else pending.usage.output,
         seconds=now - pending.submitted_at,
+        cost=cost_of(bound, pending),
     )
+
+
+def cost_of(bound: BoundContext, pending: PendingRequest) -> float | None:
+    """Return what a request's answer cost; ``None``: its engine has no price."""
+    price = bound.client.facts.price
+    if price is None:
+        return None
+    counted = Usage(len(pending.request.ids), len(pending.ids), pending.cached_tokens)
+    return price.of(pending.usage or counted)
 
 
 class Generation:
@@ -266,7 +278,10 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        self._room_after_glue = self._room(stream.tokens.length + len(encoded.ids), len(encoded.ids))
+        if stream.counted is None:
+            self._room_after_glue = self._room(stream.tokens.length + len(encoded.ids), len(encoded.ids))
+        else:
+            self._room_after_glue = self._room(stream.counted, 0)
         visit.take_in(
             PromptExtended(
                 at=visit.clock(),
@@ -299,16 +314,14 @@ class Generation:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = stream.tokens.length
-        room = self._room_after_glue or self._room(length, 0)
+        room = self._room_after_glue or self._room(length if stream.counted is None else stream.counted, 0)
         settings = self._sampling(sampling)
         sampled = written = 0
         if resumed:
             sampled = length - next((part.start for part in stream.sampled_with if part.turn == stream.turn), length)
             written = sampled - sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn)
-        bounds: dict[str | None, float] = {
-            None: float("inf") if settings.max_tokens is None else settings.max_tokens - sampled,
-            **room,
-        }
+        own = float("inf") if settings.max_tokens is None else settings.max_tokens - sampled
+        bounds: dict[str | None, float] = {None: min(own, bound.client.facts.max_output or own), **room}
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         pending = submit(
@@ -375,6 +388,8 @@ class Generation:
             seconds=now - admitted,
             cached_tokens=pending.cached_tokens,
             replica=pending.replica,
+            usage=pending.usage,
+            cost=None if self.bound.client.facts.price is None else cost_of(self.bound, pending),
         )
         visit.take_in(event)
         if read_error is not None:

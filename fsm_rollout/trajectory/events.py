@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat, cast
 import msgspec
 
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, MessagePart, Note
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, MessagePart, Note, Usage
 
 # Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)
 PlainData = dict[str, Any]
@@ -72,6 +72,8 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     media: list[MediaSpan] = []  # which of the ids are pictures
     # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
+    # Whether its engine gives text alone: the ids spell what was said, and are none that a model sampled.
+    text_only: bool = False
 
 
 class MessagesAppended(Event, frozen=True, kw_only=True, tag="wrote"):
@@ -154,6 +156,8 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     seconds: float = 0.0
     cached_tokens: int = 0
     replica: str = ""
+    usage: Usage | None = None  # of an engine that gives text alone: the tokens as it counts them
+    cost: float | None = None  # in money, where the engine has a price
 
     def said(self) -> Message:
         """Return the whole assistant message in OpenAI's form: with the calls among the attempts that could be read."""
@@ -234,6 +238,7 @@ class ModelQueried(Event, frozen=True, kw_only=True, tag="asked"):
     text: str
     tokens: int
     seconds: float
+    cost: float | None = None  # in money, where the engine has a price
 
 
 class UserReplied(Event, frozen=True, kw_only=True, tag="interacted"):

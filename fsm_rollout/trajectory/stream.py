@@ -17,7 +17,7 @@ from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
-from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream
+from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream, Usage
 
 
 class SampledWith(NamedTuple):
@@ -71,6 +71,14 @@ class Stream(msgspec.Struct):
     """Why that generation ended."""
     open: bool = True
     """Whether it is its context's current stream; a ``reset`` closes it and opens the next."""
+    counted: int | None = None
+    """Of an engine that gives text alone: how many tokens the stream has as that counts them, after its latest turn;
+    ``None``: the ids are the engine's own, and say it themselves."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has, as its engine counts them."""
+        return self.tokens.length if self.counted is None else self.counted
 
     @property
     def pending(self) -> list[Message]:
@@ -98,10 +106,11 @@ class Stream(msgspec.Struct):
             parts=list(event.parts),
             media=list(event.media),
             sampled_with=[],
+            counted=0 if event.text_only else None,
         )
 
-    def extend(self, event: events.PromptExtended, turn: int) -> None:
-        """Take in the glue before the generation ``turn``."""
+    def extend(self, event: events.PromptExtended, turn: int) -> int:
+        """Take in the glue before the generation ``turn``; return of how many tokens that is known by now."""
         length = self.tokens.length
         self.guarded_at.extend([length + at for at in event.guarded_at])
         self.parts.extend([part.moved(length, self.glued) for part in event.parts])
@@ -110,6 +119,7 @@ class Stream(msgspec.Struct):
         self.awaiting = True
         self.glued = len(self.messages)
         self.pending_state = None
+        return len(event.ids) if self.counted is None else 0
 
     def sample(self, event: events.Generated, turn: int) -> Message:
         """Take in what a generation, the ``turn``-th unless it is one that goes on, has sampled; return its message.
@@ -160,6 +170,11 @@ class Stream(msgspec.Struct):
         self.turn = turn
         return message
 
+    def count(self, usage: Usage) -> int:
+        """Take in what its engine counted in a turn; return how much it has grown, beyond what it opened with."""
+        before, self.counted = self.counted, usage.input + usage.output - usage.hidden
+        return usage.output + (max(0, usage.input - before) if before else 0)
+
     @property
     def turn_ids(self) -> Ids:
         """The latest assistant turn's (of several generations when it was cut and went on)."""
@@ -207,7 +222,7 @@ def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: 
         turn = AssistantTurn(event.context, event.state, message, event.attempts, event.finish_reason)
     # 2. What the generation made of it.
     turn.message, turn.calls, turn.finish_reason = message, event.attempts, event.finish_reason
-    turn.tokens += len(event.ids)
+    turn.tokens += len(event.ids) if event.usage is None else event.usage.output
     if len(turn_of) < count:  # else the generation is resumed, and is there already
         turn.generations.append(len(turn_of))
         turn_of.append(turn)

@@ -40,6 +40,31 @@ def as_logprobs(values: Sequence[float]) -> Logprobs:
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
 
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a generation took, in the tokens that its engine counts (and a hosted model's provider bills)."""
+
+    input: int
+    output: int
+    """All that was sampled, hidden reasoning included."""
+    cached: int = 0
+    """How many of the input came from a prefix cache."""
+    hidden: int = 0
+    """How many of the output are reasoning that the provider keeps, so that no later input holds it."""
+
+
+class Price(msgspec.Struct, frozen=True, gc=False):
+    """What an engine's tokens cost, per million, in whatever currency."""
+
+    input: float
+    output: float
+    cached: float
+
+    def of(self, usage: Usage) -> float:
+        """Return what a generation costs."""
+        fresh = usage.input - usage.cached
+        return (fresh * self.input + usage.cached * self.cached + usage.output * self.output) / 1e6
+
+
 class Owner(Enum):
     """Who put a span's tokens into the stream."""
 

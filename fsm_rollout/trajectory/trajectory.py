@@ -127,6 +127,8 @@ class Trajectory(msgspec.Struct):
     """The calls and broken calls of the latest generation, in order."""
     response_tokens: int = 0
     """Tokens after the opening prompts, over all streams."""
+    cost: float | None = None
+    """What its generations, and the models that its environment asked, cost; ``None``: those engines have no price."""
     queries: dict[str, int] = {}
     """How often the environment has asked each engine."""
     queries_before: dict[str, int] = {}
@@ -322,19 +324,20 @@ class Trajectory(msgspec.Struct):
         stream.messages.extend(event.messages)
 
     def _extended(self, event: events.PromptExtended) -> None:
-        self._open_stream(event.context).extend(event, self.generations)
-        self.response_tokens += len(event.ids)
+        self.response_tokens += self._open_stream(event.context).extend(event, self.generations)
         self.guarded += event.guarded
 
     def _generated(self, event: events.Generated) -> None:
-        message = self._open_stream(event.context).sample(event, self.generations)
+        stream = self._open_stream(event.context)
+        message = stream.sample(event, self.generations)
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
         turn = update_turn(self.turn_of, event, message, self.generations)
         turn.results = self.called = []  # one list for both: the calls made from now on
         self.last, self.attempts = event, event.attempts
-        self.response_tokens += len(event.ids)
+        self.response_tokens += len(event.ids) if event.usage is None else stream.count(event.usage)
+        self.cost = self.cost if event.cost is None else (self.cost or 0.0) + event.cost
         begun = event.at - event.seconds
         self._took("queue", begun - event.queue_seconds, begun)
         self._took("generate", begun, event.at)
@@ -361,6 +364,7 @@ class Trajectory(msgspec.Struct):
 
     def _asked(self, event: events.ModelQueried) -> None:
         self.queries[event.engine] = max(self.queries.get(event.engine, 0), event.index + 1)
+        self.cost = self.cost if event.cost is None else (self.cost or 0.0) + event.cost
 
     def _interacted(self, event: events.UserReplied) -> None:
         self._took("interact", event.at - event.seconds, event.at)
@@ -374,8 +378,7 @@ class Trajectory(msgspec.Struct):
         self.refused[self.state] = self.refused.get(self.state, 0) + 1
 
     def _timed_out(self, event: events.TimedOut) -> None:
-        self.time_up = event
-        self.visit_events = []
+        self.time_up, self.visit_events = event, []
 
     def _transitioned(self, event: events.Transitioned) -> None:
         if event.source != self.state:
@@ -385,8 +388,7 @@ class Trajectory(msgspec.Struct):
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
-        self.visit_events = []
-        self.interrupted, self.time_up = False, None
+        self.visit_events, self.interrupted, self.time_up = [], False, None
         if self.queries:
             self.queries_before = dict(self.queries)
         self.state = event.dest
@@ -426,8 +428,7 @@ class Trajectory(msgspec.Struct):
 
     def _ended(self, event: events.Ended) -> None:
         self.stop_reason, self.detail, self.failure = event.stop_reason, event.detail, event.failure
-        self.suspended = None
-        self.ended_at = event.at if self.ended_at is None else self.ended_at
+        self.suspended, self.ended_at = None, (event.at if self.ended_at is None else self.ended_at)
 
     def __repr__(self) -> str:
         where = self.stop_reason or (f"suspended: {self.suspended}" if self.suspended else self.state)

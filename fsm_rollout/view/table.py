@@ -125,7 +125,7 @@ class Overview:
             sub_agents=len(everything) - len(own),
             ended=sum(each.ended for each in own),
             score=math.fsum(scores) / len(scores) if scores else None,
-            figures={name: math.fsum(each.figures[name] for each in everything) for name in FIGURES},
+            figures={name: math.fsum(each.figures.get(name, 0.0) for each in everything) for name in FIGURES},
             agents=Counter(each.agent for each in everything),
             now=Counter(each.state for each in everything if not each.ended),
             visited=list(dict.fromkeys(state for path in paths for state in path)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.trajectory.journal import metadata, trajectory_ids
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import CONFIGS
+from tests.unit.engines.http.stand_ins import ChatStandIn
+from tests.unit.engines.http.test_chat import openai_answer
 
 INTERRUPTED = Path("interrupted")  # is there until a reward has been interrupted
 RUN = f"""
@@ -131,3 +134,30 @@ def test_the_command_that_goes_on_where_an_agents_evaluation_was_interrupted(pla
     assert done.output.endswith(f"interrupted; to continue: {shlex.join(['fsm-rollout', *words])}\n")
     again = CliRunner().invoke(app, words)
     assert (again.exit_code, "3 × 2" in again.output) == (0, True), again.output
+
+
+def test_a_hosted_model_stands_in_the_table_with_what_it_cost(place: Path) -> None:
+    server = ChatStandIn(repeat(openai_answer("It is 4.")))
+    try:
+        hosted = (
+            f"{{kind: chat, turns: null, model: o4-mini, base_url: '{server.url}/v1', price: {{input: 1, output: 2}}}}"
+        )
+        (place / "run.yaml").write_text(RUN.replace("right: {}", f"hosted: {{engine: {hosted}}}"), "utf-8")
+        table = evaluated("run.yaml", "limit=5")
+        hosted_stats, wrong = json.loads(evaluated("run.yaml", "--json", "limit=5"))
+    finally:
+        server.stop()
+    assert (hosted_stats["score"]["value"], hosted_stats["samples"], len(server.asked)) == (1.0, 10, 10)
+    assert hosted_stats["cost"] == pytest.approx(10 * 160 / 1e6)
+    assert "cost" not in wrong
+    assert "0.00016 (0.0016 in all)" in table
+    runs = [str(place / "runs/sums-eval" / name) for name in ("wrong", "hosted")]
+    compared = CliRunner().invoke(app, ["compare", *runs, "--json"])
+    assert json.loads(compared.stdout)[0]["figures"]["cost"]["value"] == pytest.approx(160 / 1e6)
+    for arguments in (["show", runs[1]], ["show", runs[1], "-o", str(place / "report.html")], ["replay", runs[1]]):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+    assert "<dt>cost</dt><dd>0.0016</dd>" in (place / "report.html").read_text("utf-8")
+    refused = CliRunner().invoke(app, ["export", runs[1]])
+    assert refused.exit_code == 2, refused.output
+    assert "there is nothing to train on" in " ".join(refused.output.split())

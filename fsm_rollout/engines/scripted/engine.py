@@ -312,6 +312,7 @@ class ScriptedEngine:
             error=error,
             replica=self._replica,
             notes=tuple(notes),
+            usage=answer.plan.usage,
         )
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)

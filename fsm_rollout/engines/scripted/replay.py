@@ -8,22 +8,22 @@ a change of an agent, a tool or a chat template does is found where it first sho
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, EngineFacts, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import AnswerPlan
 from fsm_rollout.errors import EngineError, JournalError
-from fsm_rollout.model.folders import load_tokenizer, recorded_engine, tokenizer_folder
+from fsm_rollout.model.folders import recorded_engine, recorded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, metadata
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, Logprobs, Note, NoteKind
+from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, Logprobs, Note, NoteKind, Usage
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 AROUND = 8  # tokens shown on either side of the place in which an input differs
@@ -42,6 +42,7 @@ class Recorded:
     notes: list[Note] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of each token; -1: it was not sampled
     finish_reason: FinishReason = FinishReason.ABORT
+    usage: Usage | None = None
 
     def noted(self, at: int, to: int, routed: int) -> list[Note]:
         """Return the masks of tokens ``[at, to)``, and the experts from position ``routed`` of the stream to there."""
@@ -63,7 +64,7 @@ def recorded(path: Path) -> dict[Place, Recorded]:
                 generation.logprobs.extend(event.logprobs)
                 generation.notes.extend(event.notes)
                 generation.versions += [version for count, version in event.versions for _ in range(count)]
-                generation.finish_reason = event.finish_reason
+                generation.finish_reason, generation.usage = event.finish_reason, event.usage
             trajectory.apply(event)
     return found
 
@@ -79,8 +80,10 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
         window = max_context or facts.max_context
         if window is None:
             raise EngineError(f"{run} does not record the window of engine '{engine}'; give max_context")
-        tokenizer = load_tokenizer(tokenizer_folder(facts))
-        return ReplayEngine(run, tokenizer=tokenizer, max_context=window, eos_ids=facts.eos_ids)
+        return ReplayEngine(
+            run, tokenizer=recorded_tokenizer(facts), max_context=window, eos_ids=facts.eos_ids,
+            text_only=facts.kind == "chat",
+        )  # fmt: skip
     except JournalError as error:
         raise EngineError(f"nothing to replay: {error}") from error
 
@@ -93,6 +96,7 @@ class ReplayEngine(ScriptedEngine):
         tokenizer: the one that the run had.
         max_context: the longest input plus output of the engine that the run had, in tokens.
         eos_ids: its stop tokens.
+        text_only: whether that engine gave text alone.
 
     Answers come at once. Tokens keep their logprobs, and the weight versions under which they were sampled; weights
     are counted, not loaded. A generation that the run cut off (a timeout, a crash) gives its tokens, and fails then.
@@ -101,11 +105,19 @@ class ReplayEngine(ScriptedEngine):
         JournalError: there is no journal that can be read.
     """
 
-    def __init__(self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int], text_only: bool = False
+    ) -> None:
         super().__init__((), tokenizer=tokenizer, max_context=max_context)
         self._journal = Path(journal)
         self._recorded = recorded(self._journal)
         self.eos_ids = frozenset(eos_ids)
+        self._text_only = text_only
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine was whose answers these are."""
+        return replace(super().facts, text_only=self._text_only)
 
     def _plan(self, request: Request) -> AnswerPlan:
         """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""
@@ -117,7 +129,9 @@ class ReplayEngine(ScriptedEngine):
         if (wrong := self._difference(request, recorded)) is not None:
             return AnswerPlan(error=wrong)
         start = request.sampled
-        end = min(len(recorded.ids), start + request.sampling.max_tokens)
+        end = len(recorded.ids)
+        if recorded.usage is None:  # else an answer came whole, and its engine has counted it
+            end = min(end, start + request.sampling.max_tokens)
         changes = [at for at in range(start + 1, end) if recorded.versions[at] != recorded.versions[at - 1]]
         bounds = [start, *changes, end]
         pieces = tuple(
@@ -136,7 +150,7 @@ class ReplayEngine(ScriptedEngine):
         if end < len(recorded.ids):
             return AnswerPlan(pieces, versions=versions, finish_reason=FinishReason.LENGTH)
         if recorded.finish_reason != FinishReason.ABORT:
-            return AnswerPlan(pieces, versions=versions, finish_reason=recorded.finish_reason)
+            return AnswerPlan(pieces, versions=versions, finish_reason=recorded.finish_reason, usage=recorded.usage)
         cut_off = (
             f"ReplayCutOff: {self._where(request)} was cut off in {self._journal}, after {len(recorded.ids)} tokens"
         )

@@ -21,7 +21,7 @@ from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, Usage, as_ids, as_logprobs
 
 
 class Turn(StrictModel):
@@ -131,6 +131,8 @@ class AnswerPlan(msgspec.Struct, frozen=True):
     hang: bool = False
     versions: tuple[int, ...] = ()
     """Of each piece, the weights that sampled it; default: the engine's when it is given."""
+    usage: Usage | None = None
+    """As in a chunk, of a recorded answer."""
 
 
 def plan(

@@ -309,7 +309,8 @@ class AgentHistories:
         while mark is not None and f"{self.context}{mark}{number}" in names:
             number += 1
         name = self.context if mark is None else f"{self.context}{mark}{number}"
-        tool_format = shown_format(base.spec, base.chat, base.client) if schemas else None
+        shown = schemas or base.client.facts.text_only
+        tool_format = shown_format(base.spec, base.chat, base.client) if shown else None
         bound = replace(base, name=name, tools=schemas, tool_format=tool_format)
         self.ctx.active.branches[name] = bound
         return bound

@@ -212,7 +212,7 @@ def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
     [
         (
             {"kind": "Shouting"},
-            ["engine kind 'Shouting' does not exist; known: openai, replay", "or give 'module:Class'"],
+            ["engine kind 'Shouting' does not exist; known: chat, openai, replay", "or give 'module:Class'"],
         ),
         ({"kind": f"{HERE}:Shoutin"}, ["has no 'Shoutin'", "did you mean 'Shouting'?"]),
         ({"kind": "no_such:Engine"}, ["cannot import 'no_such'"]),

@@ -15,7 +15,7 @@ from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model import embedded_model
-from fsm_rollout.model.folders import model_folder, recorded_engine, tokenizer_folder
+from fsm_rollout.model.folders import model_folder, recorded_engine, recorded_tokenizer
 from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.hub import COMMIT, Hub, fill_cache, serving
 from tests.kit import ROOT
@@ -99,7 +99,7 @@ def test_a_journal_finds_the_tokenizer_of_a_named_model(cache: Path, tmp_path: P
         rollout.run(["2 + 2?"])
     facts = recorded_engine(metadata(tmp_path / "run.sqlite"), "policy")
     assert (facts.tokenizer, facts.revision) == (NAME, "second")
-    assert tokenizer_folder(facts).name == COMMIT
+    assert Path(recorded_tokenizer(facts).name_or_path).name == COMMIT
 
 
 Change = Callable[[pytest.MonkeyPatch, Hub], object]

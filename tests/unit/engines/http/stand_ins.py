@@ -41,6 +41,8 @@ class StandIn(socketserver.ThreadingTCPServer):
         """The paths that were asked for, and the bodies."""
         self.raw: dict[str, bytes] = {}
         """What is said to some paths instead of an answer."""
+        self.headers: dict[str, str] = {}
+        """What stands in the head of each answer."""
         self.never: set[str] = set()
         """Paths that are never answered."""
         self.twist: Callable[[dict[str, Any]], object] = lambda event: None
@@ -105,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             text = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
+            for name, value in server.headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text)
 
@@ -245,3 +249,17 @@ class VLLMStandIn(StandIn):
         kept = cut(hot, body.get("top_k", 0), body.get("top_p", 1.0))
         (token,) = rng.choices(list(kept), [math.exp(value) for value in kept.values()])
         return token, {"raw_logprobs": raw, "processed_logprobs": kept, "sglang": hot}[self.logprobs_mode][token]
+
+
+class ChatStandIn(StandIn):
+    """A provider of a chat API: it gives written answers in turn, whatever it is asked."""
+
+    generate = ""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        super().__init__()
+        self.headers = {"Content-Type": "application/json", "Retry-After": "0"}
+        self.answers = iter(answers)
+
+    def answer(self, path: str, body: Any) -> Any:
+        return next(self.answers)

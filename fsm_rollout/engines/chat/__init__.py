@@ -1,0 +1,1 @@
+"""Hosted models behind chat APIs, which give text and no token ids."""
