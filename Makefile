@@ -12,13 +12,16 @@ OVER := .venv-over
 TRAINERS := verl others verifiers
 # Three processes, also on two cores: where servers start, tests wait.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
-.PHONY: help demo quick test test-real test-trainers check format bench diagrams reference docs mutants mutation nightly clean
+.PHONY: help demo demo-vision quick test test-real test-trainers check format bench diagrams reference docs mutants mutation nightly clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
 
 demo: $(STAMP)  ## run an agent on the embedded model
 	$(BIN)/fsm-rollout run configs/runs/demo.yaml --replace
+
+demo-vision: $(STAMP)  ## run an agent that looks, zooms in and answers; and the same on blank and swapped pictures
+	$(BIN)/python examples/vision/demo.py
 
 # What needs no server, browser or other program.
 quick: $(STAMP)  ## the unit tests, under a minute

@@ -1,9 +1,10 @@
-"""The embedded model: a transformer of under 3 MB that really uses a calculator, shipped with the package.
+"""The embedded models, of under 3 MB each: one that really uses a calculator, and one that really sees.
 
 It lets every example, test and tutorial run offline on a CPU with a policy that samples its own tool calls.
 `final` solves nearly every held-back dialogue; `early` is a checkpoint of the same training that solves about half
 of them, so that there is something to learn from rewards. `card.json` beside this file holds what was measured;
-`benchmarks/train_model.py` makes all of it. Nothing here imports torch.
+`benchmarks/train_model.py` makes all of it. `vision` and `vision_early` are the same for a model that zooms in on a
+picture and adds the numbers that it sees there; `examples/vision/train.py` makes these. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-CHECKPOINTS: Final = ("final", "early")
+CHECKPOINTS: Final = ("final", "early", "vision", "vision_early")
 
 
 def embedded_model(name: str = "final") -> Path:
     """Give the directory of an embedded checkpoint, in the format of `transformers`' `from_pretrained`.
 
     Args:
-        name: `final` or `early`.
+        name: one of :data:`CHECKPOINTS`.
 
     Raises:
         ValueError: There is no checkpoint of that name.

@@ -199,9 +199,8 @@ def test_a_missing_file(folder: Path) -> None:
 )
 def test_the_runs_that_are_shipped(path: Path) -> None:
     run = load_run(path)
-    for file in (run.agent, run.prompts):
-        assert isinstance(file, Path)
-        assert file.is_file()
+    assert run.agent.is_file()
+    assert not isinstance(run.prompts, Path) or run.prompts.is_file()
     assert run.out == Path.cwd() / "runs" / path.stem
 
 

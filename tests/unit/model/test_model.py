@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import fsm_rollout as fr
 from benchmarks import arithmetic
 from fsm_rollout.model import CHECKPOINTS, embedded_model
+from fsm_rollout.model.folders import load_processor
 from fsm_rollout.tools.calculator import calculate
 from tests.kit import ROOT
 
 PROMPTS = ROOT / "configs" / "data" / "arithmetic.jsonl"
+TEXT, SEEING = CHECKPOINTS[:2], CHECKPOINTS[2:]
 FILES = {
     "config.json",
     "model.safetensors",
@@ -133,7 +136,7 @@ def test_the_shipped_prompts_are_those_the_generator_gives(prompts: list[dict[st
 # --- the files
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", TEXT)
 def test_the_files_load_and_are_small(name: str) -> None:
     directory = embedded_model(name)
     assert {file.name for file in directory.iterdir()} == FILES
@@ -152,10 +155,23 @@ def test_the_files_load_and_are_small(name: str) -> None:
 
 def test_the_checkpoints_share_tokenizer_and_template() -> None:
     source = embedded_model().parent / "chat_template.jinja"
-    for name in CHECKPOINTS:
+    for name in TEXT:
         assert (embedded_model(name) / "chat_template.jinja").read_text() == source.read_text()
-    final, early = (embedded_model(name) / "tokenizer.json" for name in CHECKPOINTS)
-    assert final.read_bytes() == early.read_bytes()
+    for pair in (TEXT, SEEING):
+        final, early = (embedded_model(name) / "tokenizer.json" for name in pair)
+        assert final.read_bytes() == early.read_bytes()
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_models_that_see_are_small_and_load_with_their_processor(name: str) -> None:
+    directory = embedded_model(name)
+    assert sum(file.stat().st_size for file in directory.iterdir()) <= 3_000_000
+    model, tokenizer = fr.load_model(f"embedded:{name}")
+    processor = load_processor(directory)
+    chat = fr.ChatTemplate(tokenizer, chat_template=processor.chat_template, processor=processor)
+    assert chat.sees
+    assert model.config.text_config.vocab_size == len(tokenizer) == len(processor.tokenizer)
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == tokenizer.eos_token_id
 
 
 def test_the_measured_figures_are_in_their_bands() -> None:
@@ -166,7 +182,7 @@ def test_the_measured_figures_are_in_their_bands() -> None:
 
 
 def test_an_unknown_checkpoint_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'late' does not exist; try one of final, early"):
+    with pytest.raises(ValueError, match="'late' does not exist; try one of final, early, vision, vision_early"):
         embedded_model("late")
 
 
