@@ -32,15 +32,15 @@ class Settings:
     """What a run is made of."""
 
     model: str = "embedded:vision_early"
-    steps: int = 12
+    steps: int = 16
     seed: int = 0
     groups: int = 48
     """Pictures per step."""
     n: int = 8
     """Samples per picture."""
-    minibatches: int = 4
+    minibatches: int = 2
     """Updates per step."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     clip: float = 0.2
     part_tokens: int = 8_192
     """Tokens, padding included, of one forward pass."""
