@@ -120,7 +120,7 @@ def engine_kinds() -> str:
         parts.append(f"## `kind: {kind}`\n\n{keys_table(own, schema, engine_arguments(spec.engine_class))}")
     common = common_keys.EngineSpec.model_json_schema()
     parts.append(f"## Keys of every kind\n\n{keys_table(common['properties'], common)}")
-    parts_of_keys = {"pool": common_keys.PoolSpec, "ray": common_keys.RaySpec, "price": common_keys.PriceSpec}
+    parts_of_keys = {"pool": common_keys.PoolSpec, "ray": common_keys.RaySpec, "price": common_keys.Price}
     for key, model in parts_of_keys.items():
         schema = model.model_json_schema()
         parts.append(f"### `{key}`\n\n{keys_table(schema['properties'], schema)}")

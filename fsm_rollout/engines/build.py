@@ -100,7 +100,7 @@ def build_engine(
         sleeps=checked.sleep is not None,
     )
     if checked.price is not None:
-        pool.facts = replace(pool.facts, price=checked.price.price)
+        pool.facts = replace(pool.facts, price=checked.price)
     return pool
 
 

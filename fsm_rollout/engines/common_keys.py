@@ -15,12 +15,10 @@ from pydantic import Field, model_validator
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import local_folder, model_folder
 from fsm_rollout.trajectory.config_errors import ConfigPath
-from fsm_rollout.trajectory.settings import StrictModel
-from fsm_rollout.trajectory.tokens import Price
+from fsm_rollout.trajectory.settings import Price, StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RaySpec(StrictModel):
@@ -56,21 +54,6 @@ class PoolSpec(StrictModel):
     update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
 
 
-class PriceSpec(StrictModel):
-    """What an engine's tokens cost, per million, in whatever currency."""
-
-    input: NotNegative = Field(description="a million tokens that are read")
-    output: NotNegative = Field(description="a million tokens that are sampled")
-    cached: NotNegative | None = Field(
-        None, description="a million tokens that are read from a prefix cache; default: as `input`"
-    )
-
-    @property
-    def price(self) -> Price:
-        """The price."""
-        return Price(self.input, self.output, self.input if self.cached is None else self.cached)
-
-
 class EngineSpec(StrictModel):
     """Keys of every kind: how many replicas there are, where they run, and who chooses among them."""
 
@@ -90,7 +73,7 @@ class EngineSpec(StrictModel):
         None, description="`between_batches`: give memory back after each run; woken by the next one, or by new weights"
     )
     ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
-    price: PriceSpec | None = Field(None, description="what its tokens cost; results then say what a run has cost")
+    price: Price | None = Field(None, description="what its tokens cost; results then say what a run has cost")
 
     @model_validator(mode="after")
     def _only_for_ray(self) -> EngineSpec:

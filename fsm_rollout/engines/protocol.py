@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, Price, Usage
+from fsm_rollout.trajectory.settings import Price
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, Usage
 
 if TYPE_CHECKING:
     import torch

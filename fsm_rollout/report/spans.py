@@ -214,6 +214,9 @@ class Fold:
         self._turn += not event.resumed
         length, turn = self._lengths.get(context, 0), self._turns.get(context, 0) - event.resumed
         self._lengths[context], self._turns[context] = length + tokens, turn + 1
+        read = length
+        if event.usage is not None:  # an engine that gives text alone has counted for itself
+            read, tokens = event.usage.input, event.usage.output
         if event.queue_seconds > 0 and not self.in_parts:
             begun, replica = event.at - event.seconds, event.replica
             found.append(
@@ -226,7 +229,7 @@ class Fold:
         found.append(
             self._took(
                 "generate", event.state, seconds, event.at, f"generate {tokens} tokens", event,
-                f"{context}/{turn}/{length}", tokens, cut, replica=event.replica, turn=index, input_tokens=length,
+                f"{context}/{turn}/{length}", tokens, cut, replica=event.replica, turn=index, input_tokens=read,
             )
         )  # fmt: skip
         return found

@@ -282,6 +282,8 @@ class TracedTrajectory:
         }
         if event.cached_tokens:
             attributes["gen_ai.usage.cache_read.input_tokens"] = event.cached_tokens
+        if event.cost is not None:
+            attributes["fsm_rollout.cost"] = event.cost
         if event.replica:
             attributes["fsm_rollout.replica"] = event.replica
         if event.cut_by is not None:

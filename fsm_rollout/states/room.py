@@ -51,7 +51,8 @@ def room_in_context(visit: Visit, bound: BoundContext, length: int) -> float:
 def room_for_result(visit: Visit, bound: BoundContext) -> int:
     """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
     trajectory, stream = visit.trajectory, visit.trajectory.stream(bound.name)
-    left = room_in_context(visit, bound, 0 if stream is None else stream.length)
+    length = 0 if stream is None else stream.tokens.length if stream.counted is None else stream.counted
+    left = room_in_context(visit, bound, length)
     spent = trajectory.response_tokens
     left = min(left, remaining(visit.agent.graph, trajectory, LimitName.RESPONSE_TOKENS, spent))
     return max(LEAST_TOKENS, int(left / 2 / max(1, len(trajectory.attempts))))

@@ -2,7 +2,7 @@
 
 Invariant: every configuration of this package (agents, runs, prompts, plans) is a :class:`StrictModel`: frozen, with
 unknown keys as errors. :class:`Limits` and :class:`Sampling` stand here because an agent, a run and a prompt all set
-them.
+them, and :class:`Price` because what it prices is counted here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic._internal._model_construction import ModelMetaclass  # there is no
 from fsm_rollout.errors import ConfigError, Problem, about
 from fsm_rollout.names.objects import path_of
 from fsm_rollout.trajectory.config_errors import explanations
+from fsm_rollout.trajectory.tokens import Usage
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -48,6 +49,7 @@ class FrozenMap(dict[K, V], Generic[K, V]):
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), BeforeValidator(path_of)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Money = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST = 2**53  # larger counts are mistakes: not every reader of JSON could tell them apart
 Count = Annotated[int, Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
@@ -176,3 +178,19 @@ def as_sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sam
         raise ConfigError(f'{what}: got {value!r}; give a mapping: {{"temperature": 0.7}}')
     with about(what):
         return Sampling(**(value or {}))
+
+
+class Price(StrictModel):
+    """What an engine's tokens cost, per million, in whatever currency."""
+
+    input: Money = Field(description="a million tokens that are read")
+    output: Money = Field(description="a million tokens that are sampled")
+    cached: Money | None = Field(
+        None, description="a million tokens that are read from a prefix cache; default: as `input`"
+    )
+
+    def of(self, usage: Usage) -> float:
+        """Return what a generation costs."""
+        cached = self.input if self.cached is None else self.cached
+        fresh = usage.input - usage.cached
+        return (fresh * self.input + usage.cached * cached + usage.output * self.output) / 1e6

@@ -52,19 +52,6 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How many of the output are reasoning that the provider keeps, so that no later input holds it."""
 
 
-class Price(msgspec.Struct, frozen=True, gc=False):
-    """What an engine's tokens cost, per million, in whatever currency."""
-
-    input: float
-    output: float
-    cached: float
-
-    def of(self, usage: Usage) -> float:
-        """Return what a generation costs."""
-        fresh = usage.input - usage.cached
-        return (fresh * self.input + usage.cached * self.cached + usage.output * self.output) / 1e6
-
-
 class Owner(Enum):
     """Who put a span's tokens into the stream."""
 

@@ -28,6 +28,7 @@ from fsm_rollout.jobs.samples import read_samples
 from fsm_rollout.jobs.stats import stats_of
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
+from fsm_rollout.report.spans import Fold
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.events import Called, MalformedCall
 from fsm_rollout.trajectory.journal import Journal, histories, read
@@ -333,6 +334,10 @@ async def test_a_recorded_run_is_read_resumed_and_replayed(
     assert (replayed.response_tokens, replayed.stop_reason, replayed.cost) == (whole.response_tokens, "answered", None)
     # 3. Cut off after its first answer, it goes on with the second alone.
     (history,) = histories(place)
+    fold = Fold(in_parts=True)
+    spans = [interval for event in history for interval in fold.take(event) if interval.kind == "generate"]
+    counted = [(span.input_tokens, span.tokens) for span in spans]
+    assert counted == [(100, 30), (100, 30)], "spans say what the provider has counted"
     until = next(i for i, event in enumerate(history) if isinstance(event, Called)) + 1
     agent = loads(AGENT.replace("LIMITS", "tool_calls: 6"))
     before = len(server.asked)
