@@ -36,22 +36,22 @@ def evaluations(file: Path, overrides: Sequence[str]) -> list[RunConfig]:
     if isinstance(data, dict) and {"states", "transitions"} <= data.keys():
         if not any(override.startswith("prompts") for override in overrides):
             raise ConfigError(Problem("is an agent's, which names no prompts; give them: --data FILE", str(file)))
-        configs = [run_of_agent(file, overrides)]
+        config = run_of_agent(file, overrides)
+        configs = [config]
     else:
         config = load_run(file, overrides)
         configs = [load_run(file, overrides, variant=name) for name in config.variants] or [config]
     # Greedy samples are all alike, so several of a prompt are sampled as the agent says, unless the run says how.
     configs = [
-        config.model_copy(update={"validation_sampling": Sampling()})
-        if config.n > 1 and "validation_sampling" not in config.model_fields_set
-        else config
-        for config in configs
+        each.model_copy(update={"validation_sampling": Sampling()})
+        if each.n > 1 and "validation_sampling" not in each.model_fields_set
+        else each
+        for each in configs
     ]
     if any(override.startswith("out=") for override in overrides):
         return configs
-    own = configs[0].out if len(configs) == 1 and not configs[0].variants else configs[0].out.parent
-    folder = own.with_name(f"{own.name}-eval")
-    return [config.model_copy(update={"out": folder / config.out.relative_to(own)}) for config in configs]
+    folder = config.out.with_name(f"{config.out.name}-eval")
+    return [each.model_copy(update={"out": folder / each.out.relative_to(config.out)}) for each in configs]
 
 
 def evaluate(config: RunConfig, progress: Progress, *, replace: bool, say: Callable[[str], None]) -> Summary:

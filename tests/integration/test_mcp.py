@@ -182,7 +182,9 @@ def test_check_asks_no_server_and_a_wrong_form_is_told_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: bool) -> None:
+def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(
+    shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     before = set(psutil.Process().children(recursive=True))
     box = toolbox(mcp=SHARED if shared else STDIO, timeout=PATIENCE)
 
@@ -199,6 +201,7 @@ def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(shared: b
 
     asyncio.run(main())
     assert set(psutil.Process().children(recursive=True)) <= before
+    assert not caplog.records
 
 
 async def test_a_call_has_its_time_and_the_session_goes_on() -> None:

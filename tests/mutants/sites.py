@@ -5,7 +5,7 @@ seed and of the line they stand in, so a mutant that has a test once is not exch
 changes. A mutant differs from its original in what runs: annotations, docstrings and what is there for the type
 checker alone are left as they are. So are sizes and times that somebody chose (numbers other than 0 and 1, as constants
 and defaults), as tests hold what is done with them; and guards against mistakes that the code does not make (`frozen`,
-`slots`, `strict`, `kw_only`).
+`slots`, `strict`, `kw_only`, `abstractmethod`).
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _without_effect(tree: ast.Module) -> Iterator[Any]:
             yield node
         if isinstance(node, ast.Assign | ast.AnnAssign) and _is_type(node):
             yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from (one for one in node.decorator_list if ast.unparse(one) == "abstractmethod")
         if isinstance(node, ast.keyword) and node.arg in ("frozen", "slots", "strict", "kw_only"):
             yield node.value
         yield from filter(_is_chosen, _defaults(node))

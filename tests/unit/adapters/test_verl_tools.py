@@ -23,6 +23,14 @@ def test_what_is_no_tool_yaml_is_said_with_its_name(tmp_path: Path, text: str | 
         load_agent_with(AGENT, tmp_path / "tools.yaml")
 
 
+@pytest.mark.parametrize("text", ["[]", "tools: [", "3"])
+def test_an_agent_that_is_none_is_what_is_wrong(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tools.yaml").write_text("tools: []", "utf-8")
+    (tmp_path / "agent.yaml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=r"agent\.yaml"):
+        load_agent_with(tmp_path / "agent.yaml", tmp_path / "tools.yaml")
+
+
 def test_an_agent_that_is_not_there_is_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [ENTRY]}), "utf-8")
     with pytest.raises(ConfigError, match=r"agent\.yaml"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -20,7 +20,7 @@ from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.yaml import source
 from fsm_rollout.agent.yaml.dump import dump
-from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate
+from fsm_rollout.agent.yaml.overrides import escape_interpolation, interpolate, unescape_interpolation
 from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.cli import app
 from fsm_rollout.errors import ConfigError
@@ -525,3 +525,9 @@ def test_a_file_of_very_many_lines_is_refused_before_it_is_read(monkeypatch: pyt
         loads(AGENT + "".join(f"k{number}: 1\n" for number in range(70_000)))
     assert "lines; at most 10,000 are read" in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+@given(st.text(st.sampled_from("\\\\${}a"), max_size=12))
+@example("\\\\${a}")
+def test_what_is_written_with_a_dollar_comes_back(text: str) -> None:
+    assert unescape_interpolation(escape_interpolation(text)) == text

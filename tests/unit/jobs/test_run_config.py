@@ -15,6 +15,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
 from fsm_rollout.jobs.runner import load_agents, prompts_of
@@ -83,6 +84,10 @@ def test_every_key(folder: Path) -> None:
     assert load(folder, EVERY_KEY, "serve.api_keys=keys.txt").serve.api_keys == folder / "keys.txt"
     for out, conversations in ((".", f"{folder}-serve"), ("..", f"{folder.parent}-serve"), ("/", "/-serve")):
         assert str(load(folder, EVERY_KEY.replace("runs/demo", out)).serve.out) == conversations
+    (folder / "configs/runs/whole.yaml").write_text(EVERY_KEY, "utf-8")
+    assert {config.out for config in evaluations(Path("configs/runs/whole.yaml"), [])} == {
+        folder / "runs/demo-eval/cold"
+    }
     cold = load_run("configs/runs/run.yaml", variant="cold")
     assert (cold.n, cold.sampling, cold.variants) == (2, Sampling(temperature=0.0, top_k=3), {})
     assert set(EVERY_KEY.replace(":", " ").split()) >= {f.alias or n for n, f in RunConfig.model_fields.items()}

@@ -105,6 +105,13 @@ def test_prompts_are_paired_by_name_where_they_are_the_same_messages(tmp_path: P
     )
 
 
+def test_what_only_one_of_two_runs_has_is_told(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "first", sample("a/0", 0.0)), tmp_path / "second"
+    run(second, [*sample("a/0", None)[:-1], Ended(at=3.0, stop_reason="cut"), Scored(at=4.0, value=1.0, source=REWARD)])
+    reasons = comparison_of(samples(first), samples(second))["stop_reasons"]
+    assert reasons == {"answered": [1, 0], "cut": [0, 1]}
+
+
 def test_where_two_trajectories_part_is_found_to_the_token(tmp_path: Path) -> None:
     first = run(tmp_path / "first", sample("a/0", 0.0, ids=(5, 6, 7)), sample("b/0", 0.0), sample("c/0", 1.0, ids=(5,)))
     second = run(

@@ -284,3 +284,20 @@ def test_prompts_are_read_without_copies(tmp_path: Path, monkeypatch: pytest.Mon
     prompts = read_prompts(file)
     assert [prompt.prompt_id for prompt in prompts] == ["0", "mine"]
     assert as_prompts(prompts) == prompts
+
+
+@pytest.mark.parametrize(
+    ("key", "taken", "refused"),
+    [
+        ("temperature", [0, 0.5, 3], [-0.1]), ("top_p", [0.1, 1], [0, 1.1]), ("top_k", [0, 1], [-1]),
+        ("min_p", [0, 0.5, 1], [-0.1, 1.1]), ("repetition_penalty", [0.5, 1, 2], [0, -1]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1]), ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
+        ("max_tokens", [1, 9], [0]),
+    ],
+)  # fmt: skip
+def test_sampling_has_bounds(key: str, taken: list[float], refused: list[float]) -> None:
+    for value in taken:
+        assert getattr(Sampling(**{key: value}), key) == value
+    for value in refused:
+        with pytest.raises(ConfigError, match=key):
+            Sampling(**{key: value})

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.errors import StreamError
-from fsm_rollout.trajectory.tokens import NO_VERSION, Owner, TokenStream, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import (
+    NO_VERSION,
+    Note,
+    NoteKind,
+    Owner,
+    TokenStream,
+    as_ids,
+    as_logprobs,
+    routed_experts,
+)
 from tests.histories import ids, logprob, token
 
 states = st.sampled_from(["GENERATING", "PENDING"])  # few of each, so that neighbours often differ in one thing only
@@ -159,3 +168,16 @@ def test_types() -> None:
     assert as_logprobs(array("d", [0.5])).typecode == "f"
     with pytest.raises(OverflowError):
         as_ids([2**31])
+
+
+def test_experts_are_known_up_to_the_first_gap() -> None:
+    stream = TokenStream([1, 2, 3], state="PENDING", trained=True)
+    masks = Note(NoteKind.SAMPLING_MASK, 0, array("i", [1] * 3), array("i", [1, 2, 3]))
+    for note, known in (
+        (masks, 0),
+        (routed_experts(0, np.zeros((2, 1, 1), np.int16)), 2),
+        (routed_experts(3, np.zeros((4, 1, 1), np.int16)), 2),
+        (routed_experts(2, np.zeros((1, 1, 1), np.int16)), 3),
+    ):
+        stream.notes.append(note)
+        assert stream.routed_length == known

@@ -26,7 +26,7 @@ BUILT_IN = ("hermes", "qwen3_coder", "llama3_json", "glm", "mistral")
 SCHEMA = {
     "text": {"type": "string"},
     "number": {"type": "number"},
-    "count": {"type": "integer"},
+    "count": {"type": "integer", "enum": [5, "many"]},
     "flag": {"type": "boolean"},
     "items": {"type": "array"},
     "nested": {"type": "object"},
