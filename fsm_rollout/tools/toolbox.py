@@ -248,9 +248,7 @@ class ToolSession:
                     limit = room()
                     if most <= limit:
                         return called
-                if tokenizer is None:
-                    raise ToolError(f"the result of tool '{tool.name}' is bounded in tokens; give a tokenizer")
-                arguments = (called.result, tokenizer, limit, tool.spec.truncate)
+                arguments = (called.result, _needed(tokenizer, tool), limit, tool.spec.truncate)
                 if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
                     text, dropped = await asyncio.to_thread(truncate, *arguments)
                 else:
@@ -270,7 +268,7 @@ class ToolSession:
     ) -> Called:
         """Return a result that shows pictures as the model can be given it."""
         try:
-            if eye is None or tokenizer is None:
+            if eye is None:
                 raise ChatTemplateError("multimodal-content", "nobody here sees pictures")
             sizes = await eye.sizes_in_results([part["image"] for part in called.shown if "image" in part])
         except (ChatTemplateError, PictureError) as error:
@@ -279,6 +277,7 @@ class ToolSession:
         limit = tool.spec.response_tokens or (room() if room is not None else None)
         if limit is None:
             return called
+        tokenizer = _needed(tokenizer, tool)
         fit = partial(tool_messages.fit, called.shown, sizes, tokenizer, limit, tool.spec.truncate)
         shown, dropped = await asyncio.to_thread(fit) if len(called.result) > LONG_TEXT else fit()
         return replace(called, result=text_of({"content": shown}), shown=shown, truncated_tokens=dropped)
@@ -369,6 +368,12 @@ class ToolSession:
     def _context(self, call_id: str, number: int, purpose: str) -> ToolContext:
         rng = Random(derive_seed(self.seed, "tool", call_id, number, purpose))
         return ToolContext(self.trajectory_id, self.group_id, rng, self.extra, call_id, number)
+
+
+def _needed(tokenizer: Tokenizer | None, tool: BoundTool) -> Tokenizer:
+    if tokenizer is None:
+        raise ToolError(f"the result of tool '{tool.name}' is bounded in tokens; give a tokenizer")
+    return tokenizer
 
 
 def _failure(tool: BoundTool, call: ToolCall, error: BaseException) -> tuple[Called, frozenset[str]]:

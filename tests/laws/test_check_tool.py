@@ -24,7 +24,7 @@ from fsm_rollout.agent.graph import ToolSpec
 from fsm_rollout.testing import ConformanceError, check_tool
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.tools import BadArguments, Hidden, Tool, ToolContext, ToolResult
-from fsm_rollout.trajectory import pictures
+from fsm_rollout.trajectory.pictures import picture_of
 from tests.kit import ROOT
 
 AGENTS = ROOT / "configs/agents"
@@ -33,13 +33,20 @@ SHIPPED = {
     for path in sorted(AGENTS.glob("*.yaml"))
     for name, tool in load_agent(path).tools.items()
 }
-PICTURE = pictures.picture_of(np.random.default_rng(0).integers(0, 255, (128, 128), np.uint8)).data_uri()
-GIVEN_BY_PROMPTS = {"look.zoom": {"picture": PICTURE}}  # what a tool needs beside the model's arguments
+PICTURE = picture_of(np.random.default_rng(0).integers(0, 255, (128, 128), np.uint8)).data_uri()
+CELL = st.integers(1, 4)
+# What a tool needs beside its schema: `zoom` crops a prompt's picture, and refuses other numbers by itself.
+KNOWN = {
+    "look.zoom": {
+        "tools_kwargs": {"picture": PICTURE},
+        "arguments": st.fixed_dictionaries({"row": CELL, "column": CELL}),
+    }
+}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_tool_in_the_configs_conforms(name: str) -> None:
-    checked = check_tool(SHIPPED[name], tools_kwargs=GIVEN_BY_PROMPTS.get(name), examples=10)
+    checked = check_tool(SHIPPED[name], examples=10, **KNOWN.get(name, {}))
     assert "same seed" in checked.promises
     assert checked.examples > 20
 

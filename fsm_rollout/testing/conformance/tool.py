@@ -31,6 +31,7 @@ from fsm_rollout.tools.tool_messages import Unshowable
 from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import Called, ToolCall
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.prompt import Prompt
 
 LATER_SECONDS = 1024.0  # how much later the same calls are made again: they must not depend on the clock
@@ -160,7 +161,7 @@ class _Tool(Subject):
 
         async def main() -> Called:
             session = self.open()
-            result = await self.in_time(session.call(_call(arguments)), f"{self.name}({kept}) did not return")
+            result = await self.in_time(_made(session, arguments), f"{self.name}({kept}) did not return")
             await self.release(session)
             return result
 
@@ -208,7 +209,7 @@ class _Tool(Subject):
 
             async def main() -> Called:
                 session = self.open()
-                result = await session.call(_call(arguments))
+                result = await _made(session, arguments)
                 await session.release()
                 return result
 
@@ -228,7 +229,7 @@ class _Tool(Subject):
         async def main(arguments: Arguments) -> None:
             await self.release(self.open())
             session = self.open()
-            task = asyncio.get_running_loop().create_task(session.call(_call(arguments)))
+            task = asyncio.get_running_loop().create_task(_made(session, arguments))
             task.cancel()
             await asyncio.wait({task})
             await self.release(session)
@@ -266,7 +267,7 @@ class _Tool(Subject):
         async def calls(together: bool) -> list[Called]:
             session = self.open()
             sessions = [
-                session.call(_call(copy.deepcopy(arguments_copy), f"c{number}"))
+                _made(session, copy.deepcopy(arguments_copy), f"c{number}")
                 for number, arguments_copy in enumerate(listed, 1)
             ]
             results = await asyncio.gather(*sessions) if together else [await call for call in sessions]
@@ -288,8 +289,16 @@ class _Tool(Subject):
         demand(together[0] == first, 8, f"{self.name} gave {together[0]}, and the second time {first}")
 
 
-def _call(arguments: Arguments, call_id: str = "c1") -> ToolCall:
-    return ToolCall(id=call_id, name="tool", arguments=arguments)
+class _Eye:
+    """A model that sees any picture."""
+
+    async def sizes_in_results(self, pictures: Sequence[StoredPicture]) -> list[int]:
+        """Return a token for each."""
+        return [1] * len(pictures)
+
+
+async def _made(session: ToolSession, arguments: Arguments, call_id: str = "c1") -> Called:
+    return await session.call(ToolCall(id=call_id, name="tool", arguments=arguments), eye=_Eye())
 
 
 def _outcome(result: Called) -> Called:
