@@ -12,9 +12,9 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.report.notebook import Page
     from fsm_rollout.report.tracing import TracingLike
-
-logger = logging.getLogger(__name__)
 
 PromptLike = Prompt | Mapping[str, object] | str
 Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
@@ -143,13 +141,12 @@ class Rollout(OwnLoop):
                 specs[name] = as_engine_or_spec(engine_like, base)
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
         engine_failures = policy.engine
-        self._tries = Tries(
+        tries = Tries(
             attempts=engine_failures.attempts,
             again=engine_failures.do in AGAIN,
             backoff=engine_failures.backoff,
             another_replica=engine_failures.do == "elsewhere",
         )
-        self._queue_timeout = queue_timeout
         # What the schedulers of runs and of evaluations have in common.
         self._common: dict[str, Any] = {
             "seed": seed,
@@ -162,7 +159,7 @@ class Rollout(OwnLoop):
             self.engines: dict[str, EnginePool] = {}
             for name, spec in specs.items():
                 with about(f"engine '{name}'"):
-                    self.engines[name] = pool_of(spec, base, self._tries, self._queue_timeout)
+                    self.engines[name] = pool_of(spec, base, tries, queue_timeout)
                 if isinstance(spec, Mapping):
                     self._owned.append(self.engines[name])
             self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
@@ -178,8 +175,10 @@ class Rollout(OwnLoop):
                 **self._common,
             )
             graphs = [agent.graph for agent in self.scheduler.agents.all]  # sub-agents' too
-            # The states that are numbered in each batch, alike in every step.
-            self._states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
+            # What all batches have in common: the states are numbered alike in every step.
+            states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
+            facts = self.engines[POLICY].facts
+            self._of_batches = {"state_names": states, "pad_id": facts.pad_id, "processor": facts.processor}
             self._workers = start and WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
             self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
@@ -263,16 +262,19 @@ class Rollout(OwnLoop):
             groups_in_all = min(len(every), target_groups or len(every))
         else:
             checked = one_by_one(prompts, scheduler.check)
-        from fsm_rollout.report.progress import shown_where_wanted  # rich: not for a script's first check
-
-        wanted = self._progress if options.get("deliver_at_end") and groups_in_all else False
+        shown = self._progress or (self._progress is None and "IPython" in sys.modules)
         await scheduler.agents.prepare_tools()
-        lasts = scheduler is self.scheduler
         try:
-            with (
-                shown_where_wanted(scheduler.recorder, n * (groups_in_all or 0), wanted),
-                self._tracing.listens(scheduler.recorder, self.description, lasts=lasts) as options["trace"],
-            ):
+            with ExitStack() as meanwhile:
+                if shown and groups_in_all and options.get("deliver_at_end"):
+                    from fsm_rollout.report.progress import shown_where_wanted  # rich: only where somebody looks
+
+                    meanwhile.enter_context(shown_where_wanted(scheduler.recorder, n * groups_in_all, self._progress))
+                if self._tracing:
+                    spans = self._tracing.listens(
+                        scheduler.recorder, self.description, lasts=scheduler is self.scheduler
+                    )
+                    options["trace"] = meanwhile.enter_context(spans)
                 async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
                     async for group in groups:
                         yield group
@@ -301,8 +303,7 @@ class Rollout(OwnLoop):
             check_names("run", batch, RUN_OPTIONS)
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
         options |= {"step": step, "deliver_at_end": True}
-        scheduled = self._groups_of(self.scheduler, prompts, n, target_groups, **options)
-        async with aclosing(scheduled) as stream:
+        async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as stream:
             groups = [group async for group in stream]
         log_failures(groups)
         return self.batch(groups, **batch)
@@ -314,9 +315,7 @@ class Rollout(OwnLoop):
         """
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        facts = self.engines[POLICY].facts
-        known = {"state_names": self._states, "pad_id": facts.pad_id, "processor": facts.processor}
-        return batch_of(groups, **known | options)
+        return batch_of(groups, **self._of_batches | options)
 
     run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""

@@ -150,8 +150,7 @@ class TrajectoryBatch(Columned):
         batch = cls._made(flat, pad_id, prompt_width, response_width, packed, processor)
         for stream in streams:
             by_id.pop(stream.trajectory.trajectory_id, None)
-        if by_id:
-            batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
+        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
         batch.truncated = tuple(map(attrgetter("row_id"), cut))
         if len(chosen) < len(streams):
             rowed = {stream.row_id for stream in chosen}
@@ -200,8 +199,7 @@ class TrajectoryBatch(Columned):
     ) -> TrajectoryBatch:
         """Make a batch of rows that fit."""
         if packed:
-            arrays, offsets = pack(rows)
-            tensors = jagged(_tensors(arrays), _tensors(offsets))
+            tensors = jagged(*map(_tensors, pack(rows)))
         else:
             tensors = _tensors(pad(rows, pad_id, prompt_width, response_width))
         numbers: dict[str, int] = {}
@@ -217,7 +215,8 @@ class TrajectoryBatch(Columned):
         tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
         put_columns(tensordict, rows.facts)
         batch = cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores), processor=processor)
-        put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
+        if "media" in tensordict:
+            put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
         return batch
 
     def media(self, row: int) -> list[MediaSpan]:
@@ -427,7 +426,8 @@ class TrajectoryBatch(Columned):
         facts["state_names"] = tuple(facts["state_names"])
         facts["sample_scores"] = tuple(SampleScore(*sample) for sample in facts["sample_scores"])
         batch = cls(tensordict, **facts, folder=Path(path), processor=processor)
-        put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
+        if "media" in tensordict:
+            put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
         return batch
 
     def to_pandas(self) -> pd.DataFrame:

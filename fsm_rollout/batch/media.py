@@ -77,9 +77,7 @@ def batch_inputs(
 
 
 def put_inputs(tensordict: TensorDict, lengths: Sequence[int], processor: Any) -> None:
-    """Put what follows from the pictures of a batch's rows, which have so many tokens."""
-    if "media" not in tensordict:
-        return
+    """Put what follows from the pictures of a batch's rows, which have some, and so many tokens."""
     rows = tensordict.get("media").tolist()
     columns: dict[str, list[Any]] = {
         "multi_modal_data": [{"images": [span.picture for span in media]} for media in rows]

@@ -61,14 +61,12 @@ class RolloutTracing:
         return self._tracer is not None
 
     @contextmanager
-    def listens(self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool) -> Iterator[TraceIds | None]:
-        """Listen to a run; yields how its spans are called (``None``: it is not traced).
+    def listens(self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool) -> Iterator[TraceIds]:
+        """Listen to a run that is traced; yields how its spans are called.
 
         ``lasts``: what is open afterwards goes on in a later run of the same recorder.
         """
-        if self._tracer is None:
-            yield None
-            return
+        assert self._tracer is not None
         journal, run = recorder.journal, self._run
         run_id = journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex
         if run is None or not lasts or run.maker.ids.run_id != run_id:

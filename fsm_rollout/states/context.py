@@ -346,11 +346,11 @@ class HandlerContext:
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
         tool = self.agent.toolbox.tool(name)
-        if tool is not None and (not tool.spec.may_repeat or (self.active.careful and tool.runs_here)):
+        if tool is not None and (not tool.may_repeat or (self.active.careful and tool.runs_here)):
             begun = any(
                 isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.visit_events
             )
-            if self.resumed and begun and not tool.spec.may_repeat:  # it may have had its effect already
+            if self.resumed and begun and not tool.may_repeat:  # it may have had its effect already
                 text = tool_messages.interrupted(name)
                 return self.record_here(Called.of(attempt, text, "interrupted"))
             self.take_in(events.CallBegun(at=self.clock(), state=self.state, id=attempt.id))

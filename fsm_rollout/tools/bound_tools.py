@@ -81,6 +81,7 @@ class BoundTool(ABC):
     def __init__(self, name: str, spec: graph.ToolSpec) -> None:
         self.name = name
         self.spec = spec
+        self.may_repeat = spec.may_repeat
         self.where = f"tool '{name}' ({spec.use or ('agent' if spec.agent is not None else 'mcp')})"
         self._reported: set[str] = set()  # the kinds of errors that have been logged
 

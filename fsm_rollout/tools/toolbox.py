@@ -321,7 +321,7 @@ class ToolSession:
     async def _run(self, tool: BoundTool, call: ToolCall, span: Callable[[int], str] | None) -> Called:
         retry, number, clock = tool.spec.retry, 0, asyncio.get_running_loop().time
         since, failed = clock(), list[tuple[float, str]]()
-        attempts = self.toolbox.attempts if retry.attempts == 1 and tool.spec.may_repeat else retry.attempts
+        attempts = self.toolbox.attempts if retry.attempts == 1 and tool.may_repeat else retry.attempts
         while True:
             number += 1
             # 1. Arguments: read anew for each try, since the one before may have changed what it was given.

@@ -99,15 +99,12 @@ def present(fields: Row) -> dict[str, object]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def rows_of_table(items: Iterable[object]) -> tuple[Iterable[object], Path]:
-    """Return items, and the folder below which they may name pictures.
+def rows_of_table(table: Any) -> tuple[Iterable[object], Path]:
+    """Return the rows of a ``datasets.Dataset``, and the folder below which they may name pictures.
 
-    Those of a ``datasets.Dataset`` (which names its columns) come without the columns that are null, and with their
-    pictures as the files have them: decoded here alone, and never fetched.
+    They come without the columns that are null, and with their pictures as the files have them: decoded here alone, and
+    never fetched.
     """
-    if not hasattr(items, "column_names"):
-        return items, Path()
-    table: Any = items
     transformed = (getattr(table, "format", None) or {}).get("type")  # by its user's own code
     if "Image(" in repr(getattr(table, "features", "")) and not transformed:
         table = (table.to_iterable_dataset() if hasattr(table, "to_iterable_dataset") else table).decode(False)

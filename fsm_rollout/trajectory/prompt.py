@@ -197,7 +197,7 @@ def as_prompts(
         return read_prompts(items, limit, columns=columns)
     if isinstance(items, str | Path | Mapping | Prompt):
         raise ConfigError(f"prompts must come as a list, got one {'text' if isinstance(items, str) else 'prompt'}")
-    rows, base = rows_of_table(items)
+    rows, base = rows_of_table(items) if hasattr(items, "column_names") else (items, Path())
     given = (_Item(row, None, None, f"prompts[{index}]", base=base) for index, row in enumerate(islice(rows, limit)))
     return _checked(given, named=named, columns=columns)
 
