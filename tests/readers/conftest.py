@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.chromium import browser  # noqa: F401  # a fixture
-from tests.readers.servers import Server, serving
+from tests.readers.servers import PATIENCE, Server, serving
 
 collect_ignore_glob = [] if all(map(find_spec, ("flask", "phoenix", "trackio"))) else ["test_*.py"]
 
@@ -30,6 +30,14 @@ def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
     raise RuntimeError("the calculator is broken")
 '''
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 3, "operator": "+", "right": 4}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """A server on a loaded machine may take longer over a batch of spans than the ten seconds that exporters wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(PATIENCE))
+        yield
 
 
 @pytest.fixture(scope="session")
