@@ -75,6 +75,8 @@ def python_api() -> str:
             options: dict[str, object] = {"heading_level": 3, "heading": name, "toc_label": name}
             if name.rpartition(".")[2] in MEMBERS:
                 options["members"] = list(MEMBERS[name.rpartition(".")[2]])
+            if name == "fr.TrajectoryBatch":  # what trainers compute stands in its base
+                options["inherited_members"] = True
             lines = "\n".join(f"        {key}: {json.dumps(value)}" for key, value in options.items())
             parts.append(f"::: {where_defined(name)}\n    options:\n{lines}")
     return "\n\n".join(parts)
@@ -91,7 +93,9 @@ def python_api_as_text() -> str:
             home, _, own_name = name.rpartition(".")
             module = fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}")
             value = getattr(module, own_name)
-            members = MEMBERS.get(own_name) or [key for key in vars(value) if not key.startswith("_")]
+            own = [base for base in getattr(value, "__mro__", ()) if base.__module__.startswith("fsm_rollout.batch.")]
+            own = own or [value]
+            members = MEMBERS.get(own_name) or [key for each in own for key in vars(each) if not key.startswith("_")]
             methods = {
                 key: member
                 for key in members

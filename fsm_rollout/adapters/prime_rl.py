@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsm_rollout.adapters.requirements import inputs_of, whole
+from fsm_rollout.batch.roles import Weights, row_weights
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.pictures import StoredPicture
@@ -22,19 +23,24 @@ if TYPE_CHECKING:
 
 
 def training_samples(
-    rows: Sequence[TrainingRow], advantages: Sequence[float] | None = None, processor: Any = None
+    rows: Sequence[TrainingRow],
+    advantages: Sequence[float] | None = None,
+    processor: Any = None,
+    weights: Weights | None = None,
 ) -> list[dict[str, object]]:
     """Return the fields of one ``TrainingSample`` for each row: flat lists over prompt and response.
 
     ``mask`` is true on trained tokens, ``temperatures`` are those of the logprobs (1.0 elsewhere). ``advantages`` are
     one number per row, as ``batch.advantages()`` gives them, spread over the trained tokens. A score and a weight
-    version have no field: prime-rl's orchestrator has them with the rollout.
+    version have no field: prime-rl's orchestrator has them with the rollout. With ``weights`` by role, as for
+    ``batch.loss_weights``, the tokens have ``rl_weights`` (the policy's loss) and ``ce_weights`` (cross-entropy).
 
     Of rows with pictures, for which ``processor`` is the model's, ``mm_refs`` is plain data that goes over the wire as
     prime-rl's own; in its process make it ``msgspec.convert(fields["mm_refs"], MMRefs)``.
 
     Raises:
-        BatchError: not one finite advantage per row; pictures without a processor, or in several parts.
+        BatchError: not one finite advantage per row; pictures without a processor, or in several parts; weights of no
+            role.
     """
     if advantages is not None and (len(advantages) != len(rows) or not np.isfinite(advantages).all()):
         raise BatchError(
@@ -54,6 +60,9 @@ def training_samples(
         }
         if advantages is not None:
             fields["advantages"] = (mask * float(advantages[number])).tolist()
+        if weights is not None:
+            of_losses = row_weights(row.roles, weights)
+            fields |= {name: w.tolist() for name, w in zip(("rl_weights", "ce_weights"), of_losses, strict=True)}
         if row.media:
             types, runs = np.zeros(len(mask), dtype=np.int64), _placeholders(row, processor)
             for start, length in runs:

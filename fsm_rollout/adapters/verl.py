@@ -16,6 +16,7 @@ import torch
 from fsm_rollout.adapters.requirements import experts_of, versions_of
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.media import TOKEN_TYPES
+from fsm_rollout.batch.roles import Weights
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 _TENSORS = {
-    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "roles",
+    "rollout_log_probs",
 }  # fmt: skip
 
 
@@ -33,7 +35,8 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
 
     verl puts ``reward_score`` on the last response token and, of several outputs, takes the last one's for all. So each
     row carries its trajectory's score, and ends with its last trained token. ``extra_fields`` are set in all or in
-    none: weight versions as verl's ``min_global_steps`` and ``max_global_steps``, and ``weight_versions`` per token.
+    none: weight versions as verl's ``min_global_steps`` and ``max_global_steps``, ``weight_versions`` per response
+    token, and ``roles`` per token, of the prompt too.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -54,7 +57,11 @@ def agent_loop_outputs(rows: Sequence[TrainingRow]) -> list[AgentLoopOutput]:
                 metrics=AgentLoopMetrics(
                     generate_sequences=metrics["generate_seconds"] or 0.0, tool_calls=metrics["tool_seconds"] or 0.0
                 ),
-                extra_fields=extra_fields(row) | {"weight_versions": row.versions[:end].tolist()},
+                extra_fields=extra_fields(row)
+                | {
+                    "weight_versions": row.versions[:end].tolist(),
+                    "roles": row.roles[: len(row.prompt_ids) + end].tolist(),
+                },
             )
         )
     return outputs
@@ -83,11 +90,16 @@ def _experts(row: TrainingRow) -> npt.NDArray[np.int32] | None:
     return experts_of(row, len(row.prompt_ids) + _end(row))
 
 
-def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = None) -> DataProto:
+def data_proto(
+    batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = None, weights: Weights | None = None
+) -> DataProto:
     """Return a padded batch as verl's ``DataProto``: its tensors, ``rm_scores``, and ``uid`` (the group) by row.
 
+    ``roles`` is one of the tensors, for losses of yours. With ``weights`` by role, as for ``batch.loss_weights``, so
+    are ``rl_weights`` and ``ce_weights``, ``[B, P + R]``.
+
     Raises:
-        BatchError: the batch is packed, or some of its rows have a score and some have none.
+        BatchError: the batch is packed, some of its rows have a score and some have none, or weights are of no role.
     """
     from verl.protocol import DataProto
 
@@ -103,6 +115,8 @@ def data_proto(batch: TrajectoryBatch, meta_info: Mapping[str, object] | None = 
     tensors = {key: batch.tensordict[key] for key in sorted(_TENSORS)}
     if len(batch) and not unscored.any():
         tensors["rm_scores"] = batch.tensordict["token_level_scores"]
+    if weights is not None:
+        tensors["rl_weights"], tensors["ce_weights"] = batch.loss_weights(weights)
     rows = batch.rows()
     # verl replays what stands in this column, so it gets none where that of a row is not known.
     if "routed_experts" in batch.tensordict and all(_experts(row) is not None for row in rows):

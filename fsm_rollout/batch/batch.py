@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from fsm_rollout.batch.advantages import SampleScore, sample_advantages, scores_of
+from fsm_rollout.batch.advantages import SampleScore, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
 from fsm_rollout.batch.fitting import Overflow, check_fit, check_widths, fitting, why_untrainable
+from fsm_rollout.batch.learning import Learnable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
 from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
 from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
 from fsm_rollout.batch.storage import load_tensors, save_tensors
-from fsm_rollout.batch.table import Columned, data_frame, score_with_error
+from fsm_rollout.batch.table import data_frame, score_with_error
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.tokens import MediaSpan
@@ -44,7 +45,7 @@ _FACT_NAMES = (
 
 
 @dataclass(slots=True, eq=False)
-class TrajectoryBatch(Columned):
+class TrajectoryBatch(Learnable):
     """Rows as tensors. ``B`` rows, prompts of width ``P`` (padded left), responses of width ``R`` (padded right).
 
     ``tensordict`` holds
@@ -53,6 +54,7 @@ class TrajectoryBatch(Columned):
     ``prompts``                                                   int64     ``[B, P]``
     ``responses``, ``response_mask``                              int64     ``[B, R]``
     ``input_ids``, ``attention_mask``, ``position_ids``           int64     ``[B, P+R]``
+    ``roles`` (padded with -1)                                    int8      ``[B, P+R]``
     ``rollout_log_probs``                                         float32   ``[B, R]``
     ``token_level_scores`` (NaN where a score is missing)         float32   ``[B, R]``
     ``weight_versions``, ``state_ids`` (both padded with -1)      int32     ``[B, R]``
@@ -267,39 +269,6 @@ class TrajectoryBatch(Columned):
         """The mean score of the batch's samples (not rows) that have one; NaN when none has."""
         scores = [sample.score for sample in self.sample_scores if sample.score is not None]
         return math.fsum(scores) / len(scores) if scores else math.nan
-
-    def advantages(self, *, scale: bool = True) -> torch.Tensor:
-        """Return each row's advantage over its group, float32 ``[B]``: the sample's score less the group's mean.
-
-        Every sample counts once in the mean, also one that has several rows (which share its advantage) or none, and
-        in a batch that was selected from a larger one. With ``scale`` it is divided by the group's standard deviation.
-        Rows without a score have NaN, so that nobody trains on them by mistake: ``batch.select(~advantages.isnan())``.
-        See :mod:`fsm_rollout.batch.advantages`.
-        """
-        self.check_trainable()
-        of_sample = sample_advantages(self.sample_scores, scale=scale)
-        ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
-        return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
-
-    def masked_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[B, R, V]`` of the response's tokens without the tokens that top_p and top_k had left out.
-
-        Those get ``-inf``, so that a log-softmax of the result is the distribution that ``rollout_log_probs`` are of.
-        ``sampling_mask_counts`` and ``sampling_mask`` say what was kept, row by row (CSR). The engines
-        ``transformers``, ``sglang`` and ``sglang_http`` say so; other logits stay as they are.
-
-        Raises:
-            BatchError: the batch is packed.
-        """
-        if self.packed:
-            raise BatchError("logits of a packed batch have no columns to mask; pad it: from_rows(batch.rows(), …)")
-        counts = self.tensordict.get("sampling_mask_counts").long()
-        places = counts.nonzero(as_tuple=True)
-        kept = torch.tensor([token for ids in self.tensordict.get("sampling_mask").tolist() for token in ids])
-        left_out = torch.ones(len(places[0]), logits.shape[-1], dtype=torch.bool)
-        left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
-        places = places[0].to(logits.device), places[1].to(logits.device)
-        return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> TrajectoryBatch:
         """Return the batch of some rows, by number or by a mask ``[B]`` of bools, padded to the longest of them.

@@ -52,6 +52,7 @@ COLUMNS: Mapping[str, Column] = {
         Column("responses", Along.RESPONSES, np.int64, "response_ids", np.int32, fill=None),
         Column("input_ids", Along.INPUT_IDS, np.int64, fill=None),
         Column("attention_mask", Along.INPUT_IDS, np.int64),
+        Column("roles", Along.INPUT_IDS, np.int8, "roles", np.int8, fill=-1),
         Column("position_ids", Along.INPUT_IDS, np.int64),
         Column("response_mask", Along.RESPONSES, np.int64, "mask", np.int8),
         Column("rollout_log_probs", Along.RESPONSES, np.float32, "logprobs", np.float32),

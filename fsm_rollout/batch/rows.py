@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.roles import roles_of
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import LARGEST_SCORE, Part
 from fsm_rollout.trajectory.stream import Stream
@@ -51,6 +52,8 @@ class TrainingRow:
     """``[P]``"""
     response_ids: npt.NDArray[np.int32]
     """``[R]``"""
+    roles: npt.NDArray[np.int8]
+    """``[P + R]``: whose each token is, as the number of its :class:`~fsm_rollout.trajectory.enums.Role`."""
     mask: npt.NDArray[np.int8]
     """``[R]``: 1 exactly on the trained tokens."""
     logprobs: npt.NDArray[np.float32]
@@ -266,13 +269,15 @@ def flat_rows(
     arrays["scores"] = np.zeros(total, dtype=np.float32)
     facts: list[dict[str, Any]] = []
     prompt_ids: list[Array] = [np.zeros(0, np.int32)]
+    whose: list[Array] = [np.zeros(0, np.int8)]
     start = 0
     for cut, length in zip(cuts, kept.tolist(), strict=True):
         _put_scores(arrays["scores"][start : start + length], cut)
         prompt_ids.append(cut.stream.tokens.prompt_ids()[cut.start :])
+        whose.append(roles_of(cut.trajectory, cut.stream)[cut.start : cut.end])
         facts.append(_facts(cut))
         start += length
-    arrays["prompt_ids"] = np.concatenate(prompt_ids)
+    arrays["prompt_ids"], arrays["roles"] = np.concatenate(prompt_ids), np.concatenate(whose)
     lengths = dict(zip(RAGGED, (prompts - starts, kept, ends - starts), strict=True))
     arrays |= _noted(cuts, facts, lengths, *shapes)
     arrays["mrope_position_ids"] = _rope_positions(cuts, facts, processor)

@@ -128,7 +128,7 @@ class GlueTemplate(CacheEntry):
 def _cut_at(text: str, places: Sequence[Place]) -> Iterator[Part]:
     """Yield a text of the template with messages at the places."""
     at = 0
-    for message, start, end in places:
+    for message, start, end, _ in places:
         yield Part(text[at:start])
         yield Part(text[start:end], message=message)
         at = end

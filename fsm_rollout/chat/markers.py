@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from fsm_rollout.errors import ChatTemplateError
+from fsm_rollout.tools.tool_messages import notices_in
 from fsm_rollout.trajectory.tokens import Ids, MediaSpan, MessagePart, as_ids
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 Injection = Literal["guard", "allow", "raise"]
 Placed = tuple[int, int, int]  # an id, and the characters `[start, end)` of the joined text that it stands for
-Place = tuple[int, int, int]  # a message, and the characters `[start, end)` that are its text
+Place = tuple[
+    int, int, int, bool
+]  # a message, the characters `[start, end)` of its text, and whether a notice of a cut
 Offsets = Sequence[tuple[int, int]]  # the characters that each token stands for
 AUDIT_FIRST = 2
 AUDIT_EVERY = 64  # which uses of a cache entry are checked against a full render: the first ones, then one in so many
@@ -105,7 +108,10 @@ def places_of(parts: Iterable[Part]) -> list[Place]:
     for part in parts:
         end = at + len(part.text)
         if part.message is not None and part.text:
-            places.append((part.message, at, end))
+            edges = [0, *chain.from_iterable(notices_in(part.text)), len(part.text)]
+            for number, (first, last) in enumerate(pairwise(edges)):
+                if last > first:
+                    places.append((part.message, at + first, at + last, number % 2 == 1))
         at = end
     return places
 
@@ -113,11 +119,11 @@ def places_of(parts: Iterable[Part]) -> list[Place]:
 def parts_at(places: Iterable[Place], offsets: Offsets) -> tuple[MessagePart, ...]:
     """Return the tokens that stand for nothing but a message's text."""
     parts: list[MessagePart] = []
-    for message, start, end in places:
+    for message, start, end, notice in places:
         first = bisect_left(offsets, start, key=itemgetter(0))
         after = bisect_right(offsets, end, first, key=itemgetter(1))
         if after > first:
-            parts.append(MessagePart(message, first, after - first))
+            parts.append(MessagePart(message, first, after - first, notice))
     return tuple(parts)
 
 

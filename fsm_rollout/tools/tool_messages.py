@@ -9,7 +9,8 @@ tokens, since a decoded cut can split a character, and may encode to more tokens
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from pydantic_core import to_jsonable_python
@@ -290,9 +291,21 @@ def _beginning(size: int, side: Side) -> int:
     return {"left": 0, "right": size, "middle": (size + 1) // 2}[side]
 
 
+def notices_in(text: str) -> Iterable[tuple[int, int]]:
+    """Return where a text says, in the words of :func:`truncate` and :func:`fit`, how much of it was cut."""
+    if not any(word in text for word in _CUT_WORDS):
+        return ()
+    return [match.span() for match in _CUT.finditer(text)]
+
+
 def _note(left_out: int, pictures: int) -> str:
     return f"\n[{left_out} of {pictures} pictures left out]"
 
 
 def _marker(tokens: int) -> str:
     return f"…[{tokens:,} tokens cut]…"
+
+
+_CUT_WORDS = (" tokens cut]", " pictures left out]")  # quick to look for
+# As templates may have escaped the ellipsis.
+_CUT = re.compile(r"(?:…|\\u2026)\[[\d,]+ tokens cut\](?:…|\\u2026)|\[\d+ of \d+ pictures left out\]")

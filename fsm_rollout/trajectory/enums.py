@@ -155,3 +155,29 @@ class FailureClass(Word):
     """The engine: it answered with an error, with nothing, or with something invalid."""
     INFRASTRUCTURE = "infrastructure"
     """The machinery: a replica or a worker process was lost, memory ran out, or cached tokens were wrong."""
+
+
+class Role(StrEnum):
+    """Whose a token of a row is: what a trainer may give it a loss for. The column ``roles`` has their numbers."""
+
+    SCAFFOLD = "scaffold"
+    """The chat template's own: headers, separators, what closes a thinking budget, and a token that straddles two."""
+    SAMPLED = "sampled"
+    """The model's, as the row's engine sampled it: trained in every row, and nowhere else."""
+    SYSTEM = "system"
+    """A system or developer message."""
+    USER = "user"
+    """A user message of the prompt, or of a state that writes one."""
+    ASSISTANT = "assistant"
+    """The model's words that were not sampled in this row: examples in a prompt, or a history that another row has."""
+    TOOL = "tool"
+    """What a tool answered."""
+    INTERACTION = "interaction"
+    """What an interaction, the simulated user, replied."""
+    NOTICE = "notice"
+    """What this framework told the model in a tool's place: that a call failed, or how much of its result was cut."""
+    MEDIA = "media"
+    """What the model sees for a picture."""
+
+
+ROLES = tuple(Role)  # by their numbers in a batch

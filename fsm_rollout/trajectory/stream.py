@@ -61,6 +61,10 @@ class Stream(msgspec.Struct):
     """Which tokens are pictures, in order."""
     sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
+    replies: list[int] = []
+    """Which of ``messages`` an interaction said."""
+    reply: str | list[events.PlainData] | None = None
+    """What an interaction has said that is in no message yet."""
     pending_state: str | None = None
     """The state that wrote the first pending message."""
     awaiting: bool = True
@@ -91,8 +95,8 @@ class Stream(msgspec.Struct):
         return self.turn is not None
 
     @classmethod
-    def begun(cls, event: events.ContextOpened, number: int, turn: int) -> Stream:
-        """Return the stream that an event opened before the generation ``turn``."""
+    def begun(cls, event: events.ContextOpened, number: int, turn: int, before: Stream | None) -> Stream:
+        """Return the stream that an event opened before the generation ``turn``, in the place of ``before``."""
         return cls(
             context=event.context,
             number=number,
@@ -106,8 +110,20 @@ class Stream(msgspec.Struct):
             parts=list(event.parts),
             media=list(event.media),
             sampled_with=[],
+            replies=list(before.replies) if before is not None and event.instead_of_glue else [],
             counted=0 if event.text_only else None,
         )
+
+    def append(self, event: events.MessagesAppended) -> None:
+        """Take in messages of the environment; they are pending until the next glue."""
+        if self.reply is not None:
+            for place, message in enumerate(event.messages, len(self.messages)):
+                if message["role"] == "user" and message.get("content") == self.reply:
+                    self.replies.append(place)
+                    self.reply = None
+                    break
+        self.pending_state = self.pending_state or event.state
+        self.messages.extend(event.messages)
 
     def extend(self, event: events.PromptExtended, turn: int) -> int:
         """Take in the glue before the generation ``turn``; return of how many tokens that is known by now."""

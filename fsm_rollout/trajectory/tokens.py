@@ -87,10 +87,12 @@ class MessagePart(NamedTuple):
     message: int
     start: int
     length: int
+    notice: bool = False
+    """Whether it says how much of the message was cut, in the place of that."""
 
     def moved(self, tokens: int, messages: int = 0) -> MessagePart:
         """Return it so many tokens and messages further on."""
-        return MessagePart(self.message + messages, self.start + tokens, self.length)
+        return self._replace(message=self.message + messages, start=self.start + tokens)
 
 
 class MediaSpan(NamedTuple):

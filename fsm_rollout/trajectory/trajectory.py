@@ -313,15 +313,13 @@ class Trajectory(msgspec.Struct):
         if before is not None:
             before.open = False
         number = sum(stream.context == event.context for stream in self.streams)
-        stream = Stream.begun(event, number, self.generations)
+        stream = Stream.begun(event, number, self.generations, before)
         self.streams.append(stream)
         self.open_streams[event.context] = stream
         self.guarded += event.guarded
 
     def _wrote(self, event: events.MessagesAppended) -> None:
-        stream = self._open_stream(event.context)
-        stream.pending_state = stream.pending_state or event.state
-        stream.messages.extend(event.messages)
+        self._open_stream(event.context).append(event)
 
     def _extended(self, event: events.PromptExtended) -> None:
         self.response_tokens += self._open_stream(event.context).extend(event, self.generations)
@@ -368,6 +366,8 @@ class Trajectory(msgspec.Struct):
 
     def _interacted(self, event: events.UserReplied) -> None:
         self._took("interact", event.at - event.seconds, event.at)
+        if (stream := self.open_streams.get(event.context)) is not None:
+            stream.reply = event.content
         for name in (f"{INTERACTION}{event.state}", INTERACTION) if self.snapshots else ():
             self.snapshots.pop(name, None)
 

@@ -89,7 +89,7 @@ def check_parts(chat: ChatTemplate, encoded: Encoded, messages: list[dict[str, s
     """Parts and scaffold make up the ids; each part is a message's text, as it is but for the edges, or as JSON."""
     written: dict[int, list[str]] = {index: [] for index in range(len(messages))}
     end = 0
-    for index, start, length in encoded.parts:
+    for index, start, length, _ in encoded.parts:
         assert end <= start < start + length <= len(encoded.ids)
         end = start + length
         written[index].append(chat.decode(encoded.ids[start:end]))

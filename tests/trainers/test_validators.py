@@ -9,7 +9,9 @@ from skyrl.train.utils.trainer_utils import validate_generator_output
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 
 from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker
+from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.enums import ROLES
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
 from tests.unit.batch.test_media import batch as picture_batch
 
@@ -85,6 +87,31 @@ def test_prime_rls_fields_survive_its_wire(agent: str) -> None:
         assert len({len(sample.token_ids), len(sample.mask), len(sample.logprobs), len(sample.temperatures)}) == 1
     with pytest.raises(BatchError, match="as many finite advantages"):
         prime_rl.training_samples(batch.rows(), [float("nan")] * len(batch))
+
+
+def of_role(row: TrainingRow, *roles: str) -> list[bool]:
+    return [ROLES[number] in roles for number in row.roles.tolist()]
+
+
+def test_losses_by_role_arrive_at_prime_rl_and_openenv() -> None:
+    """Each token of a tool is in one turn's mask; what the model said is `action`, and nothing is in two masks."""
+    rows = example_batch("tool_user").rows()
+    assert {ROLES[number] for row in rows for number in row.roles.tolist()} >= {"tool", "interaction", "sampled"}
+    fields = prime_rl.training_samples(rows, weights={"sampled": "policy", "tool": 0.25})
+    for row, sample in zip(rows, (TrainingSample(**each) for each in fields), strict=True):  # type: ignore[arg-type]
+        assert sample.rl_weights == [float(each) for each in of_role(row, "sampled")] == [float(m) for m in sample.mask]
+        assert sample.ce_weights == [each / 4 for each in of_role(row, "tool")]
+    for row in rows:
+        sums: dict[str, list[int]] = {}
+        for turn in openenv.training_trace([row]).turns:
+            for name, mask in turn.metadata["role_masks"].items():
+                assert len(mask) == len(turn.loss_mask)
+                whole = [*mask, *[0] * (len(row.roles) - len(mask))]
+                sums[name] = [a + b for a, b in zip(sums.get(name, [0] * len(row.roles)), whole, strict=True)]
+        end = len(row.prompt_ids) + int(row.mask.nonzero()[0][-1]) + 1
+        by_role = {"action": ("sampled",), "env_output": ("tool", "interaction"), "warning": ("notice",)}
+        for name, roles in by_role.items():
+            assert sums[name][:end] == [int(each) for each in of_role(row, *roles)][:end]
 
 
 def test_prime_rls_wire_takes_pictures() -> None:

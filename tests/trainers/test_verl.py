@@ -23,6 +23,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.errors import BatchError
+from fsm_rollout.trajectory.enums import ROLES, Role
 from tests.doc_blocks import run_page
 from tests.kit import CONFIGS, ROOT
 from tests.routing import experts_at
@@ -161,13 +162,19 @@ def test_an_agent_of_several_rows(tmp_path: Path, queue: dict[str, Any]) -> None
 @pytest.mark.parametrize("agent", RUNS)
 def test_every_example_agent_becomes_a_data_proto(agent: str) -> None:
     batch = example_batch(agent)
-    data = data_proto(batch, {"global_steps": 1})
+    weights = {"sampled": "policy", "tool": 0.25}
+    data = data_proto(batch, {"global_steps": 1}, weights)  # type: ignore[arg-type]
     data.check_consistency()
+    assert torch.equal(data.batch["roles"], batch["roles"])
+    tool = data.batch["roles"] == ROLES.index(Role.TOOL)
+    assert torch.equal(data.batch["ce_weights"], tool * 0.25)
+    assert torch.equal(data.batch["rl_weights"][:, -batch["responses"].shape[1] :], batch["response_mask"].float())
     assert len(data.chunk(2)) == 2
     assert torch.equal(data.batch["rm_scores"], batch.tensordict["token_level_scores"])
     assert data.non_tensor_batch["uid"].tolist() == batch.tensordict["group_id"]
     for output, row in zip(agent_loop_outputs(batch.rows()), batch.rows(), strict=True):
         assert output.as_dict()["response_mask"].sum() == row.mask.sum()
+        assert output.extra_fields["roles"] == row.roles[: len(output.prompt_ids) + len(output.response_ids)].tolist()
 
 
 def test_prompts_longer_than_verls_width_are_an_error_and_not_cut(tmp_path: Path) -> None:

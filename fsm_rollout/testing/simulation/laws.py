@@ -7,7 +7,7 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 |---|---|
 | 2 | a checked agent ends within its bound, under any outcomes |
 | 3 | a stream's ids, mask, logprobs, versions and spans have one length, and spans cover it |
-| 4 | mask 1 exactly on the trained tokens that the engine sampled; logprob 0.0 elsewhere |
+| 4 | mask 1, and the role `sampled`, exactly on the trained tokens that the engine sampled; logprob 0.0 elsewhere |
 | 5 | each generation's input extends the one before it, token for token; a stream's requests are one session |
 | 6 | a calm run's results do not depend on the schedule, nor on where it was set aside; events fold to the trajectory |
 | 7 | every sampled token of a trained context is in exactly one row |
@@ -24,10 +24,10 @@ import numpy as np
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound
-from fsm_rollout.batch.rows import rows
+from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
-from fsm_rollout.trajectory.enums import LimitName, Trigger
+from fsm_rollout.trajectory.enums import ROLES, LimitName, Role, Trigger
 from fsm_rollout.trajectory.event_bytes import decode, encode
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Transitioned
 from fsm_rollout.trajectory.stream import Stream
@@ -226,6 +226,13 @@ def _check_stream(trajectory: Trajectory, stream: Stream, requests: list[Sampled
     return sessions
 
 
+def _misattributed(row: TrainingRow) -> int | None:
+    """Return the first token whose role and mask contradict each other."""
+    mask = np.concatenate([np.zeros(len(row.prompt_ids), np.int8), row.mask])
+    wrong = np.flatnonzero((row.roles == ROLES.index(Role.SAMPLED)) != (mask == 1))
+    return int(wrong[0]) if len(wrong) else None
+
+
 def _check_rows(trajectory: Trajectory) -> None:
     """Law 7: the rows hold the trained tokens of the streams, each once."""
     found = {row.stream: row for row in rows([trajectory])}
@@ -238,6 +245,9 @@ def _check_rows(trajectory: Trajectory) -> None:
             what = f"its row has {len(got)} trained tokens, the stream {len(trained)}"
             place = (stream.context, tokens.prompt_length, len(tokens) - 1)
             raise LawBroken(7, what, trajectory.trajectory_id, tokens=place)
+        if row is not None and (bad := _misattributed(row)) is not None:
+            what = "a token's role is `sampled` exactly if its mask is 1"
+            raise LawBroken(4, what, trajectory.trajectory_id, tokens=(stream.context, bad, bad))
     if found:
         raise LawBroken(7, "there are rows of no stream", trajectory.trajectory_id)
 

@@ -36,6 +36,7 @@ DTYPES = {
     **dict.fromkeys(("rollout_log_probs", "token_level_scores", "trajectory_scores", "temperatures"), torch.float32),
     **dict.fromkeys(("weight_versions", "state_ids", "turn_ids", "sampling_mask_counts"), torch.int32),
     **dict.fromkeys(("group_index", "sample"), torch.int64),
+    "roles": torch.int8,
 }
 NO_EXPERTS = [[-1, -1], [-1, -1]]
 OF_ROWS = {"trajectory_scores", "group_index", "sample"}
@@ -179,7 +180,7 @@ def test_the_padded_tensors(trajectories: list[Trajectory], pad_id: int) -> None
     tensors, rows_ = batch.tensordict, rows(trajectories)
     left = max((len(row.prompt_ids) for row in rows_), default=0)
     right = max((len(row.response_ids) for row in rows_), default=0)
-    widths = {"prompts": left} | dict.fromkeys(("input_ids", "attention_mask", "position_ids"), left + right)
+    widths = {"prompts": left} | dict.fromkeys(("input_ids", "attention_mask", "position_ids", "roles"), left + right)
     for key, dtype in DTYPES.items():
         shape = [len(rows_)] if key in OF_ROWS else [len(rows_), widths.get(key, right)]
         assert (tensors[key].dtype, list(tensors[key].shape)) == (dtype, shape), key
@@ -212,7 +213,8 @@ def test_the_packed_tensors_hold_the_padded_ones_attended_part(trajectories: lis
     padded = TrajectoryBatch.from_trajectories(trajectories, pad_id=0).tensordict
     packed = TrajectoryBatch.from_trajectories(trajectories, pad_id=0, packed=True).tensordict
     attended, left = padded["attention_mask"].bool(), padded["prompts"].shape[1]
-    parts = {"prompts": attended[:, :left], **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), attended)}
+    both = ("input_ids", "attention_mask", "position_ids", "roles")
+    parts = {"prompts": attended[:, :left], **dict.fromkeys(both, attended)}
     for key, dtype in DTYPES.items():
         if key in OF_ROWS:
             continue

@@ -228,7 +228,7 @@ def test_a_stream_says_which_tokens_are_whose_and_which_are_scaffold() -> None:
     ids, decode = stream.tokens.ids, bench.engine.tokenizer.decode
     said: dict[int, str] = {}
     scaffold, end = "", 0
-    for message, start, length in stream.parts:
+    for message, start, length, _ in stream.parts:
         scaffold += decode(ids[end:start])
         end = start + length
         said[message] = said.get(message, "") + decode(ids[start:end])

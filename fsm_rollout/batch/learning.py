@@ -1,0 +1,98 @@
+"""What a trainer computes from a batch: advantages, the loss of each token, and what its logits are compared with.
+
+Invariant: nothing here changes a batch, and all of it follows from the batch's columns and its groups' scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fsm_rollout.batch.advantages import SampleScore, sample_advantages
+from fsm_rollout.batch.roles import Weights, tables_of
+from fsm_rollout.batch.table import Columned
+from fsm_rollout.errors import BatchError
+
+
+class LossWeights(NamedTuple):
+    """The weight of each token in two losses: of the policy's gradient, and of cross-entropy; 0: it is in none."""
+
+    policy: torch.Tensor
+    """``[B, P+R]``, float32."""
+    cross_entropy: torch.Tensor
+    """``[B, P+R]``, float32."""
+
+
+class Learnable(Columned):
+    """A batch, as far as trainers learn from it."""
+
+    __slots__ = ()
+    sample_scores: Sequence[SampleScore]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tensors are jagged instead of padded."""
+        raise NotImplementedError
+
+    def advantages(self, *, scale: bool = True) -> torch.Tensor:
+        """Return each row's advantage over its group, float32 ``[B]``: the sample's score less the group's mean.
+
+        Every sample counts once in the mean, also one that has several rows (which share its advantage) or none, and
+        in a batch that was selected from a larger one. With ``scale`` it is divided by the group's standard deviation.
+        Rows without a score have NaN, so that nobody trains on them by mistake: ``batch.select(~advantages.isnan())``.
+        See :mod:`fsm_rollout.batch.advantages`.
+        """
+        self.check_trainable()
+        of_sample = sample_advantages(self.sample_scores, scale=scale)
+        ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
+        return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
+
+    def masked_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[B, R, V]`` of the response's tokens without the tokens that top_p and top_k had left out.
+
+        Those get ``-inf``, so that a log-softmax of the result is the distribution that ``rollout_log_probs`` are of.
+        ``sampling_mask_counts`` and ``sampling_mask`` say what was kept, row by row (CSR). The engines
+        ``transformers``, ``sglang`` and ``sglang_http`` say so; other logits stay as they are.
+
+        Raises:
+            BatchError: the batch is packed.
+        """
+        if self.packed:
+            raise BatchError("logits of a packed batch have no columns to mask; pad it: from_rows(batch.rows(), …)")
+        counts = self.tensordict.get("sampling_mask_counts").long()
+        places = counts.nonzero(as_tuple=True)
+        kept = torch.tensor([token for ids in self.tensordict.get("sampling_mask").tolist() for token in ids])
+        left_out = torch.ones(len(places[0]), logits.shape[-1], dtype=torch.bool)
+        left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
+        places = places[0].to(logits.device), places[1].to(logits.device)
+        return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
+
+    def loss_weights(self, weights: Weights) -> LossWeights:
+        """Return the weight of each token in the policy's loss and in a cross-entropy, by whose the token is.
+
+        ``batch.loss_weights({"sampled": "policy", "tool": 0.02})`` gives the sampled tokens to the policy gradient, and
+        what tools answered to a cross-entropy with the weight 0.02. Roles that are not named get none, scaffold never
+        does, and neither do padding and the first token of a row, which nothing predicts. The weights are those of the
+        tokens themselves: token ``i`` is predicted by ``logits[:, i - 1]``. Jagged in a packed batch.
+
+        Raises:
+            BatchError: there is no such role, or a weight is neither ``policy`` nor a finite number from 0 on.
+        """
+        roles = self["roles"]
+        numbers = (roles.values() if self.packed else roles).long()
+        if self.packed:
+            first = roles.offsets()[:-1]
+        else:
+            width = self.tensordict.get("prompts").shape[1]
+            starts = width - self.tensordict.get("attention_mask")[:, :width].sum(1)
+            first = torch.arange(numbers.shape[1], device=numbers.device) == starts[:, None]
+        found = []
+        for table in tables_of(weights):
+            values = torch.from_numpy(np.append(table, np.float32(0.0))).to(numbers.device)[numbers]  # -1 is the last
+            values[first] = 0.0
+            found.append(torch.nested.nested_tensor_from_jagged(values, roles.offsets()) if self.packed else values)
+        return LossWeights(*found)

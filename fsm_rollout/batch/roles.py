@@ -1,0 +1,86 @@
+"""Whose each token of a row is, and from that which loss it gets, with which weight.
+
+Invariant: roles are read off what encoding recorded of each message (``Stream.parts``), off pictures' spans and off
+what was sampled; nobody sets one. They partition a row: each token has exactly one, and what nothing else has is
+scaffold, which no loss is ever given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fsm_rollout.errors import BatchError, did_you_mean
+from fsm_rollout.trajectory.enums import ROLES, Role
+from fsm_rollout.trajectory.stream import Stream
+from fsm_rollout.trajectory.tokens import Owner
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+POLICY = "policy"  # the loss of what was sampled: the others' is cross-entropy
+Weights = Mapping[str, float | Literal["policy"]]
+"""The loss of each role's tokens: ``policy``, or the weight of their cross-entropy. Roles left out get none."""
+
+_NUMBERS: Mapping[str, int] = {role: number for number, role in enumerate(ROLES)}
+_SAMPLED, _MEDIA = _NUMBERS[Role.SAMPLED], _NUMBERS[Role.MEDIA]
+_NOTICE, _INTERACTION = _NUMBERS[Role.NOTICE], _NUMBERS[Role.INTERACTION]
+_OF_MESSAGES = {**_NUMBERS, "developer": _NUMBERS[Role.SYSTEM]}
+
+
+def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
+    """Return whose each token of a trajectory's stream is, int8 ``[tokens]``: numbers of ``ROLES``."""
+    roles, replies = np.zeros(len(stream.tokens), np.int8), frozenset(stream.replies)
+    failed: set[str] = set()
+    if trajectory.calls_failed:
+        failed.update(c.id for turn in trajectory.turn_of for c in turn.results if c.failure is not None)
+    for index, start, length, notice in stream.parts:
+        message = stream.messages[index]
+        role = _OF_MESSAGES.get(message["role"], 0)
+        if message["role"] == "assistant" and index >= stream.opening:
+            continue  # sampled here, but for what closed its thinking
+        if notice or (failed and message.get("tool_call_id") in failed):
+            role = _NOTICE
+        elif index in replies:
+            role = _INTERACTION
+        roles[start : start + length] = role
+    for picture in stream.media:
+        roles[picture.start : picture.end] = _MEDIA
+    for span in stream.tokens.spans:
+        if span.owner is Owner.MODEL:
+            roles[span.start : span.end] = _SAMPLED
+    return roles
+
+
+def tables_of(weights: Weights) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return the weights of both losses by the roles' numbers.
+
+    Raises:
+        BatchError: no such role, a weight that is none, a loss for scaffold, or ``policy`` for what was not sampled.
+    """
+    policy, cross_entropy = np.zeros(len(ROLES), np.float32), np.zeros(len(ROLES), np.float32)
+    for role, weight in weights.items():
+        if role not in _NUMBERS:
+            raise BatchError(f"there is no role '{role}'{did_you_mean(role, _NUMBERS)}; roles are {', '.join(ROLES)}")
+        if role == Role.SCAFFOLD and weight != 0:
+            raise BatchError("scaffold is the chat template's own and never gets a loss; leave it out of the weights")
+        if weight == POLICY:
+            if role != Role.SAMPLED:
+                why = "was not sampled, so no policy gradient is of it"
+                raise BatchError(f"'{role}' {why}; give the weight of a cross-entropy, as 0.02")
+            policy[_SAMPLED] = 1.0
+        elif isinstance(weight, str) or not (math.isfinite(weight) and weight >= 0):
+            raise BatchError(f"the weight of '{role}' must be 'policy' or a finite number from 0 on, got {weight!r}")
+        else:
+            cross_entropy[_NUMBERS[role]] = weight
+    return policy, cross_entropy
+
+
+def row_weights(roles: npt.NDArray[np.int8], weights: Weights) -> tuple[npt.NDArray[np.float32], ...]:
+    """Return a row's weights in both losses, float32 ``[P + R]`` each; its first token, never predicted, has none."""
+    found = tuple(table[roles] for table in tables_of(weights))
+    for values in found:
+        values[:1] = 0.0
+    return found
