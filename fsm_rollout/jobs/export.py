@@ -28,7 +28,7 @@ from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import JournalFolder, Report, trajectory_ids
-from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.pictures import StoredPicture, openai_part
 from fsm_rollout.trajectory.tokens import MediaSpan
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, MediaSpan):
         return [value.start, value.length, value.placeholder, value.picture.sha256]
     if isinstance(value, Mapping) and isinstance(picture := value.get("image"), StoredPicture):
-        return {"type": "image_url", "image_url": {"url": picture.data_uri()}}
+        return openai_part(picture)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -136,7 +136,7 @@ class ServeConfig(StrictModel):
     keep: bool = Field(
         True, description="conversations that wait when the server ends go on when it is started again; false: they end"
     )
-    body_bytes: AtLeastOne = Field(4 * 2**20, description="the longest body of a request")
+    body_bytes: AtLeastOne = Field(32 * 2**20, description="the longest body of a request, its pictures included")
     out: Path | None = Field(
         None, description="the folder of the conversations, relative to where the command is given; default: OUT-serve"
     )

@@ -25,9 +25,16 @@ from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
 from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of, shown_context
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.chat_request import Chain, ChatRequest, ProtocolError, refuse, unsupported
+from fsm_rollout.states.external.chat_request import (
+    Chain,
+    ChatRequest,
+    ProtocolError,
+    cleaned,
+    content_of,
+    refuse,
+    unsupported,
+)
 from fsm_rollout.states.external.responding import Exchange
-from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -41,8 +48,9 @@ from fsm_rollout.trajectory.events import (
     Transitioned,
 )
 from fsm_rollout.trajectory.journal import Recorded
+from fsm_rollout.trajectory.pictures import is_picture
 from fsm_rollout.trajectory.prompt import as_prompt
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import media_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -141,7 +149,9 @@ class Service:
         if self.calls_under_way >= self.calls:
             message = f"{self.calls_under_way:,} requests are being answered, which is the most"
             raise ProtocolError(429, "overloaded", message, retry_after=1)
-        messages = [message | {"content": clean(text_of(message))} for message in chat.messages]
+        if chat.model not in self.seeing and any(map(media_of, chat.messages)):
+            raise refuse(f"the model of agent '{chat.model}' reads text only", "unsupported_content")
+        messages = [cleaned(message) for message in chat.messages]
         sampling = chat.sampling.model_dump(exclude_none=True)
         history = chain_of(caller, chat.model, sampling, messages[:-1])
         exchange = Exchange(chat, self.metrics.first_text.labels(chat.model).observe)
@@ -151,7 +161,7 @@ class Service:
             conversation = waiting[-1]
             assert conversation.waiter is not None
             conversation.exchange = exchange
-            conversation.waiter.set_result(Reply(text_of(messages[-1])))
+            conversation.waiter.set_result(Reply(content_of(messages[-1], "")))
             self._forget(conversation)
         else:
             fields: dict[str, object] = {
@@ -271,7 +281,9 @@ def _notes(conversation: ServedConversation, trajectory: Trajectory, event: AnyE
                 else:
                     exchange.note(kind="call", id=call.id, name="", arguments=call.message)
         case Called():
-            exchange.note(kind="result", id=event.id, text=event.result, failure=event.failure, seconds=event.seconds)
+            shown = [part["image"].data_uri() for part in event.shown if is_picture(part)]
+            about = {"text": event.result, "failure": event.failure, "seconds": event.seconds, "pictures": shown}
+            exchange.note(kind="result", id=event.id, **about)
         case Ended():
             exchange.note(kind="end", stop_reason=event.stop_reason, trajectory=trajectory.trajectory_id)
         case None:

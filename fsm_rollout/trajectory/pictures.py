@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import chain
@@ -114,6 +114,19 @@ def stored_pictures(message: dict[str, Any], base: Path | None = None) -> dict[s
         **message,
         "content": [shown for number, part in enumerate(content) for shown in _shown(part, number, base)],
     }
+
+
+def in_form(message: Mapping[str, Any], form: Callable[[StoredPicture], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a message with its pictures as parts of another form, a protocol's say."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": [form(part["image"]) if is_picture(part) else part for part in content]}
+
+
+def openai_part(picture: StoredPicture) -> dict[str, Any]:
+    """Return a picture as a part of a message in OpenAI's form."""
+    return {"type": "image_url", "image_url": {"url": picture.data_uri()}}
 
 
 def with_images(messages: Sequence[Any], images: Sequence[object]) -> list[Any]:

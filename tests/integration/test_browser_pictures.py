@@ -201,7 +201,7 @@ def paste(browser: Any, shown: StoredPicture) -> None:
     browser.find_element("id", "text").send_keys(Keys.CONTROL, "v")
 
 
-def test_pictures_are_uploaded_pasted_and_left_out_again(browser: Any, tmp_path: Path) -> None:
+def test_pictures_are_uploaded_pasted_left_out_again_and_answered(browser: Any, tmp_path: Path) -> None:
     emulate(browser, 400, dark=True, height=700)
     files = []
     for number, shown in enumerate(SEEN[:2]):
@@ -222,4 +222,9 @@ def test_pictures_are_uploaded_pasted_and_left_out_again(browser: Any, tmp_path:
         assert enlarged(browser)
         browser.find_element("id", "enlarged").click()
         assert enlarged(browser) is None
+        browser.find_element("id", "text").send_keys("How many?", Keys.ENTER)
+        wait.until(lambda _: texts(browser, "article.agent:not(.busy) .text") == ["Four."])
+        assert sizes(browser, "article.user img") == [[each.width, each.height] for each in (SEEN[0], SEEN[2])]
+        assert texts(browser, "article.user .picture") == ["64×48, 12 tokens", "2,000×40, 12 tokens"]
+        assert not browser.find_elements("css selector", "#pictures .picture")
         quiet(browser)

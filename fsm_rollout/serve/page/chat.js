@@ -112,11 +112,16 @@ class Answer {
       const short = note.text.length > 40 ? `${note.text.slice(0, 40)}…` : note.text;
       took.textContent = note.failure ? `failed: ${note.failure}` : `${short} · ${note.seconds.toFixed(2)} s`;
       result.textContent = note.text;
+      if (note.pictures.length) {
+        const row = made("div", "pictures", card);
+        note.pictures.forEach((url) => thumbnail(url, row));
+        card.open = true;
+      }
       card.classList.toggle("failed", Boolean(note.failure));
     } else if (note.kind === "pictures" && note.pictures.length >= this.pictures.length) {
       const last = note.pictures.slice(note.pictures.length - this.pictures.length);
       this.pictures.forEach((button, place) => {
-        button.lastElementChild.textContent = `${last[place].width}×${last[place].height}, ${last[place].tokens} tokens`;
+        button.lastElementChild.textContent = `${last[place].width.toLocaleString("en")}×${last[place].height.toLocaleString("en")}, ${last[place].tokens} tokens`;
       });
       this.pictures = [];
     } else if (note.kind === "waits") this.foot.textContent += " · waits for you";

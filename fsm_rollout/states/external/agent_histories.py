@@ -22,7 +22,7 @@ from typing import Any
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp
-from fsm_rollout.errors import ChatTemplateError, EngineError, PromptTooLong
+from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.chat_request import (
@@ -84,7 +84,7 @@ class AgentHistories:
         self.ctx = ctx
         self.context = context
         self.limit: str | None = None  # the limit that a call has reached
-        self.failure: EngineError | None = None  # why the latest call was not answered
+        self.failure: EngineError | PictureSampled | None = None  # why the latest call was not answered
         self._schemas = schemas
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
         self._branches: list[_Branch] = []
@@ -96,12 +96,18 @@ class AgentHistories:
             if root_of(stream.context) == context and ctx.trajectory.stream(stream.context) is stream:
                 self._remember(stream, delivered=stream.context not in opened)
 
+    @property
+    def sees(self) -> bool:
+        """Whether calls may show pictures."""
+        return self.ctx.agent.contexts[self.context].chat.sees
+
     def outcome(self) -> Outcome:
         """Return the outcome of the visit, whose agent has ended.
 
         Raises:
             LimitReached: a call was refused for a limit.
             EngineError: the engine failed the latest call.
+            PictureSampled: in answer to a call.
         """
         if self.limit is not None:
             raise LimitReached(self.limit)
@@ -118,6 +124,8 @@ class AgentHistories:
             ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
         branch = None
+        if isinstance(self.failure, PictureSampled):  # after which nothing goes on
+            raise _sampled(self.failure)
         try:
             async with self._claiming:
                 branch, number = await self._claim(request)
@@ -133,6 +141,11 @@ class AgentHistories:
             raise refuse(str(error), "context_length_exceeded") from None
         except ChatTemplateError as error:
             raise refuse(f"the chat template cannot render this history exactly: {error}") from None
+        except PictureError as error:
+            raise refuse(str(error), "invalid_image") from None
+        except PictureSampled as error:
+            self.failure = error
+            raise _sampled(error) from None
         except EngineError as error:
             self.failure = error
             raise ProtocolError(503, "engine_failed", f"the engine failed: {error}") from None
@@ -252,7 +265,8 @@ class AgentHistories:
         ids = stream.tokens.ids[:end]
         guarded_at = [at for at in stream.guarded_at if at < end]
         parts = [part for part in stream.parts if part.start + part.length <= end]
-        encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts))
+        media = [span for span in stream.media if span.end <= end]
+        encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts), media=tuple(media))
         if new:
             if bound.chat.must_split(history[:shared], new, bound.tools):
                 return await self._open(chains, messages, bound.tools)
@@ -268,7 +282,9 @@ class AgentHistories:
                 self.ctx.active.glue_entries.add(glue.entry)
             places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
             parts += [part.moved(len(ids), shared) for part in glue.parts]
-            encoded = Encoded(ids + glue.ids, encoded.guarded + glue.guarded, places, tuple(parts))
+            media += [span.moved(len(ids)) for span in glue.media]
+            guarded = encoded.guarded + glue.guarded
+            encoded = Encoded(ids + glue.ids, guarded, places, tuple(parts), media=tuple(media))
         bound = self._bind(BRANCH, bound.tools)
         begin_stream(self.ctx, bound, history, encoded)
         return self._begun(bound, chains)
@@ -344,3 +360,7 @@ class AgentHistories:
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks = stream.awaiting or bool(stream.pending)
         self._branches.append(_Branch(stream.context, bound, chains, turns, asks))
+
+
+def _sampled(error: PictureSampled) -> ProtocolError:
+    return ProtocolError(400, "picture_sampled", str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -36,8 +37,15 @@ from fsm_rollout.states.external.chat_request import (
 from fsm_rollout.states.external.openai_dialect import sampling_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import StoredPicture
 
 PATH = "/v1/messages"
+
+
+def picture_part(picture: StoredPicture) -> dict[str, Any]:
+    """Return a picture as the protocol's clients send it."""
+    data = base64.b64encode(picture.data).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": picture.mime, "data": data}}
 
 
 def read(body: Mapping[str, Any]) -> ChatRequest:

@@ -1,7 +1,8 @@
 """What a foreign agent asks and is answered, whichever protocol it speaks.
 
-Invariant: messages are in OpenAI's form with plain text and with arguments as plain data, so that two histories can be
-compared; what cannot be put so is refused, with the protocol's own error, and never dropped.
+Invariant: messages are in OpenAI's form with text, or texts and stored pictures, and with arguments as plain data, so
+that two histories can be compared; what cannot be put so is refused, with the protocol's own error, and never dropped.
+A picture comes with its bytes: nothing is fetched for a caller, and no file is read.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from fsm_rollout.errors import PictureError
+from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import is_picture, picture_of
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 
 
 class ProtocolError(Exception):
@@ -79,25 +84,40 @@ class ChatReply:
         return text_of(self.message)
 
 
-def content_of(message: Mapping[str, object], where: str) -> str:
-    """Return the text of a message of a protocol, which may come in parts; ProtocolError for what is not text."""
+def content_of(message: Mapping[str, object], where: str) -> str | list[Message]:
+    """Return the content of a message of a protocol: text or, where it shows pictures, texts and pictures in parts.
+
+    Raises:
+        ProtocolError: it holds parts of other kinds, or a picture that is none.
+    """
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise refuse(f"{where}: the content must be text or a list of parts, got {type(content).__name__}")
-    texts = []
-    for part in content:
+    parts: list[Message] = []
+    for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if (
-            isinstance(part, Mapping)
-            and kind in ("text", "input_text", "output_text")
-            and isinstance(part["text"], str)
-        ):
-            texts.append(part["text"])
+        if is_picture(part):
+            try:
+                parts.append({"type": "image", "image": picture_of(part)})
+            except PictureError as error:
+                raise refuse(f"{where}: part {number}: {error}", "invalid_image") from None
+        elif kind in ("text", "input_text", "output_text") and isinstance(part["text"], str):
+            parts.append({"type": "text", "text": part["text"]})
         else:
-            raise refuse(f"{where}: a part of type '{kind}' is not supported; only text is", "unsupported_content")
-    return "".join(texts)
+            raise refuse(
+                f"{where}: a part of type '{kind}' is not supported; only texts and pictures are", "unsupported_content"
+            )
+    return parts if any(map(is_picture, parts)) else text_of({"content": parts})
+
+
+def cleaned(message: Message) -> Message:
+    """Return a message with its texts as valid Unicode."""
+    if not media_of(message):
+        return message | {"content": clean(text_of(message))}
+    parts = [part if is_picture(part) else part | {"text": clean(part["text"])} for part in message["content"]]
+    return message | {"content": parts}
 
 
 def tool_of(tool: object, where: str, schema: str) -> Mapping[str, Any]:
@@ -132,7 +152,8 @@ def key_of(message: Message) -> str:
         (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
         for call in message.get("tool_calls") or ()
     ]
-    return _encode([message["role"], text_of(message), calls, message.get("tool_call_id")])
+    said = comparable([{"content": message["content"]}]) if media_of(message) else text_of(message)
+    return _encode([message["role"], said, calls, message.get("tool_call_id")])
 
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls

@@ -107,7 +107,9 @@ class Gateway:
         from fsm_rollout.states.external import openai_dialect
 
         if request.path == "/v1/models" and request.method == "GET":
-            return web.Response(body=openai_dialect.models([session.model]), content_type="application/json")
+            seeing = [session.model] if session.histories.sees else []
+            body = openai_dialect.models([session.model], seeing)
+            return web.Response(body=body, content_type="application/json")
         if request.path != session.dialect.PATH or request.method != "POST":
             message = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
             raise ProtocolError(404, "not_found", message)

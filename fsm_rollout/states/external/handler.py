@@ -31,6 +31,7 @@ from fsm_rollout.tools.commands import MARK, end_family, from_environment, scrub
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import Message, Scored
 from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.pictures import in_form
 from fsm_rollout.trajectory.settings import ImportPath
 from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trace_ids import traceparent
@@ -61,7 +62,7 @@ class ForeignVisit:
     task: str
     """The text of the prompt's last message."""
     messages: list[Message]
-    """The prompt's messages."""
+    """The prompt's messages; pictures in them as the dialect's clients send them."""
     extra: Mapping[str, object]
     """The prompt's other fields."""
 
@@ -117,7 +118,7 @@ class External(State):
         histories = AgentHistories(ctx, self.spec.context, self._schemas)
         session = AgentSession(histories, dialect, trajectory.agent)
         async with gateway().session(session) as (url, key):
-            messages = [dict(message) for message in trajectory.prompt_messages]
+            messages = [in_form(message, dialect.picture_part) for message in trajectory.prompt_messages]
             visit = ForeignVisit(
                 base_url=f"{url}/v1" if self.options.dialect == "openai" else url, api_key=key, model=trajectory.agent,
                 task=text_of(messages[-1]), messages=messages, extra=trajectory.extra,

@@ -32,9 +32,11 @@ from fsm_rollout.states.external.chat_request import (
 )
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import openai_part
 from fsm_rollout.trajectory.settings import Sampling
 
 PATH = "/v1/chat/completions"
+picture_part = openai_part  # a picture as the protocol's clients send it
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What is refused unless it has one of these values.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {

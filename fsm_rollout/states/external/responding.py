@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import ModuleType
+from typing import cast
 
 from aiohttp import web
 
@@ -149,8 +150,11 @@ async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
     """Return what a request asks for, or raise ProtocolError for one that is not as its protocol has it."""
     body = await body_of(request)
     try:
+        if b'"image' in await request.read():  # pictures are decoded, in a thread
+            return cast(ChatRequest, await asyncio.to_thread(dialect.read, body))
         chat: ChatRequest = dialect.read(body)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # something in it is of another kind, or missing
+    # Something in it is of another kind, or missing, or has a picture in a picture in a picture.
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise refuse(f"the body is not as the protocol has it: {type(error).__name__}: {error}") from None
     return chat
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -23,14 +24,16 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
+from fsm_rollout.states.external import anthropic_dialect
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import Journal, recordings
+from fsm_rollout.trajectory.pictures import openai_part, picture_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.foreign import CALL, check_exact
 from tests.kit import CONFIGS
-from tests.vision import gemma3
+from tests.vision import gemma3_with_tools
 
 CHATTING = FILES["chats"]
 SINGLE = FILES["single"]
@@ -122,10 +125,52 @@ async def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
             assert (model.id, model.architecture) == ("chatting", {"input_modalities": ["text"]})  # type: ignore[attr-defined]
 
 
-async def test_who_sees_pictures_says_so() -> None:
-    async with served(["A cat."], agents=SINGLE, processor=gemma3()) as server, server.openai() as client:
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+async def test_callers_show_pictures_and_a_conversation_goes_on_with_them(protocol: str) -> None:
+    form = openai_part if protocol == "openai" else anthropic_dialect.picture_part
+    first, second = (picture_of(np.full((40, 60, 3), grey, np.uint8)) for grey in (0, 200))
+    async with served(lambda request: "well", processor=gemma3_with_tools()) as server, server.openai() as client:
         (model,) = (await client.models.list()).data
         assert model.architecture == {"input_modalities": ["text", "image"]}  # type: ignore[attr-defined]
+        anthropics = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+        messages: Any = []
+        for content in ([{"type": "text", "text": "What is "}, form(first)], [form(second), form(first)], "And?"):
+            messages.append({"role": "user", "content": content})
+            if protocol == "openai":
+                answer = await client.chat.completions.create(model="chatting", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            else:
+                reply = await anthropics.messages.create(model="chatting", messages=messages, max_tokens=100)
+                messages.append({"role": "assistant", "content": [{"type": "text", "text": "well"}]})
+                assert reply.content[0].text == "well"  # type: ignore[union-attr]
+        await anthropics.close()
+        (trajectory,) = server.trajectories.values()
+        (stream,) = trajectory.streams
+        assert [span.picture for span in stream.media] == [first, second, first]
+        # Another picture in the same place is another conversation.
+        messages[0]["content"][1] = openai_part(second)
+        await client.chat.completions.create(model="chatting", messages=[messages[0]])
+        assert len(server.trajectories) == 2
+
+
+async def test_what_is_no_picture_and_what_reads_text_only_are_refused() -> None:
+    black = openai_part(picture_of(np.zeros((4, 6, 3), np.uint8)))
+    address = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    for processor, part, code, why in (
+        (None, black, "unsupported_content", "agent 'chatting' reads text only"),
+        (
+            gemma3_with_tools(),
+            address,
+            "invalid_image",
+            "messages[0]: part 0: 'http://127.0.0.1:1/a.png' is an address; nothing",
+        ),
+    ):
+        async with served(lambda request: "well", processor=processor) as server:
+            error = await refused(server, messages=[{"role": "user", "content": [part]}])
+            assert (error.status_code, error.code) == (400, code)
+            assert why in str(error)
+            assert (await server.ask("well?")).choices[0].message.content == "well"
+            assert len(server.trajectories) == 1
 
 
 async def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
