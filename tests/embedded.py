@@ -12,3 +12,8 @@ def tokenizer() -> Any:
     from fsm_rollout.model.folders import load_tokenizer  # without transformers' models, which take seconds to import
 
     return load_tokenizer(embedded_model())
+
+
+def encoded(text: str) -> list[int]:
+    """Return a text's ids, as they stand."""
+    return list(tokenizer().encode(text, add_special_tokens=False))

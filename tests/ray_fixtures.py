@@ -6,13 +6,14 @@ Not in the conftest of `tests/integration`: pytest loses what stands there where
 from __future__ import annotations
 
 import gc
-import socket
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.kit import closed_port
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def ray_client_port() -> int:
     """Where the head of the worker's Ray serves Ray's client."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return closed_port()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from tests.doc_blocks import blocks, fsm_rollout, like, pages, run_page
-from tests.kit import ROOT
+from tests.kit import ROOT, script
 
 WITH_BLOCKS = [page for page in pages() if blocks(page)]
 
@@ -61,12 +60,7 @@ def test_the_navigation_names_pages_that_there_are() -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs/site/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/site/reference.py")
 
 
 def test_every_table_is_shown_somewhere(reference: Any) -> None:

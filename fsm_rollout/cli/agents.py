@@ -14,9 +14,7 @@ from fsm_rollout.errors import ConfigError, Problem
 
 
 def check(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="YAML...", help="files of agents, runs, scripts", show_default=False)
-    ],
+    files: Annotated[list[Path], typer.Argument(metavar="YAML...", help="files of agents, runs, scripts")],
 ) -> None:
     """Verify agents and print how long each can run at most; runs and scripts are checked, and not run.
 
@@ -67,7 +65,7 @@ def _checked(file: Path) -> Iterator[str]:
 
 
 def draw(
-    file: Annotated[Path, typer.Argument(metavar="AGENT.yaml", help="agent file", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="AGENT.yaml", help="agent file")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -123,7 +121,7 @@ def schema(
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="what to call the agent", show_default=False)],
+    name: Annotated[str, typer.Argument(help="what to call the agent")],
     kind: Annotated[
         Literal["tools", "user", "plan-act-verify", "delegate", "external"],
         typer.Option(

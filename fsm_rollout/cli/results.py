@@ -14,9 +14,7 @@ from fsm_rollout.errors import ConfigError
 
 def show(
     folder: Folder,
-    trajectory: Annotated[
-        str | None, typer.Option("--trajectory", metavar="ID", help="one trajectory of it", show_default=False)
-    ] = None,
+    trajectory: Annotated[str | None, typer.Option("--trajectory", metavar="ID", help="one trajectory of it")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -89,23 +87,18 @@ def export(
         typer.Option("-o", "--output", metavar="F", help="the file, or - (default: rows.FORMAT in the run's folder)"),
     ] = None,
     scores: Annotated[
-        Path | None,
-        typer.Option("--scores", metavar="F", help="scores of `rescore`, for the run's own", show_default=False),
+        Path | None, typer.Option("--scores", metavar="F", help="scores of `rescore`, for the run's own")
     ] = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option("--endpoint", metavar="URL", help="otlp: the collector (default: the run's)", show_default=False),
+        str | None, typer.Option("--endpoint", metavar="URL", help="otlp: the collector (default: the run's)")
     ] = None,
-    use: Annotated[
-        str | None, typer.Option("--use", metavar="READER", help="otlp: mlflow, phoenix or weave", show_default=False)
-    ] = None,
+    use: Annotated[str | None, typer.Option("--use", metavar="READER", help="otlp: mlflow, phoenix or weave")] = None,
     project: Annotated[
-        str | None,
-        typer.Option("--project", metavar="NAME", help="otlp: where the reader puts them", show_default=False),
+        str | None, typer.Option("--project", metavar="NAME", help="otlp: where the reader puts them")
     ] = None,
     content: Annotated[
         Literal["none", "text", "tokens"] | None,
-        typer.Option("--content", metavar="WHAT", help="otlp: none, text or tokens", show_default=False),
+        typer.Option("--content", metavar="WHAT", help="otlp: none, text or tokens"),
     ] = None,
 ) -> None:
     """Write a run's rows: ids, mask, logprobs, weight versions, scores, messages and text, by the names of the batch.
@@ -139,7 +132,7 @@ def export(
 
 def rescore(
     folder: Folder,
-    reward: Annotated[str, typer.Option("--reward", metavar="module:function", help="the reward", show_default=False)],
+    reward: Annotated[str, typer.Option("--reward", metavar="module:function", help="the reward")],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="F", help="the file, or - (default: scores/ in the run's folder)"),
@@ -176,12 +169,9 @@ def rescore(
 def replay(
     folder: Folder,
     agent: Annotated[
-        list[Path] | None,
-        typer.Option("--agent", metavar="AGENT.yaml", help="run these agents instead of the run's", show_default=False),
+        list[Path] | None, typer.Option("--agent", metavar="AGENT.yaml", help="run these agents instead of the run's")
     ] = None,
-    trajectory: Annotated[
-        str | None, typer.Option("--trajectory", metavar="ID", help="one sample only", show_default=False)
-    ] = None,
+    trajectory: Annotated[str | None, typer.Option("--trajectory", metavar="ID", help="one sample only")] = None,
     file: RunFile = None,
 ) -> None:
     """Run a run again from its recorded generations and tool results, and say where it first differs.

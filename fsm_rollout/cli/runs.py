@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file")],
     overrides: Overrides = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="delete the run, finished or not, that is in its folder")
@@ -44,11 +44,9 @@ def run(
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file")],
     overrides: Overrides = None,
-    port: Annotated[
-        int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any", show_default=False)
-    ] = None,
+    port: Annotated[int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any")] = None,
 ) -> None:
     """Serve a run's agents: an endpoint for clients of OpenAI's and Anthropic's protocols, and a chat page.
 

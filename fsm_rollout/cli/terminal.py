@@ -31,17 +31,10 @@ def _no_yaml(given: Any) -> Any:
     return given
 
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", show_default=False, callback=_no_yaml)]
-Folders = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="runs' folders", show_default=False, callback=_no_yaml)
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="key=value", help="changes to the run's keys", show_default=False)
-]
-RunFile = Annotated[
-    Path | None,
-    typer.Option("--file", metavar="RUN.yaml", help="the run's YAML, if not where it was", show_default=False),
-]
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder", callback=_no_yaml)]
+Folders = Annotated[list[Path], typer.Argument(metavar="RUN...", help="runs' folders", callback=_no_yaml)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="changes to the run's keys")]
+RunFile = Annotated[Path | None, typer.Option("--file", metavar="RUN.yaml", help="the run's YAML, if not where it was")]
 
 
 def look_here() -> None:

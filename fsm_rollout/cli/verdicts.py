@@ -15,9 +15,7 @@ from fsm_rollout.cli.terminal import Folder, Folders, Overrides, loading, look_h
 from fsm_rollout.errors import ConfigError
 
 Passes = Annotated[float, typer.Option("--passes", metavar="SCORE", help="the least score of a sample that passes")]
-By = Annotated[
-    list[str] | None, typer.Option("--by", metavar="FIELD", help="also by a field of the prompts", show_default=False)
-]
+By = Annotated[list[str] | None, typer.Option("--by", metavar="FIELD", help="also by a field of the prompts")]
 Counts = Annotated[
     str,
     typer.Option("-k", metavar="1,4", help="of how many samples pass@k and pass^k are told", show_default="1, 2, 4, …"),
@@ -27,17 +25,12 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead")]
 
 def evaluate(
     context: typer.Context,
-    file: Annotated[
-        Path, typer.Argument(metavar="AGENT.yaml|RUN.yaml", help="an agent's or a run's file", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="AGENT.yaml|RUN.yaml", help="an agent's or a run's file")],
     overrides: Overrides = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", metavar="F", help="the prompts, instead of the run's", show_default=False)
-    ] = None,
-    n: Annotated[int | None, typer.Option("-n", metavar="K", help="samples per prompt", show_default=False)] = None,
+    data: Annotated[Path | None, typer.Option("--data", metavar="F", help="the prompts, instead of the run's")] = None,
+    n: Annotated[int | None, typer.Option("-n", metavar="K", help="samples per prompt")] = None,
     until: Annotated[
-        float | None,
-        typer.Option("--until", metavar="D", help="end once the score is known to ± this", show_default=False),
+        float | None, typer.Option("--until", metavar="D", help="end once the score is known to ± this")
     ] = None,
     by: By = None,
     k: Counts = "",
@@ -106,7 +99,7 @@ def compare(
     first: Folder,
     others: Folders,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="F.html", help="write a page as well", show_default=False)
+        Path | None, typer.Option("-o", "--output", metavar="F.html", help="write a page as well")
     ] = None,
     passes: Passes = 1.0,
     points: Annotated[

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 
+@cache
 def table(name: str) -> dict[str, Any]:
-    """Return the table in the file ``name.yaml`` here."""
+    """Return the table in the file ``name.yaml`` here; it is read once, and nobody changes it."""
     data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
     return data
 

@@ -120,20 +120,7 @@ def test_a_window_that_ends_a_trajectory_is_named(place: Path, setting: str, say
     assert summary_of(place).get("details", {}) == ({} if says is None else {"limit:context_tokens": line})
 
 
-GENEROUS = """
-from fsm_rollout import ToolResult
-
-def look(place: str) -> ToolResult:
-    \"\"\"Look somewhere.
-
-    Args:
-        place: Where to look.
-    \"\"\"
-    return ToolResult("nothing", reward=0.25)
-
-def only_first(group):
-    return group[0].group_id == "0"
-"""
+GENEROUS = FILES["a tool that rewards"]
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
 
 
@@ -295,13 +282,7 @@ def test_a_run_of_which_everything_failed_says_why_and_fails(place: Path) -> Non
 
 
 GRADED = FILES["graded by a module of its own"]
-GRADER = """
-from fsm_rollout import Outcome, State
-class Grade(State):
-    triggers = ("graded",)
-    async def run(self, trajectory, ctx):
-        return Outcome("graded")
-"""
+GRADER = FILES["a handler that grades"]
 
 
 @pytest.mark.parametrize("beside", ["the agent", "the command"])
@@ -335,14 +316,7 @@ def test_wrong_keys_of_engines_are_named_with_their_line(place: Path) -> None:
     )
 
 
-OWN_ENGINE = """
-from fsm_rollout import ScriptedEngine
-from fsm_rollout.model.folders import load_tokenizer, model_folder
-
-class Echo(ScriptedEngine):
-    def __init__(self, says: str, times: int = 1):
-        super().__init__([says * times], tokenizer=load_tokenizer(model_folder("embedded")))
-"""
+OWN_ENGINE = FILES["an engine of a run's own"]
 
 
 def test_an_engine_of_ones_own_runs_from_the_run_file(place: Path) -> None:

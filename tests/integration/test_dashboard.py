@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.foreign import CALL
-from tests.kit import CONFIGS
+from tests.kit import CONFIGS, closed_port
 from tests.unit.serve.test_serve import served
 
 PROMETHEUS = shutil.which("prometheus")
@@ -36,9 +35,7 @@ def prometheus(server: str, folder: Path) -> Iterator[str]:
     target = server.removeprefix("http://")
     scraped = {"job_name": "agents", "scrape_interval": "200ms", "static_configs": [{"targets": [target]}]}
     (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scraped | {"scrape_timeout": "200ms"}]}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{closed_port()}"
     options = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     process = subprocess.Popen([str(PROMETHEUS), *options, f"--web.listen-address={address}", "--log.level=error"])
     try:

@@ -8,45 +8,11 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.trajectory.journal import read
+from tests.cases import FILES
 from tests.programs import fsm_rollout
 
-TOOL = '''
-import os
-import threading
-
-from fsm_rollout import ToolContext
-
-everybody = threading.Barrier(CALLS)
-
-
-def look(text: str, context: ToolContext) -> str:
-    """Look something up.
-
-    Args:
-        text: What to look up.
-    """
-    try:
-        everybody.wait(5 if CALLS > 1 else 0)
-    except threading.BrokenBarrierError:  # it runs alone
-        pass
-    else:
-        if context.extra["answer"] != "bad" and CALLS > 1:
-            threading.Event().wait()  # until the process dies
-    if context.extra["answer"] == "bad":
-        os._exit(7)
-    return text
-'''
-AGENT = """
-agent: looker
-limits: {assistant_turns: 4, tool_calls: 4, response_tokens: 512, wall_seconds: 600}
-tools: {look: {use: "look_up:look", timeout: 60}}
-states: {PENDING: {}, GENERATING: {timeout: 60}, PROCESSING_TOOLS: {timeout: 60}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+TOOL = FILES["a tool that kills its process"]
+AGENT = FILES["looks twice"]
 TURNS = ['<tool_call>\n{"name": "look", "arguments": {"text": "x"}}\n</tool_call>', "done"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 import zlib
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.kit import ROOT
+from tests.kit import script
 
 MOST = 400_000
 """Bytes of a picture that a README loads."""
@@ -18,12 +17,7 @@ MOST = 400_000
 
 @pytest.fixture(scope="module")
 def photograph() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("photograph", ROOT / "diagrams/photograph.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("diagrams/photograph.py")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

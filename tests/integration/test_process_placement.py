@@ -30,7 +30,7 @@ from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
 from fsm_rollout.trajectory.events import Called, ToolCall
-from tests.cases import FILES
+from tests.cases import FILES, table
 from tests.kit import ROOT
 from tests.programs import program
 from tests.vision import gemma3_with_tools
@@ -237,16 +237,7 @@ def test_arguments_arrive_elsewhere_as_the_functions_own_types(placement: str) -
 
 
 @pytest.mark.parametrize("placement", PLACES)
-@pytest.mark.parametrize(
-    ("kind", "failure", "says"),
-    [
-        ("connection", "ConnectionResetError", "gone"),
-        ("picky", "Picky", "tool failed: Picky: one"),
-        ("arguments", "bad_arguments", "tool: no such city; correct the arguments and try again"),
-        ("exit", "RuntimeError", "SystemExit: 3"),
-        ("killed", "ToolDied", "the tool broke down"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "failure", "says"), table("integration")["what goes wrong elsewhere is told"])
 def test_what_goes_wrong_elsewhere_is_told(placement: str, kind: str, failure: str, says: str) -> None:
     tool = {"use": f"{HERE}:fails", "placement": placement}
     failed, good = call_all(tool, {"kind": kind}, {"kind": "connection"})

@@ -37,10 +37,12 @@ from fsm_rollout.scheduler.worker_pool import WorkerPool
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.events import AnyEvent, Called
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import FILES, table
 from tests.embedded import tokenizer
 from tests.integration import ray_work, worker_work
 from tests.integration.ray_work import ByTrajectory, Weighted, ask, right, through
 from tests.integration.replica_kills import differences
+from tests.kit import closed_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 TIMES = PoolTimes(start=600, ping=300, order=300, backoff=0.05)
@@ -48,12 +50,6 @@ ray.cloudpickle.register_pickle_by_value(ray_work)  # the actors cannot import i
 
 
 # -- before there is a Ray -----------------------------------------------------------------------------------------
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def spec(**keys: Any) -> dict[str, Any]:
@@ -163,15 +159,7 @@ def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"placement": "local", "gpus": 1}, "gpus: for placement 'ray' only"),
-        ({"ray": {"adress": "auto"}}, "ray: unknown key 'adress'; did you mean 'address'?"),
-        ({"pool": {"start_timout": 3}}, "pool: unknown key 'start_timout'; did you mean 'start_timeout'?"),
-        ({"router": "stiky"}, "router 'stiky' does not exist; did you mean 'sticky'?"),
-        ({"router": "pathlib:Path"}, "router 'pathlib:Path' has no method choose"),
-        ({"cpus": -1}, "cpus should be greater than or equal to 0, got -1"),
-    ],
+    ("keys", "message"), table("integration")["mistakes in a spec are named before anything starts"]
 )
 def test_mistakes_in_a_spec_are_named_before_anything_starts(keys: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
@@ -304,19 +292,7 @@ def test_the_only_actor_is_killed_twice():
     asyncio.run(main())
 
 
-OWN_ENGINE = """
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-
-class Letters:
-    eos_token_id = 0
-
-    def encode(self, text, add_special_tokens=True):
-        return list(text.encode())
-
-class Echo(ScriptedEngine):
-    def __init__(self, says: str) -> None:
-        super().__init__([Turn(text=says, chunks=4, delay=0.2)], tokenizer=Letters())
-"""
+OWN_ENGINE = FILES["an engine of letters"]
 
 
 @pytest.mark.ray("shared")

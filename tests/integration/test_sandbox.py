@@ -23,7 +23,7 @@ from fsm_rollout.tools.sandbox import CodeLimits, LocalSession, Output, bash, pr
 from fsm_rollout.tools.sandbox import session as sessions
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import histories
-from tests.cases import FILES
+from tests.cases import FILES, table
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
 from tests.programs import fsm_rollout
@@ -91,54 +91,7 @@ def test_a_session_keeps_what_its_calls_have_made(namespaces: bool) -> None:
     assert run("import os; os.listdir(), sorted(os.environ)") == ["([], ['HOME', 'LANG', 'PATH', 'TMPDIR'])"]
 
 
-BOMBS = {
-    "an endless loop": ("while True: pass", "more than 0.3 s of CPU time"),
-    "one that catches all": (
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-        "more than 0.3 s of CPU time",
-    ),
-    "one that ignores signals": (
-        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
-        "while True: pass",
-        "more than 0.3 s of CPU time",
-    ),
-    "sleep": ("import time; time.sleep(1000)", "longer than 1 s"),
-    "forks": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        ("processes", "CPU time", "memory", "session broke"),
-    ),
-    "forks of bash": ("import subprocess; subprocess.run(['bash', '-c', 'f() { f | f & }; f; wait'])", None),
-    "memory": ("x = []\nwhile True: x.append(bytearray(10**6))", ("MemoryError", "memory")),
-    "memory of several processes": (
-        "import os, time\nfor _ in range(5):\n    if not os.fork():\n        x = bytearray(10**8)\n"
-        "        for i in range(0, 10**8, 4096): x[i] = 1\n        time.sleep(1000)\ntime.sleep(1000)",
-        "memory",
-    ),
-    "a large number": ("10 ** 10 ** 10", ("CPU time", "MemoryError", "ended its session")),
-    "a disk of one file": ("f = open('a', 'wb')\nwhile True: f.write(b'x' * 10**6); f.flush()", "OSError"),
-    "endless output": ("while True: print('x' * 1000)", "the output is longer; these are its first 2,000 characters"),
-    "endless output of another program": ("import subprocess; subprocess.run(['yes'])", "these are its first 2,000"),
-    "descriptors": ("import os\nwhile True: os.dup(1)", "Too many open files"),
-    "limits raised": (
-        "import resource as r\nfor k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_NOFILE):\n"
-        "    try: r.setrlimit(k, (r.RLIM_INFINITY,) * 2); print('RAISED')\n"
-        "    except (ValueError, OSError): print('no')",
-        "no\nno\nno",
-    ),
-    "a crash": ("import ctypes; ctypes.string_at(0)", "ended its session"),
-    "deep recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
-    "closed descriptors": ("import os; os.closerange(0, 1000)", ("ended its session", "broke")),
-    "junk on the wire": (
-        "import os\nfor n in range(3, 50):\n    try: os.write(n, b'junk\\n' * 1000)\n    except OSError: pass",
-        ("broke", "ended its session", "no output"),
-    ),
-    "a forged answer": (
-        "import os\nfor n in range(3, 50):\n    try: os.write(n, b'{\"text\": 7, \"exit\": [], \"shell\": 1}\\n')\n"
-        "    except OSError: pass",
-        ("ended its session", "broke", "no output"),
-    ),
-    "all that can be killed": ("import os, signal; os.kill(-1, signal.SIGKILL)", None),
-}  # fmt: skip
+BOMBS: dict[str, list[Any]] = table("sandbox")["bombs"]
 
 
 # Under limits alone every third is enough to see that the same guard does the same; but there, "all that can be killed"
@@ -183,32 +136,10 @@ def refused(call: str) -> str:
     return f"{load}assert libc.{call} == -1\nraise OSError(ctypes.get_errno(), 'refused')"
 
 
-ESCAPES = {
-    "the network": "import socket; socket.create_connection(('1.1.1.1', 53), 3)",
-    "this machine's servers": "import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
-    "a host's file": "open('{secret}').read()",
-    "the users": "open('/etc/shadow').read()",
-    "the repository": "open('{root}/README.md').read()",
-    "through the guard's root": "open('/proc/1/root{secret}').read()",
-    "the guard's environment": "open('/proc/1/environ').read()",
-    "the guard's memory": "open('/proc/1/mem', 'rb').read(1)",
-    "a signal to the run": "import os; os.kill({pid}, 0)",
-    "a signal to the guard": "import os; os.kill(1, 9)",
-    "the host's processes": "import os; assert '{pid}' not in os.listdir('/proc'); raise OSError('hidden')",
-    "programs overwritten": "open('/usr/bin/true', 'wb')",
-    "a new file beside them": "open('/usr/x', 'w')",
-    "a device": "import os; os.mknod('/tmp/sda', 0o60600, os.makedev(8, 0))",
-    "another user": "import os; os.setuid(0)",
+ESCAPES: dict[str, str] = table("sandbox")["escapes"] | {
     "ptrace": refused("ptrace(16, 1, 0, 0)"),
     "new namespaces": refused("unshare(0x10000000)"),
     "a mount": refused("mount(b'none', b'/tmp', b'tmpfs', 0, None)"),
-    "memory that no limit sees": "import os; os.memfd_create('x')",
-    "a way out of the root": "import os; os.chroot('/tmp')",
-    "more rights by a program": (
-        "import subprocess\nassert subprocess.run(['su', '-c', 'id'], stdin=-3, capture_output=True).returncode\n"
-        "raise OSError('refused')"
-    ),
-    "a large disk of small files": "for n in range(10**5): open(str(n), 'w').write('x' * 5000)",
 }
 
 

@@ -44,6 +44,7 @@ from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from fsm_rollout.trajectory.trace_ids import TraceIds
+from tests.cases import table
 from tests.collector import Collector
 from tests.foreign import EngineLog
 from tests.integration.replica_kills import differences
@@ -132,18 +133,7 @@ def test_greedy_tokens_are_those_of_transformers(engine: SGLangEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.6},
-        {"temperature": 1.7, "top_k": 5},
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 1.5, "top_k": 20, "top_p": 0.7},
-        {"temperature": 1.0, "top_k": 1},
-        {"temperature": 1.3, "min_p": 0.1},
-        {"temperature": 1.5, "top_k": 20, "min_p": 0.05},
-    ],
-    ids=str,
+    "sampling", table("integration")["logprobs are those of the distribution sampled from"], ids=str
 )
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine: SGLangEngine, sampling: dict[str, Any]) -> None:
     """A greedy request and an uncut one ride along: their logprobs must not be touched by the cut."""

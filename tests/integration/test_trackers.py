@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from tests.cases import table
 from tests.kit import CONFIGS
 
 pytestmark = pytest.mark.process  # wandb starts one
@@ -179,13 +180,9 @@ def test_a_tracker_that_fails_costs_its_figures_alone(place: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("track", "says"),
     [
-        ("wanb", "tracker 'wanb' does not exist; did you mean 'wandb'?"),
-        ("json:nothing", "'json' has no 'nothing'"),
-        ("json:__name__", "track: 'json:__name__' is no class"),
+        *table("integration")["what is no tracker is refused"],
         (f"{__name__}:Half", "is no tracker, it has no close"),
         (f"{{use: '{__name__}:Mine', colour: red}}", "cannot start: TypeError"),
-        ("{project: x}", "track: 'use' is missing"),
-        ("{use: mlflow, url: x}", "track: mlflow cannot start: TypeError"),
     ],
 )
 def test_what_is_no_tracker_is_refused(place: Path, track: str, says: str) -> None:

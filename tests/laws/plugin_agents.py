@@ -13,20 +13,7 @@ DEAD_ROW = FILES["has a dead transition"]
 # A grader of one's own, between the model's turns: the README shows it with what the plugin says.
 GRADED = FILES["graded"]
 
-_HANDLER = """\
-import asyncio
-import threading
-import time
-
-from fsm_rollout import Outcome, State
-
-
-class Grade(State):
-    triggers = ("right", "wrong")
-
-    async def run(self, trajectory, ctx):
-{body}
-"""
+_HANDLER = FILES["a handler of one visit"]
 
 
 def grader(*lines: str) -> str:
@@ -35,13 +22,5 @@ def grader(*lines: str) -> str:
 
 
 RAISES = ('said = trajectory.text.split("answer is ")[1]', 'return Outcome("right" if "4" in said else "wrong")')
-TOOLS = """\
-def lookup(word: str) -> str:
-    \"\"\"Look a word up.
-
-    Args:
-        word: Which.
-    \"\"\"
-    raise SystemExit("a tool of the user's was called for real")
-"""
+TOOLS = FILES["a tool that looks words up"]
 LOOKS_UP = FILES["looks up"]

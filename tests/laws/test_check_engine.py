@@ -17,6 +17,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, check_engine_sync, run_virtual
 from fsm_rollout.testing.simulation import virtual_time
 from fsm_rollout.testing.simulation.virtual_time import Endless
+from tests.cases import table
 
 TEXT = "hello, wonderful world"
 
@@ -576,16 +577,7 @@ def test_a_bad_engine_is_found_by_how_long_it_takes(
     found(promise, message, kind(says, tokenizer=tokenizer, max_running=at_once), settle=1.0)
 
 
-@pytest.mark.parametrize(
-    ("method", "promise", "message"),
-    [
-        ("pause", 6, r"pause\(\) did not return within 60 s \(check 'pause'\)"),
-        ("wake", 6, r"wake\(\) did not return within 60 s \(check 'sleep'\)"),
-        ("abort", 4, r"abort of an unknown id did not return within 60 s \(check 'abort'\)"),
-        ("update_weights", 8, r"update_weights\(\) did not return within 60 s \(check 'updates'\)"),
-        ("aclose", 9, r"aclose\(\) did not return within 60 s \(check 'close'\)"),
-    ],
-)
+@pytest.mark.parametrize(("method", "promise", "message"), table("laws")["a method that never returns is named"])
 def test_a_method_that_never_returns_is_named(tokenizer: Any, method: str, promise: int, message: str) -> None:
     async def hang(*_: object) -> None:
         await asyncio.Event().wait()

@@ -6,38 +6,9 @@ import sys
 
 import pytest
 
-GOOD = """
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from tests.cases import FILES, table
 
-
-def script(request):
-    return Turn(text=f"{request.ids[0]} hello, wonderful world", chunks=4, delay=0.001)
-
-
-def make():
-    return ScriptedEngine(script, tokenizer=embedded_tokenizer())
-
-
-async def make_later():
-    return make()
-
-
-class DropsStopTokens(ScriptedEngine):
-    def __init__(self):
-        super().__init__(script, tokenizer=embedded_tokenizer())
-
-    async def generate(self, requests):
-        from msgspec.structs import replace
-
-        async for chunk in super().generate(requests):
-            stops = chunk.finish_reason == "stop"
-            yield replace(chunk, ids=chunk.ids[:-1], logprobs=chunk.logprobs[:-1]) if stops else chunk
-
-
-def no_engine():
-    return "an engine"
-"""
+GOOD = FILES["an engine that echoes"]
 QUIET = ("-p", "no:cacheprovider")
 
 
@@ -75,15 +46,7 @@ def test_one_promise_is_run_by_its_name(folder: pytest.Pytester) -> None:
     result.assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        ("my_engine", "*'my_engine': write module:factory*"),
-        ("nowhere:make", "*there is no module 'nowhere'*"),
-        ("my_engine:no_engine", "*my_engine:no_engine made 'an engine', which is no engine: it lacks tokenizer, *"),
-        ("my_engine:made", "*'my_engine:made'*"),
-    ],
-)
+@pytest.mark.parametrize(("factory", "message"), table("laws")["what makes no engine is said"])
 def test_what_makes_no_engine_is_said(folder: pytest.Pytester, factory: str, message: str) -> None:
     result = folder.runpytest_inprocess("--fsm-engine", factory, "-k", "stop-tokens", *QUIET)
     usage = result.ret == pytest.ExitCode.USAGE_ERROR

@@ -9,26 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import FILES
 from tests.integration.chromium import browser  # noqa: F401  # a fixture
 from tests.readers.servers import PATIENCE, Server, serving
 
 collect_ignore_glob = [] if all(map(find_spec, ("flask", "phoenix", "trackio"))) else ["test_*.py"]
 
-BROKEN = '''"""A tool that raises, and a reward that does."""
-
-from typing import Literal
-
-
-def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
-    """Apply one arithmetic operation to two whole numbers.
-
-    Args:
-        left: The first number.
-        operator: What to do with them.
-        right: The second number.
-    """
-    raise RuntimeError("the calculator is broken")
-'''
+BROKEN = FILES["a tool and a reward that raise"]
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 3, "operator": "+", "right": 4}}\n</tool_call>'
 
 

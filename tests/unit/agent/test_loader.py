@@ -193,26 +193,7 @@ def test_lines_of_every_path() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is empty; an agent needs `agent`"),
-        (b"# nothing\n", "is empty"),
-        (b"- a\n", "1: an agent is a mapping with `agent`, `states` and `transitions`, got a list"),
-        (b"hello", "got a str"),
-        (b"agent: a\nx: \xff\n", "2: is not UTF-8 (byte 0xff)"),
-        (b"agent: [a\nb: 2", "not YAML: "),
-        (b"a: b: c", "1: not YAML: a text with a colon and a space in it must be in quotes, or below a `|`"),
-        (b"a:\n  b: 1\n c: 2", "3: not YAML: the line is indented by 1 space; indent it by 2 as line 2 or 0 as line 1"),
-        (b"a: 1\n#  x\n\n  b: 1", "4: not YAML: the line is indented by 2 spaces; indent it by 0 as line 1"),
-        (b"a:\n  b:\n    c: Do: it", "3: not YAML: a text with a colon and a space in it must be in quotes"),
-        (b"a:\n  b: 1\n   c: 2", "3: not YAML: the line is indented by 3 spaces; indent it by 2 as line 2 or "),
-        (b"a:\n\tb: 1", "2: not YAML: the line is indented with a tab, and YAML takes spaces only"),
-        (b"a:\n  - x: 1\n   y: 1", "3: not YAML: the line is indented by 3 spaces; indent it by 4 as line 2 or "),
-        (b"a:\n  - x\n  y: 1", "3: not YAML: the line stands among the items of a list (as line 2) and is none"),
-        (
-            b"a: |\n  x\n y\nb: 1",
-            "3: not YAML: the line is indented by 1 space; indent it by 2 as line 2 or 0 as line 1",
-        ),
-        (b"a: 1\n--- \nb: 2", "not YAML: expected a single document"),
-        (b"a: \x07", "1: YAML does not allow the character U+0007"),
+        *((text.encode("latin1"), said) for text, said in CASES["no agents"]),
         (b"[" * 600, "is nested too deeply"),
         (
             b"a: &a [x, x]\n"

@@ -12,6 +12,7 @@ from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Scored
 from fsm_rollout.trajectory.outcome import Outcome
+from tests.cases import table
 from tests.unit.agent.facts import BROKEN, CALL, called, folded, generated, moved, opened, prompted
 
 GRAPH = AgentGraph.model_validate(
@@ -104,41 +105,7 @@ def test_limit_is_the_outcomes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "says"),
-    [
-        ("has_tool_cals", None, "predicate 'has_tool_cals' does not exist; did you mean 'has_tool_calls'?"),
-        ("has_tool_calls", 3, "predicate 'has_tool_calls' takes no argument, got 3"),
-        ("all_calls_bad", True, "takes no argument, got True"),
-        ("tool_called", None, "predicate 'tool_called' takes a tool's name, got nothing"),
-        ("tool_called", "ad", "tool 'ad' is not defined; did you mean 'add'?"),
-        ("text_contains", "", "takes a text, got ''"),
-        ("text_contains", 5, "takes a text, got 5"),
-        ("text_matches", "(", "'(' is no regular expression: missing )"),
-        ("text_matches", None, "takes a regular expression, got nothing"),
-        ("context_over", 1.5, "takes a count of tokens, or a fraction (0.8) of limits.context_tokens, got 1.5"),
-        ("context_over", -1, "got -1"),
-        ("context_over", True, "got True"),
-        ("response_over", "5", "got '5'"),
-        ("visits_over", None, "takes a count, or {STATE: count}, got nothing"),
-        ("visits_over", 1.0, "got 1.0"),
-        ("visits_over", {"REVEW": 1}, "state 'REVEW' is not defined; did you mean 'REVIEW'?"),
-        ("visits_over", {"REVIEW": -1}, "got {'REVIEW': -1}"),
-        ("visits_over", {}, "got {}"),
-        ("score_at_least", "high", "takes a number, got 'high'"),
-        ("score_at_least", float("nan"), "got nan"),
-        ("limit", "tool_call", "there is no limit 'tool_call'; did you mean 'tool_calls'?"),
-        ("limit", None, "takes a limit's name, got nothing"),
-        ("text_matches", "(?=a)b", "is not taken by RE2 (invalid perl operator: (?=), which needs linear time"),
-        ("text_matches", r"(a)\1", r"no back-references, and `\z` for `\Z`; write several predicates"),
-        ("tests.custom_code:missing", None, "'tests.custom_code' has no 'missing'"),
-        ("tests.custom_code:NOT_A_FUNCTION", None, "is a int; it must be a function"),
-        ("tests.custom_code:waits", None, "is async, so it would always hold; make it a plain `def`"),
-        ("tests.custom_code:waits_too", None, "is async, so it would always hold; make it a plain `def`"),
-        ("tests.custom_code:exceeds", None, "with the trajectory alone, which does not fit its signature (trajectory"),
-        ("tests.custom_code:is_long", 3, "with the trajectory and 3, which does not fit .*: too many positional"),
-        ("tests.custom_code:nothing_at_all", None, "() -> 'bool': too many positional arguments; an argument is"),
-        ("tests.custom_code:by_name", 3, "does not fit its signature (trajectory, *, argument) -> 'bool': "),
-    ],
+    ("name", "argument", "says"), [*table("agent")["wrong arguments"], ("score_at_least", float("nan"), "got nan")]
 )
 def test_wrong_arguments(name: str, argument: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -86,20 +86,8 @@ def test_7_tokens_that_limits_do_not_allow(predicate: str, limit: str, argument:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("{{ texts.mian }}", "prompt names 'texts.mian', and there is no such context; did you mean 'main'?"),
-        ("{{ texts['mian'][-1] }}", "prompt names 'texts.mian', and there is no such context; did you mean 'main'?"),
-        ("{% if history.critc %}x{% endif %}", "'history.critc', and there is no such context; known: main"),
-        ("{{ visits.REVIEWNG }}", "'visits.REVIEWNG', and there is no such state; did you mean 'REVIEWING'?"),
-        ("{{ spent.tool_cals }}", "'spent.tool_cals', and there is no such limit; did you mean 'tool_calls'?"),
-        ("{{ task.uper() }}", "prompt names 'task.uper', and 'task' is a text"),
-        ("{{ generations.first }}", "prompt names 'generations.first', and 'generations' is a number"),
-        ("{{ messages.last }}", "prompt names 'messages.last', and 'messages' is a list"),
-        ("{{ texts.main[-1] }} {{ texts['main'] | length }} {{ texts.items() | list }} {{ texts.get('x') }}", None),
-        ("{{ extra.answer }} {{ extra['anything'].at.all }} {{ task.upper() }} {{ visits.TERMINATED }}", None),
-        ("{% for text in texts.values() %}{{ text.whatever }}{% endfor %}", None),
-        ("{{ spent.bad_calls }} {{ history.main[0].content }} {{ messages.0.role }}", None),
+        *table("agent")["20 templates name facts and their parts"],
         ("".join(f"{{{{ {fact} }}}}" for fact in TEMPLATE_FACTS), None),
-        ("{% for i in range(generations) %}{{ loop.index }}{{ i }}{% endfor %}", None),
     ],
 )
 def test_20_templates_name_facts_and_their_parts(prompt: str, message: str | None) -> None:

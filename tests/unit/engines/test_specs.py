@@ -17,6 +17,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import table
 from tests.embedded import tokenizer
 
 
@@ -64,42 +65,7 @@ def test_a_key_that_is_null_is_not_there(tmp_path: Path):
         build_engine({"kind": "transformers", "threads": None, "threds": 1}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("spec", "messages"),
-    [
-        ({}, ["an engine needs 'kind'; known: scripted, replay, transformers"]),
-        ({"kind": "scriptd"}, ["engine kind 'scriptd' does not exist; did you mean 'scripted'?"]),
-        ({"kind": ["x"]}, ["engine kind '['x']' does not exist"]),
-        ({"kind": "sglang", "tpp": 2}, ["unknown key 'tpp'; did you mean 'tp'?"]),
-        ({"kind": "sglang", "mem_fraction": 2}, ["mem_fraction should be less than 1, got 2"]),
-        ({"kind": "sglang_http"}, ["'urls' is missing"]),
-        ({"kind": "sglang_http", "urls": ["http://a:1"], "replicas": 2}, ["each url is a replica"]),
-        ({"kind": "replay"}, ["'run' is missing"]),
-        ({"kind": "scripted"}, ["a scripted engine needs either 'turns' or 'script'"]),
-        ({"kind": "scripted", "turns": [], "script": "x"}, ["a scripted engine needs either 'turns' or 'script'"]),
-        ({"kind": "scripted", "turns": "hello"}, ["turns should be a list, or a mapping of", "got 'hello'"]),
-        (
-            {"kind": "scripted", "turns": ["a", {"txt": "b", "delay": -1}], "rplicas": 1},
-            ["turns.1: unknown key 'txt'; did you mean 'text'?", "turns.1.delay should be", "did you mean 'replicas'?"],
-        ),
-        (
-            {"kind": "scripted", "turns": {"main": [{"error": "x", "hang": True}]}},
-            ["turns.main.0: a turn ends in one way"],
-        ),
-        ({"kind": "transformers", "modl": "x"}, ["unknown key 'modl'; did you mean 'model'?"]),
-        ({"kind": "transformers", "max_running": "3"}, ["max_running should be a valid integer, got '3'"]),
-        ({"kind": "transformers", "replicas": 0}, ["replicas should be greater than or equal to 1, got 0"]),
-        ({"kind": "transformers", "ray": {"address": "auto"}}, ["ray: for placement 'ray' only"]),
-        ({"kind": None}, ["an engine needs 'kind'"]),
-        ({"kind": "transformers", "router": "nope"}, ["router 'nope' does not exist; known: least_loaded, sticky"]),
-        (
-            {"kind": "transformers", "router": "stiky", "modl": "x", "pool": {"attempts": 0}},
-            ["did you mean 'sticky'?", "unknown key 'modl'", "pool.attempts should be greater than or equal to 1"],
-        ),
-        ({"kind": "transformers", "router": 3}, ["router should be a valid string, got 3"]),
-        ({"kind": "scripted", "script": "missing.yaml"}, ["missing.yaml: no such file"]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "messages"), table("engines")["mistakes are named all together"])
 def test_mistakes_are_named_all_together(spec: dict[str, Any], messages: list[str], tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         build_engine(spec, tmp_path)
@@ -107,16 +73,7 @@ def test_mistakes_are_named_all_together(spec: dict[str, Any], messages: list[st
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "messages"),
-    [
-        ("main:\n- hello\n- {txt: a}\n", ["script.yaml:3: main.1: unknown key 'txt'; did you mean 'text'?"]),
-        ("- a\n-\n  text: a\n  chunks: 0\n", ["script.yaml:4: 1.chunks should be greater than or equal to 1, got 0"]),
-        ("main: hello\n", ["script.yaml:1: main must be a list, got 'hello'"]),
-        ("", ["should be a list, or a mapping"]),
-        ("a: [", ["not YAML"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "messages"), table("engines")["mistakes in a script file have their line"])
 def test_mistakes_in_a_script_file_have_their_line(text: str, messages: list[str], tmp_path: Path):
     (tmp_path / "script.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -205,39 +162,6 @@ def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
     assert (len(pool.replicas), pool.tries.attempts) == (2, 5)
     asyncio.run(pool.aclose())
     assert said(spec, tmp_path) == "AB"
-
-
-@pytest.mark.parametrize(
-    ("spec", "messages"),
-    [
-        (
-            {"kind": "Shouting"},
-            ["engine kind 'Shouting' does not exist; known: chat, openai, replay", "or give 'module:Class'"],
-        ),
-        ({"kind": f"{HERE}:Shoutin"}, ["has no 'Shoutin'", "did you mean 'Shouting'?"]),
-        ({"kind": "no_such:Engine"}, ["cannot import 'no_such'"]),
-        ({"kind": f"{HERE}:NUMBER"}, [f"engine kind '{HERE}:NUMBER' is a int; name a class, or a function"]),
-        ({"kind": f"{HERE}:Shouting"}, ["'says' is missing"]),
-        (
-            {"kind": f"{HERE}:Shouting", "sayz": "a", "times": "many", "rplicas": 2, "pool": {"attempt": 1}},
-            [
-                "unknown key 'sayz'; did you mean 'says'?",
-                "times should be a valid integer",
-                "did you mean 'replicas'?",
-                "pool: unknown key 'attempt'; did you mean 'attempts'?",
-            ],
-        ),
-        ({"kind": f"{HERE}:Choosy", "says": "please", "times": 4}, ["times should be less than or equal to 3, got 4"]),
-        ({"kind": f"{HERE}:Choosy", "says": "now"}, ["says: say please, got 'now'"]),
-        ({"kind": f"{HERE}:Choosy", "says": "please", "notes": "x"}, ["unknown key 'notes'"]),
-        ({"kind": f"{HERE}:Shouting", "says": "a", "gpus": 1}, ["gpus: for placement 'ray' only"]),
-    ],
-)
-def test_mistakes_in_the_keys_of_ones_own_engine(spec: dict[str, Any], messages: list[str], tmp_path: Path):
-    with pytest.raises(ConfigError) as error:
-        build_engine(spec, tmp_path)
-    for message in messages:
-        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,13 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.trajectory.tokens import Note, NoteKind, as_ids, as_logprobs
-from tests.embedded import tokenizer
+from tests.embedded import encoded, tokenizer
 from tests.unit.engines.kit import EOS, ask, run
 
 texts = st.text(st.sampled_from("ab</ \n\u00e9\u20ac\U0001f600"), min_size=1, max_size=30)
 strings = st.lists(
     st.text(st.sampled_from("ab</\n\u00e9\u20ac\U0001f600"), min_size=1, max_size=4), min_size=1, max_size=3
 )
-
-
-def encoded(text: str) -> list[int]:
-    return list(tokenizer().encode(text, add_special_tokens=False))
 
 
 def holds(ids: list[int], stop: list[str]) -> bool:

@@ -17,7 +17,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_l
 from fsm_rollout.engines.thinking_budget import ThinkingBudget
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import NO_VERSION, as_ids, as_logprobs
-from tests.embedded import tokenizer
+from tests.embedded import encoded, tokenizer
 from tests.unit.engines.kit import EOS, ask, run
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -25,10 +25,6 @@ words = st.text("abc <\n5", max_size=9)
 texts = st.lists(st.tuples(words, st.sampled_from([OPENING, CLOSING])), max_size=4).map(
     lambda pairs: "".join(word + tag for word, tag in pairs)
 )
-
-
-def encoded(text: str) -> list[int]:
-    return list(tokenizer().encode(text, add_special_tokens=False))
 
 
 CLOSE = encoded("\n</think>\n\n")

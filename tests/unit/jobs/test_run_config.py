@@ -164,18 +164,7 @@ def test_a_key_stands_in_the_users_own_file_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("agent", {"agent": "/evil/agent.yaml"}),
-        ("reward", {"reward": "evil:reward"}),
-        ("reward.1.use", {"reward": ["answers:close", "evil:reward"]}),
-        ("group_filter", {"group_filter": "evil:filter"}),
-        ("track", {"track": "evil:Tracker"}),
-        ("engine.kind", {"engine": {"kind": "evil:Engine"}}),
-        ("engine.router", {"engine": {"kind": "scripted", "router": "evil:Router"}}),
-        ("engines.judge.kind", {"engines": {"judge": {"kind": "evil:Engine"}}}),
-        ("tools.calculate.use", {"agent_overrides": ["tools.calculate.use=evil:tool"]}),
-    ],
+    ("key", "said"), table("jobs")["code that a journal names and the users own file does not is refused"]
 )
 def test_code_that_a_journal_names_and_the_users_own_file_does_not_is_refused(
     folder: Path, key: str, said: dict[str, Any]
@@ -255,17 +244,7 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + PLAIN
-OF_TOOLS = """agent: of_tools
-limits: {assistant_turns: 2, tool_calls: 2}
-contexts: {main: {SYSTEM tool_format: FORMAT}}
-tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
-states: {PENDING: {}, GENERATING: {timeout: 9}, PROCESSING_TOOLS: {timeout: 9}}
-transitions:
-  - {trigger: prompted, source: PENDING, dest: GENERATING}
-  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated, source: GENERATING, dest: TERMINATED}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+OF_TOOLS = FILES["of tools"]
 
 
 @pytest.mark.parametrize(

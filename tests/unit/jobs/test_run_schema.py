@@ -20,6 +20,7 @@ from fsm_rollout.engines.specs import KINDS
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_schema import run_schema
 from fsm_rollout.trajectory.prompt import Prompt
+from tests.cases import table
 from tests.kit import CONFIGS
 from tests.unit.jobs.test_run_config import EVERY_KEY, SMALLEST
 
@@ -95,23 +96,7 @@ def test_the_schema_takes_what_loads() -> None:
     assert accepts(SMALLEST.replace("a.yaml", "{one: a.yaml, two: /b.yaml}"))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("out: runs/x", "otu: runs/x"),
-        ("out: runs/x", "out: runs/x\nn: many"),
-        ("out: runs/x", "out: runs/x\nn: 0"),
-        ("out: runs/x", "out: runs/x\nsampling: {temprature: 1.0}"),
-        ("out: runs/x", "out: runs/x\nfailures: {tool: tell_modle}"),
-        ("out: runs/x", "out: runs/x\nreward: exact_anser"),
-        ("kind: scripted", "kind: skripted"),
-        ("kind: scripted", "kind: scripted, trns: [a]"),
-        ("kind: scripted", "kind: transformers, max_runing: 3"),
-        ("kind: scripted", "kind: transformers, max_running: three"),
-        ("kind: scripted", "kind: sglang, pool: {attemts: 3}"),
-        ("out: runs/x", "out: runs/x\nengines: {judge: {kind: skripted}}"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), table("jobs")["the schema refuses typos"])
 def test_the_schema_refuses_typos(old: str, new: str) -> None:
     assert accepts(SMALLEST)
     assert old in SMALLEST

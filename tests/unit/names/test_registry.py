@@ -30,51 +30,7 @@ from tests.kit import ROOT
 REGISTRIES = (
     ENGINES, ROUTERS, FORMATS, READERS, REWARDS, GROUP_FILTERS, HANDLERS, PREDICATE_NAMES, INTERACTIONS, PROMPT_SOURCES
 )  # fmt: skip
-CODE = """
-import json
-from pathlib import Path
-from fsm_rollout import Outcome, State
-from fsm_rollout.chat.formats.in_tags import Hermes
-from fsm_rollout.engines.router import LeastLoadedRouter
-from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.interactions import Interaction, Reply
-from fsm_rollout.model.folders import load_tokenizer, model_folder
-
-class Parrot(ScriptedEngine):
-    def __init__(self, says: str) -> None:
-        super().__init__([Turn(text=says)], tokenizer=load_tokenizer(model_folder("embedded", Path())))
-
-class Routes(LeastLoadedRouter): pass
-class Format(Hermes): pass
-
-class Lines:
-    def __init__(self, name, folder, config):
-        self.file = (Path(folder) / "lines.jsonl").open("w")
-
-    def log(self, step, figures):
-        self.file.write(json.dumps(figures) + chr(10))
-
-    def close(self):
-        self.file.close()
-
-class Nod(State):
-    triggers = ("nodded",)
-
-    async def run(self, trajectory, ctx):
-        return Outcome("nodded")
-
-class Nobody(Interaction):
-    def __init__(self, mood): pass
-
-    async def reply(self, conversation):
-        return Reply("", done=True)
-
-def loud(trajectory, outcome=None): return trajectory.text.isupper()
-def length(trajectory): return float(len(trajectory.text))
-def every(group): return True
-def prompts(limit=None): return [{"messages": [{"role": "user", "content": "?"}]}]
-"""
+CODE = FILES["code of each group"]
 WORDS = {
     "engines": "Parrot", "routers": "Routes", "tool_formats": "Format", "trackers": "Lines", "rewards": "length",
     "group_filters": "every", "handlers": "Nod", "predicates": "loud", "interactions": "Nobody", "prompts": "prompts",

@@ -27,7 +27,7 @@ from fsm_rollout.report.texts import folded, shortened
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
 from fsm_rollout.trajectory.outcome import Outcome
-from tests.cases import FILES
+from tests.cases import FILES, table
 from tests.kit import ROOT
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -158,13 +158,7 @@ def test_at_80_columns_nothing_is_cut(tmp_path: Path) -> None:
     assert wide.count("45 % generating") == len(REASONS)
 
 
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [({"finish_reason": "length"}, "cut at max_tokens"),
-     ({"finish_reason": "length", "cut_by": "response_tokens"}, "cut at response_tokens"),
-     ({"finish_reason": "abort"}, "aborted"),
-     ({}, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("facts", "says"), table("report")["a turn that was cut says at what"])
 def test_a_turn_that_was_cut_says_at_what(tmp_path: Path, facts: dict[str, Any], says: str | None) -> None:
     events = [replace(event, **facts) if isinstance(event, Generated) else event for event in history()]
     run = write_run(tmp_path, {"0/0": events})

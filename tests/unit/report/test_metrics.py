@@ -15,6 +15,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.report.metrics import DURATION, METRICS, SECONDS, TOKENS, USAGE
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
+from tests.cases import table
 from tests.collector import Collector
 from tests.embedded import tokenizer
 from tests.foreign import CALL
@@ -101,19 +102,7 @@ def test_who_takes_none_is_sent_none_or_not_warned_of(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("settings", "variables", "goes_to"),
-    [
-        ({"endpoint": "http://a:1"}, {}, "http://a:1/v1/metrics"),
-        ({"endpoint": "http://a:1/base/v1/traces"}, {}, "http://a:1/base/v1/metrics"),
-        ({"endpoint": "http://a:1/other"}, {}, None),
-        ({"endpoint": "http://a:1"}, {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://b:2"}, ""),
-        ({"endpoint": "http://a:1"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://b:2"}, "http://a:1/v1/metrics"),
-        ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://b:2"}, ""),
-        ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2"}, None),
-        ({"use": "phoenix"}, {}, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "variables", "goes_to"), table("report")["where they go"])
 def test_where_they_go(
     settings: dict[str, Any], variables: dict[str, str], goes_to: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

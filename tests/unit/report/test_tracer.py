@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from fsm_rollout.report import tracer
 from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.report.readers import Tracing, tracing_of
 from fsm_rollout.trajectory.journal import Journal, metadata
-from tests.cases import FILES
+from tests.cases import FILES, table
 from tests.collector import Collector
 from tests.embedded import tokenizer
-from tests.kit import CONFIGS
+from tests.kit import CONFIGS, closed_port
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 COUNT = 3
@@ -48,9 +47,7 @@ def run(tracing: Any = None, journal: Journal | None = None, count: int = COUNT)
 
 def nobody() -> str:
     """Return an address at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{closed_port()}"
 
 
 # -- a collector that is down -----------------------------------------------------------------------------------------
@@ -163,13 +160,7 @@ def test_a_share_that_is_none_is_said(value: str, monkeypatch: pytest.MonkeyPatc
     assert settings.share == 0.25
 
 
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        ("$KEY", "mine"), ("Bearer ${KEY}", "Bearer mine"), ("costs $5", "costs $5"), ("plain", "plain"),
-        ("$NO_SUCH_NAME", None), ("a ${NO_SUCH_NAME} b", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "read"), table("report")["a header reads variables that are set"])
 def test_a_header_reads_variables_that_are_set(text: str, read: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "mine")
     monkeypatch.delenv("NO_SUCH_NAME", raising=False)

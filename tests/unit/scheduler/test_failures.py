@@ -28,6 +28,7 @@ from fsm_rollout.trajectory.events import Called, Ended
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import table
 from tests.laws.world import call
 from tests.runs import (
     ASKS,
@@ -65,16 +66,6 @@ def breaks(text: str) -> str:
             raise ValueError("a wrong argument")
 
 
-async def hang(text: str) -> str:
-    """Never return.
-
-    Args:
-        text: Whatever.
-    """
-    await asyncio.Event().wait()
-    return text
-
-
 class Raises(State):
     """Raises what its options say."""
 
@@ -110,7 +101,7 @@ TALKS = {
     ),
     "limits": {"user_turns": 2},
 }
-TOLD = {name: {"use": f"{HERE}:{name}"} for name in ("breaks", "hang")} | {"refuse": {"use": "tests.law_tools:refuse"}}
+TOLD = {"breaks": {"use": f"{HERE}:breaks"}} | {name: {"use": f"tests.law_tools:{name}"} for name in ("hang", "refuse")}
 HURRIED = changed(TOOLS, PROCESSING_TOOLS={"timeout": 5.0})
 SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
 Frame = dict[str, Any]
@@ -392,16 +383,7 @@ def test_a_bad_call_may_end_its_trajectory() -> None:
     assert (only(groups).stop_reason, only(groups).failure) == ("failed:ToolError", FailureClass.POLICY)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"data": "retry"}, "data: do must be"),
-        ({"tools": "end"}, "did you mean 'tool'"),
-        ({"tool": "elsewhere"}, "tool: do must be 'tell_model', 'retry', 'end' or 'stop', got 'elsewhere'"),
-        ({"engine": {"do": "tell_model"}}, "engine: do must be"),
-        ({"breaker": {"share": 2}}, "breaker.share"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "says"), table("scheduler")["what cannot be done about a class is refused"])
 def test_what_cannot_be_done_about_a_class_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         failures_of(settings)

@@ -46,6 +46,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import table
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import (
@@ -661,16 +662,7 @@ class Wrong(Speaker):
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "detail"),
-    [
-        ("key", "KeyError", "KeyError: 'boom'"),
-        ("json", "JSONDecodeError", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1"),
-        ("context", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
-        ("writing", "StreamError", "there is no context 'mian'; did you mean 'main'?"),
-        ("early", "StreamError", "there is no turn -1 to score; none has been generated yet"),
-        ("count", "StreamError", "there is no turn 1 to score; the first is 0, the latest 0"),
-        ("swapped", "StreamError", "there is no turn 0.0 to score; the first is 0, the latest 0"),
-    ],
+    ("how", "error", "detail"), table("scheduler")["a failure says what and where also where a row takes it"]
 )
 def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error: str, detail: str) -> None:
     trajectory = only(run(custom("Wrong", options={"how": how}), ["hm"])[0])

@@ -30,6 +30,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal.reader import blobs
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import table
 from tests.laws.world import call
 from tests.runs import ASKS, TOOLS, Bench, agent, asking, histories, only, results, rows, with_tool
 
@@ -157,16 +158,7 @@ def cuts(log: list[tuple[str, AnyEvent]]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("use", "spec", "way"),
-    [
-        ("Keeping", {}, "its snapshot"),
-        ("Notebook", {"repeatable": True}, "made again"),
-        ("Notebook", {}, None),
-        ("KeepsWrong", {"repeatable": True}, "made again"),
-        ("KeepsWrong", {}, None),
-        ("DoesNotTakeIt", {"repeatable": True}, None),
-        ("Unrepeatable", {"repeatable": True}, None),
-    ],
+    ("use", "spec", "way"), table("states")["a tools notes are there whenever its trajectory was cut off"]
 )
 def test_a_tools_notes_are_there_whenever_its_trajectory_was_cut_off(
     use: str, spec: dict[str, Any], way: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -319,13 +311,7 @@ def spoken_to(use: str) -> AgentGraph:
 
 
 @pytest.mark.parametrize(
-    ("use", "restored", "anew"),
-    [
-        ("CountingKept", True, False),
-        ("CountingByTheConversation", False, False),
-        ("Counting", False, True),
-        ("CountingOnce", False, True),
-    ],
+    ("use", "restored", "anew"), table("states")["a user goes on where it was whenever the trajectory was cut off"]
 )
 def test_a_user_goes_on_where_it_was_whenever_the_trajectory_was_cut_off(
     use: str, restored: bool, anew: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

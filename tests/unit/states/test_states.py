@@ -21,6 +21,7 @@ from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import table
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import SINGLE, TOOLS, agent, changed, only, prompts, rows, run
@@ -256,15 +257,7 @@ LONG = {"page": {"use": f"{HERE}:long_page"}}
 
 @pytest.mark.parametrize(
     ("limits", "calls", "max_context", "most"),
-    [
-        ({"response_tokens": 1_000}, 1, 100_000, 500),
-        ({"response_tokens": 1_000}, 2, 100_000, 250),
-        ({"response_tokens": 900, "context_tokens": 1_100}, 1, 100_000, 450),
-        ({"response_tokens": 5_000, "context_tokens": 1_100}, 1, 100_000, 550),
-        ({}, 1, 2_000, 1_000),  # the engine's window
-        ({"response_tokens": 1_000}, 5, 100_000, 100),
-        ({"response_tokens": 700}, 5, 100_000, 64),  # so many are always left to a result
-    ],
+    table("states")["a result without a bound of its own leaves half of what is left"],
 )
 def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
     limits: dict[str, int], calls: int, max_context: int, most: int

@@ -18,6 +18,7 @@ from pyarrow.parquet import write_table
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 from fsm_rollout.trajectory.settings import Limits, Sampling
+from tests.cases import table
 from tests.histories import json_values
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
@@ -113,46 +114,15 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({}, ["'messages' is missing"]),
-        ({"ask": "?"}, ["'messages' is missing; say which column they are: `messages: COLUMN` (there are ask)"]),
+        *table("trajectory")["wrong fields"],
         ({"mesages": [ASK]}, ["'messages' is missing; is it 'mesages'?"]),
         ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
-        ("hi", ["a prompt is a mapping with 'messages', got a text"]),
-        (7, ["a prompt is a mapping with 'messages', got a int"]),
-        ({"messages": "hi"}, ["messages must be a list, got 'hi'"]),
-        ({"messages": ["hi"]}, ["messages.0 must be a mapping, got 'hi'"]),
-        ({"messages": []}, ["messages: there are none; a prompt needs at least one"]),
-        ({"messages": [{"content": "?"}]}, ["messages: message 0 has no role"]),
-        (
-            {"messages": [{"role": "usr", "content": "?"}]},
-            ["messages: message 0 has the unknown role 'usr'; did you mean 'user'?"],
-        ),
-        ({"messages": [{"role": "user"}]}, ["messages: message 0 has no content"]),
-        ({"messages": [{"role": "user", "content": 7}]}, ["messages: message 0 has a content that is not text: 7"]),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            [
-                "messages: message 0, part 0: a part of type 'image' holds no picture: it has type"
-            ],
-        ),
-        (
-            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]},
-            ["messages: the last one is the assistant's own; end with a message that it is to answer"],
-        ),
         ({**ASK, "limits": {"tool_cals": 3}}, ["limits: unknown key 'tool_cals'; did you mean 'tool_calls'?"]),
         ({**ASK, "limits": {"tool_calls": "3"}}, ["limits.tool_calls should be a valid integer, got '3'"]),
         ({**ASK, "sampling": {"top_p": 2}}, ["sampling.top_p should be less than or equal to 1, got 2"]),
         ({**ASK, "prompt_id": 3}, ["prompt_id should be a valid string, got 3"]),
-        (
-            {"messages": [{"role": "user"}], "agent": 1, "limits": 2},
-            [
-                "messages: message 0 has no content",
-                "agent should be a valid string, got 1",
-                "limits must be a mapping, got 2",
-            ],
-        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_fields(record: Any, expected: list[str], tmp_path: Path) -> None:
     good = json.dumps(ASK)
     jsonl = written(tmp_path / "p.jsonl", f"{good}\n\n{json.dumps(record)}\n{good}\n")
@@ -173,14 +143,7 @@ def test_an_assistants_message_may_have_calls_for_content() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ('{"messages": }', [":2: not JSON (column 14): Expecting value"]),
-        ('{"messages": []', [":2: not JSON (column 16): Expecting ',' delimiter"]),
-        ("{} {}", [":2: not JSON (column 4): Extra data"]),
-        ('{"a": 1, "a": 2}', [":2: key 'a' is written twice in one object"]),
-        ('{"a": NaN}', [":2: NaN is not JSON; use null, or leave the field out"]),
-        ("[" * 100_000, [":2: is nested too deeply to be read"]),
-    ],
+    [*table("trajectory")["lines that are not json"], ("[" * 100_000, [":2: is nested too deeply to be read"])],
 )
 def test_lines_that_are_not_json(text: str, expected: list[str], tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", f"{json.dumps(ASK)}\n{text}\n{json.dumps(ASK)}\n")
@@ -189,14 +152,7 @@ def test_lines_that_are_not_json(text: str, expected: list[str], tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("[{},\n {},]", "not JSON (column 5): Illegal trailing comma before end of array"),
-        ("[\n{} {}]", "not JSON (column 4): Expecting ',' or ']'"),
-        ("[\n", "not JSON (column 1): Expecting value"),
-        ("[]\n]", "not JSON (column 1): Extra data"),
-        ('[\n{"a": 1, "a": 1}]', "key 'a' is written twice in one object"),
-        ("[\n" + "[" * 100_000, "is nested too deeply to be read"),
-    ],
+    [*table("trajectory")["files that are not json"], ("[\n" + "[" * 100_000, "is nested too deeply to be read")],
 )
 def test_files_that_are_not_json(text: str, expected: str, tmp_path: Path) -> None:
     assert problems(written(tmp_path / "p.json", text))[-1] == f":2: {expected}"
@@ -286,15 +242,7 @@ def test_prompts_are_read_without_copies(tmp_path: Path, monkeypatch: pytest.Mon
     assert as_prompts(prompts) == prompts
 
 
-@pytest.mark.parametrize(
-    ("key", "taken", "refused"),
-    [
-        ("temperature", [0, 0.5, 3], [-0.1]), ("top_p", [0.1, 1], [0, 1.1]), ("top_k", [0, 1], [-1]),
-        ("min_p", [0, 0.5, 1], [-0.1, 1.1]), ("repetition_penalty", [0.5, 1, 2], [0, -1]),
-        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1]), ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
-        ("max_tokens", [1, 9], [0]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "taken", "refused"), table("trajectory")["sampling has bounds"])
 def test_sampling_has_bounds(key: str, taken: list[float], refused: list[float]) -> None:
     for value in taken:
         assert getattr(Sampling(**{key: value}), key) == value

@@ -20,6 +20,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import FORMAT_NAMES, Parsed, ToolFormat, detect_format, get_format
 from fsm_rollout.chat.formats.base import MAX_DEPTH
 from fsm_rollout.errors import ChatTemplateError
+from tests.cases import table
 from tests.unit.chat import chat_zoo as zoo
 
 BUILT_IN = ("hermes", "qwen3_coder", "llama3_json", "glm", "mistral")
@@ -206,16 +207,10 @@ def test_a_thought_that_a_call_mentions_hides_no_call(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        ('{"a": 1, "a": 2}', "invalid_json"),
-        ('{"a": NaN}', "invalid_json"),
-        ('{"a": -Infinity}', "invalid_json"),
+        *table("chat")["odd json is a problem"],
         ("[" * 100_000 + "]" * 100_000, "invalid_json"),
         ('{"a":' * (MAX_DEPTH + 2) + "1" + "}" * (MAX_DEPTH + 2), "invalid_json"),
         ('{"a": ' + "9" * 5000 + "}", "invalid_json"),
-        ("[1]", "not_an_object"),
-        ('"[1]"', "not_an_object"),
-        ('"{bad"', "invalid_json"),
-        ("null", "not_an_object"),
     ],
 )
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
@@ -459,48 +454,7 @@ def test_formats_through_renderers_have_places_problems_and_ids() -> None:
     assert refusal.value.rule == "tokenizer-mismatch"
 
 
-THROUGH_RENDERERS = {
-    "deepseek": (
-        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think> "
-        "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
-        "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
-        "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{%s}\n```<｜tool▁call▁end｜>",
-        '"text": "a"',
-        "<｜end▁of▁sentence｜>",
-    ),
-    "gpt_oss": (
-        "<|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|constrain|>",
-        "%s",
-        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{%s}<|call|>",
-        '"text": "a"',
-        "",
-    ),
-    "minimax": (
-        "]~!b[ ]~b] [e~[ <think> </think> <minimax:tool_call> </minimax:tool_call>",
-        "<minimax:tool_call>\n%s</minimax:tool_call>",
-        '<invoke name="f">\n%s</invoke>\n',
-        '<parameter name="text">a</parameter>\n',
-        "[e~[",
-    ),
-    "gemma": (
-        "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|think|> <|tool> <tool|> <|tool_call> <tool_call|> "
-        '<|tool_response> <tool_response|> <|image> <image|> <|image|> <|audio> <audio|> <|audio|> <|video|> <|"|>',
-        "%s",
-        "<|tool_call>call:f{%s}<tool_call|>",
-        'text:<|"|>a<|"|>',
-        "<|tool_response>",
-    ),
-    "nemotron": (
-        "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> </tool_call> <tool_response> "
-        "</tool_response>",
-        "%s",
-        "\n<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
-        "<parameter=text>\na\n</parameter>\n",
-        "<|im_end|>",
-    ),
-}
-"""Format: its control tokens, what stands around all calls, around one, an argument, the stop token."""
+THROUGH_RENDERERS: dict[str, list[str]] = table("chat")["formats through renderers"]
 
 
 @pytest.mark.parametrize("name", THROUGH_RENDERERS)

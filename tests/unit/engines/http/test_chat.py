@@ -33,25 +33,14 @@ from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.events import Called, MalformedCall
 from fsm_rollout.trajectory.journal import Journal, histories, read
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import FILES
 from tests.unit.engines.http.stand_ins import ChatStandIn
 
 ADD = {"left": 20, "operator": "+", "right": 22}
 PRICE = {"input": 1.0, "output": 4.0, "cached": 0.5}
 TOKENIZER = hosted_tokenizer(load_tokenizer(embedded_model()))
 CHAT, FORMAT = ChatTemplate(TOKENIZER), HostedFormat(TOKENIZER)
-AGENT = """
-agent: solver
-initial: PENDING
-contexts: {main: {system: "Be exact.", tool_format: hermes}}
-limits: {assistant_turns: 6, LIMITS}
-tools: {calculate: {use: "fsm_rollout.tools.calculator:calculate"}}
-states: {PENDING: {}, GENERATING: {timeout: 60}, PROCESSING_TOOLS: {timeout: 60}}
-transitions:
-  - {trigger: prompted,   source: PENDING,          dest: GENERATING}
-  - {trigger: generated,  source: GENERATING,       dest: PROCESSING_TOOLS, conditions: has_tool_calls}
-  - {trigger: generated,  source: GENERATING,       dest: TERMINATED, stop_reason: answered}
-  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
-"""
+AGENT = FILES["solves in words"]
 
 
 def openai_answer(text: str | None, *calls: tuple[str, str], finish: str = "stop", **usage: Any) -> dict[str, Any]:
@@ -350,24 +339,7 @@ async def test_a_recorded_run_is_read_resumed_and_replayed(
 
 
 async def test_it_plays_users_and_judges_beside_a_policy_of_tokens(standing: Callable[..., ChatStandIn]) -> None:
-    agent = loads("""
-agent: judged
-initial: PENDING
-contexts: {critic: {engine: judge, system: "Judge."}}
-limits: {assistant_turns: 4, user_turns: 2}
-interaction: {use: "fsm_rollout.interactions:ModelUser", kwargs: {engine: judge, max_turns: 1}}
-states:
-  PENDING: {}
-  GENERATING: {timeout: 60}
-  INTERACTING: {timeout: 60}
-  REVIEWING: {handler: generate, context: critic, prompt: "Right: {{ texts.main[-1] }}?", timeout: 60}
-transitions:
-  - {trigger: prompted,         source: PENDING,     dest: GENERATING}
-  - {trigger: generated,        source: GENERATING,  dest: INTERACTING}
-  - {trigger: replied,          source: INTERACTING, dest: GENERATING}
-  - {trigger: interaction_done, source: INTERACTING, dest: REVIEWING}
-  - {trigger: generated,        source: REVIEWING,   dest: TERMINATED, stop_reason: judged}
-""")
+    agent = loads(FILES["talks and is judged"])
     server = standing(openai_answer("And now?"), openai_answer("ACCEPT"))
     policy = {"kind": "scripted", "turns": ["One.", "Two."], "price": {"input": 0, "output": 1e6}}
     async with fr.Rollout(agent, policy, engines={"judge": spec(server)}) as rollout:

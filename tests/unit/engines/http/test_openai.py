@@ -21,6 +21,7 @@ from fsm_rollout.engines.retries import Tries
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import table
 from tests.integration.sglang_oracle import Answers, Got, ask
 from tests.kit import CONFIGS
 from tests.unit.engines.http.stand_ins import STOP, WINDOW, VLLMStandIn, cut, log_softmax, logits_after
@@ -44,18 +45,7 @@ async def answer(engine: OpenAIEngine, max_tokens: int = 20, **sampling: Any) ->
     return got
 
 
-@pytest.mark.parametrize(
-    ("mode", "sampling"),
-    [
-        ("raw_logprobs", {}),
-        ("raw_logprobs", {"temperature": 0.0}),
-        ("sglang", {"temperature": 0.5}),
-        ("sglang", {"temperature": 0.0}),
-        ("processed_logprobs", {"temperature": 0.5, "top_k": 4}),
-        ("processed_logprobs", {"temperature": 1.5, "top_p": 0.6}),
-        ("processed_logprobs", {"temperature": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("mode", "sampling"), table("engines")["ids are exact and logprobs those of what was sampled"])
 async def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
     server: VLLMStandIn, mode: str, sampling: dict[str, Any]
 ) -> None:
@@ -76,15 +66,7 @@ async def test_ids_are_exact_and_logprobs_those_of_what_was_sampled(
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling", "message"),
-    [
-        ("raw_logprobs", {"temperature": 0.7}, "before temperature, so at temperature 0.7 .*processed_logprobs"),
-        ("raw_logprobs", {"repetition_penalty": 1.2}, "may not know of penalties; .*processed_logprobs"),
-        ("raw_logprobs", {"min_p": 0.1}, "do not know of top_p, top_k and min_p"),
-        ("processed_logprobs", {"extra": {"echo": True}}, "sampling.extra: echo is set by the engine itself"),
-        ("raw_logprobs", {"top_p": 0.9}, "do not know of top_p, top_k and min_p"),
-        ("sglang", {"temperature": 0.7, "top_k": 5}, "do not know of top_p, top_k and min_p; .*`kind: sglang_http`"),
-    ],
+    ("mode", "sampling", "message"), table("engines")["sampling whose logprobs the server cannot say is refused"]
 )
 async def test_sampling_whose_logprobs_the_server_cannot_say_is_refused(
     server: VLLMStandIn, mode: str, sampling: dict[str, Any], message: str
@@ -120,16 +102,7 @@ async def test_a_prompt_of_the_same_length_that_was_read_otherwise_is_noticed(se
     assert "has read token 9 at place 1, where 6 was sent" in str((await answer(engine)).chunks[-1].error)
 
 
-@pytest.mark.parametrize(
-    ("event", "message"),
-    [
-        ({"error": {"message": "out of memory", "code": 500}}, "out of memory"),
-        ({"choices": [{"token_ids": [5], "logprobs": None}]}, "1 tokens and 0 logprobs"),
-        ({"choices": [{"token_ids": None, "text": "x"}]}, r"text only: there are no `token_ids`.*vLLM \(from 0"),
-        ({"choices": []}, "the answer broke off"),
-        ({"choices": [{"token_ids": [], "finish_reason": "content_filter"}]}, "content_filter"),
-    ],
-)
+@pytest.mark.parametrize(("event", "message"), table("engines")["an answer that is none is an error and never a token"])
 async def test_an_answer_that_is_none_is_an_error_and_never_a_token(
     server: VLLMStandIn, event: dict[str, Any], message: str
 ) -> None:

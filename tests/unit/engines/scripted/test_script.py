@@ -11,6 +11,7 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.script import AnswerPlan, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import table
 
 EOS = 9
 
@@ -131,19 +132,7 @@ def test_a_script_that_runs_out_says_what_to_add(script: object, message: str):
         turn_for(script, asked(turn=1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {},
-        {"text": "1", "ids": (1,)},
-        {"text": "1", "error": "x", "hang": True},
-        {"text": "1", "fails": 1},
-        {"error": "x", "fails": 1},
-        {"text": "1", "delay": -1},
-        {"text": "1", "chunks": 0},
-        {"text": "1", "logprob": 0.5},
-    ],
-)
+@pytest.mark.parametrize("turn", [*table("engines")["turns that mean nothing are refused"], {"text": "1", "ids": (1,)}])
 def test_turns_that_mean_nothing_are_refused(turn: dict[str, object]):
     with pytest.raises(ConfigError):
         Turn(**turn)
