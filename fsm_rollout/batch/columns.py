@@ -71,9 +71,9 @@ COLUMNS: Mapping[str, Column] = {
         *(
             Column(name, Along.ROWS, None, name)
             for name in (
-                "group_id", "trajectory_id", "stream", "context", "agent", "stop_reason", "failure", "num_turns",
-                "sampling", "sampling_mask", "metrics", "turn_scores", "tool_rewards", "reward_parts", "extra",
-                "media",  # left out where no row has pictures
+                "group_id", "trajectory_id", "stream", "shares", "context", "agent", "stop_reason", "failure",
+                "num_turns", "sampling", "sampling_mask", "metrics", "turn_scores", "tool_rewards", "reward_parts",
+                "extra", "media",  # the last is left out where no row has pictures
             )
         ),
     )

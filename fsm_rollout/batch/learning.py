@@ -15,6 +15,7 @@ import torch
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.roles import Weights, tables_of
 from fsm_rollout.batch.table import Columned
+from fsm_rollout.batch.tree import TokenTree, token_tree
 from fsm_rollout.errors import BatchError
 
 
@@ -70,6 +71,20 @@ class Learnable(Columned):
         left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
         places = places[0].to(logits.device), places[1].to(logits.device)
         return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
+
+    def tree(self) -> TokenTree:
+        """Return the tokens of all rows as a tree, where those that rows share stand once: prompts, and forks' pasts.
+
+        A model that is fed the tree with :meth:`~fsm_rollout.batch.tree.TokenTree.attention_mask` gives the log-probs
+        that it gives row by row; ``tree.by_row(…)[:, P:]`` has them where ``rollout_log_probs`` are.
+
+        Raises:
+            BatchError: rows show pictures.
+        """
+        if "media" in self.tensordict:
+            raise BatchError("rows show pictures, whose places a tree does not have; feed the model its rows")
+        widths = [None if self.packed else self.tensordict.get(key).shape[1] for key in ("input_ids", "prompts")]
+        return token_tree(self.rows(), *widths)
 
     def loss_weights(self, weights: Weights) -> LossWeights:
         """Return the weight of each token in the policy's loss and in a cross-entropy, by whose the token is.

@@ -87,6 +87,8 @@ class TrainingRow:
     trajectory_id: str
     stream: int
     """Index of the stream within the trajectory."""
+    shares: list[int] | None
+    """Of a fork: the stream of its trajectory that it begins as, and with how many of its tokens."""
     context: str
     agent: str
     stop_reason: str | None
@@ -294,6 +296,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "sample": trajectory.sample,
         "trajectory_id": trajectory.trajectory_id,
         "stream": cut.number,
+        "shares": None if cut.start or stream.shares is None else list(stream.shares),
         "context": stream.context,
         "agent": trajectory.agent,
         "stop_reason": trajectory.stop_reason,

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.batch.advantages import scores_of
+from fsm_rollout.batch.branches import tree_token_ratio
 from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.batch.table import standard_error
 from fsm_rollout.report.spans import PARTS, parts_of
@@ -41,10 +42,12 @@ def summarize(
     It is about the prompts' own trajectories; those of the sub-agents that they called, which have the same scores, are
     counted apart under ``sub_agents``. Only ``tokens``, ``trained_tokens`` and the counts of calls cover both, as the
     batch does, and ``cost``, where engines have a price; ``bad_calls`` are the failures among those calls that the
-    model is to blame for, and ``tool_failures`` the others. ``turns_mean`` counts the messages of all streams of a
-    trajectory, system messages apart, and ``generations_mean`` what was sampled. ``stop_reasons`` counts a trajectory
-    that has none as ``suspended``, or ``unfinished``; ``failures`` (if there are any) says of each kind what the first
-    one was, as ``details`` does of ends that are no failures.
+    model is to blame for, and ``tool_failures`` the others. ``tree_token_ratio`` is how many tokens the rows have
+    where those that they share count once, of all that they have (``TrajectoryBatch.tree``), ``None`` without rows.
+    ``turns_mean`` counts the messages of all streams of a trajectory, system messages apart, and ``generations_mean``
+    what was sampled. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``;
+    ``failures`` (if there are any) says of each kind what the first one was, as ``details`` does of ends that are no
+    failures.
 
     ``failure_classes`` counts those that failed by whose fault it was; all but the policy's have no score.
     ``scored`` counts those that have a score, ``score_mean`` is the mean of theirs, ``score_error`` its standard error
@@ -78,6 +81,7 @@ def summarize(
         "generations_mean": _mean([trajectory.generations for trajectory in samples]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
+        "tree_token_ratio": tree_token_ratio(everything),
         **({"cost": sum(costs)} if (costs := [t.cost for t in everything if t.cost is not None]) else {}),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
         "bad_calls": sum(trajectory.bad_calls for trajectory in everything),

@@ -42,7 +42,13 @@ OnTokens = Callable[[PendingRequest], object]
 
 
 def begin_stream(
-    visit: Visit, bound: BoundContext, messages: list[Message], encoded: Encoded, *, instead_of_glue: bool = False
+    visit: Visit,
+    bound: BoundContext,
+    messages: list[Message],
+    encoded: Encoded,
+    *,
+    instead_of_glue: bool = False,
+    shares: tuple[int, int] | None = None,
 ) -> Stream:
     """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
     text_only = bound.client.facts.text_only  # then its engine says how many tokens there are
@@ -65,6 +71,7 @@ def begin_stream(
         guarded_at=list(encoded.guarded_at),
         parts=list(encoded.parts),
         media=list(encoded.media),
+        shares=shares,
         instead_of_glue=instead_of_glue,
         text_only=text_only,
     )

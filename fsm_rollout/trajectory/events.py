@@ -70,6 +70,8 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     guarded_at: list[int] = []
     parts: list[MessagePart] = []  # which of the ids are whose text; the others are the chat template's own
     media: list[MediaSpan] = []  # which of the ids are pictures
+    # The trajectory's stream, by its number, whose first tokens are so many of the first ids: it is a fork of that.
+    shares: tuple[int, int] | None = None
     # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
     # Whether its engine gives text alone: the ids spell what was said, and are none that a model sampled.

@@ -61,6 +61,8 @@ class Stream(msgspec.Struct):
     """Which tokens are pictures, in order."""
     sampled_with: list[SampledWith]
     """The sampling of each generation, by its index."""
+    shares: tuple[int, int] | None = None
+    """Of a fork: the trajectory's stream, by its number, that it begins as, and with how many of its tokens."""
     replies: list[int] = []
     """Which of ``messages`` an interaction said."""
     reply: str | list[events.PlainData] | None = None
@@ -110,6 +112,7 @@ class Stream(msgspec.Struct):
             parts=list(event.parts),
             media=list(event.media),
             sampled_with=[],
+            shares=event.shares,
             replies=list(before.replies) if before is not None and event.instead_of_glue else [],
             counted=0 if event.text_only else None,
         )

@@ -194,6 +194,12 @@ class ForeignAgent(RuleBasedStateMachine):
         if hasattr(self, "trajectory"):
             check_exact([self.trajectory], self.engine)
             assert len(self.trajectory.streams) == self.streams
+            streams = self.trajectory.streams
+            for stream in streams:  # a branch says what it goes on from, but for one that could not be glued
+                if stream.shares is not None:
+                    source, shared = stream.shares
+                    assert stream.tokens.ids[:shared] == streams[source].tokens.ids[:shared]
+                    assert 0 < shared <= stream.tokens.prompt_length
 
     def teardown(self) -> None:
         if hasattr(self, "run"):

@@ -286,7 +286,8 @@ class AgentHistories:
             guarded = encoded.guarded + glue.guarded
             encoded = Encoded(ids + glue.ids, guarded, places, tuple(parts), media=tuple(media))
         bound = self._bind(BRANCH, bound.tools)
-        begin_stream(self.ctx, bound, history, encoded)
+        number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
+        begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
         return self._begun(bound, chains)
 
     async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:

@@ -381,6 +381,7 @@ def test_the_non_tensor_values() -> None:
         "group_id": "g",
         "trajectory_id": "t",
         "stream": 0,
+        "shares": None,
         "context": "main",
         "agent": "solver",
         "stop_reason": "answered",

@@ -37,8 +37,8 @@ from tests.kit import under_way
 
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
-    "turns_mean generations_mean tokens trained_tokens tool_calls bad_calls tool_failures scored score_mean "
-    "score_error timing engine"
+    "turns_mean generations_mean tokens trained_tokens tree_token_ratio tool_calls bad_calls tool_failures "
+    "scored score_mean score_error timing engine"
 )
 
 
@@ -106,6 +106,9 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     ]
     last_scores = [[s.value for s in every(Scored, [events]) if s.turn is None] for events in several]
     scores = [values[-1] for values in last_scores if values]
+    ratio = summary["tree_token_ratio"]  # of what, tests of trees say
+    assert (ratio is None) == (summary["trained_tokens"] == 0)
+    assert ratio is None or 0 < ratio <= 1
     assert (summary["trajectories"], summary["groups"]) == (len(several), 1 if several else 0)
     assert (summary["wall_seconds"], summary["engine"]) == (2.5, {"kind": "scripted"})
     assert summary["transitions"] == len(every(Transitioned, several))
