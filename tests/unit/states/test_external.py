@@ -127,6 +127,10 @@ def test_a_branch_begins_with_the_very_tokens_that_it_shares() -> None:
     again = streams["main~4"]  # another answer to the first question
     assert again.ids[: again.prompt_length] == streams["main"].ids[: streams["main"].prompt_length]
     assert trajectory.forks == 3
+    number = trajectory.streams.index(first)
+    shared = {stream.context: stream.shares for stream in trajectory.streams}
+    whole, opening = (number, end), (number, first.tokens.prompt_length)
+    assert shared == {"main": None, "main+2": None, "main~2": whole, "main~3": whole, "main~4": opening}
 
 
 async def two_conversations(visit: ForeignVisit) -> None:
