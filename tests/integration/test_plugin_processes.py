@@ -28,7 +28,7 @@ def test_a_ci_log_tells_the_story_once_across_processes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
-    agent(pytester, GRADED, grader=grader(*RAISES))
+    agent(pytester, GRADED, grader=grader(RAISES))
     assert_told_once(
         pytester.runpytest_inprocess("--fsm-agents", "agent.yaml", "-k", "ends", *FEW, "-n", "1").stdout.str()
     )

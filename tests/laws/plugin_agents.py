@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.cases import FILES
+from textwrap import indent
+
+from tests.cases import FILES, table
 
 GOOD = FILES["good"]
 
@@ -16,11 +18,11 @@ GRADED = FILES["graded"]
 _HANDLER = FILES["a handler of one visit"]
 
 
-def grader(*lines: str) -> str:
-    """The grader's module, its ``run`` made of ``lines``."""
-    return _HANDLER.format(body="\n".join(f"        {line}" for line in lines))
+def grader(code: str) -> str:
+    """The grader's module, whose ``run`` does this."""
+    return _HANDLER.format(body=indent(code, " " * 8))
 
 
-RAISES = ('said = trajectory.text.split("answer is ")[1]', 'return Outcome("right" if "4" in said else "wrong")')
+RAISES = table("plugin")["at fault"]["raises"][0]
 TOOLS = FILES["a tool that looks words up"]
 LOOKS_UP = FILES["looks up"]

@@ -13,10 +13,11 @@ from hypothesis import settings
 from fsm_rollout.testing.plugin import agent_checks
 from fsm_rollout.testing.plugin.agent_checks import CHECKS, CheckedAgent
 from fsm_rollout.testing.simulation.laws import LawBroken
-from tests.cases import FILES
+from tests.cases import FILES, table
 from tests.kit import ROOT
 from tests.laws.plugin_agents import DEAD_ROW, GOOD, GRADED, LOOKS_UP, RAISES, TOOLS, UNLOADABLE, grader
 
+HANDLERS = table("plugin")
 SHIPPED = sorted((ROOT / "configs/agents").glob("*.yaml"))
 FEW = ("--fsm-examples", "8", "--fsm-seed", "1", "-p", "no:cacheprovider")
 
@@ -101,42 +102,12 @@ def test_an_agent_that_does_not_load_is_one_failing_item(folder: pytest.Pytester
     )
 
 
-# What a handler does in a visit, and what is said of it.
-AT_FAULT = {
-    "raises": (RAISES, "raised IndexError: list index out of range"),
-    "undeclared": (
-        ['return Outcome("right" if "4" in trajectory.text else "unsure")'], "returned 'unsure', an undeclared outcome"
-    ),
-    "never returns": (["await asyncio.Event().wait()"], "never returns by itself"),
-    "swallows cancellation": (
-        ["while True:", "    try:", "        await asyncio.sleep(1)", "    except asyncio.CancelledError:",
-         "        pass"],
-        "the run did not end: Endless",
-    ),
-    "swallows it once": (
-        ["try:", "    await asyncio.sleep(20)", "except asyncio.CancelledError:", "    pass",
-         'return Outcome("right")'],
-        "was told to stop and went on: it returned 'right'",
-    ),
-    "times out": (['raise TimeoutError("the search server")'], "raised TimeoutError: the search server"),
-    "exits": (["raise SystemExit(3)"], "raised SystemExit, which fails its trajectory alone"),
-    "cancels itself": (["raise asyncio.CancelledError"], "raised CancelledError"),
-    "speaks again": (
-        ['await ctx.generate("main")', 'return Outcome("right")'], "raised ChatTemplateError: [no-new-message]"
-    ),
-    "writes numbers": (
-        ['ctx.write([{"role": "user", "content": 42}], context="main")', 'return Outcome("wrong")'],
-        "raised ChatTemplateError: [malformed-message] message 0: content must be a string, got int\n  at ",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("lines", "told"), AT_FAULT.values(), ids=AT_FAULT)
+@pytest.mark.parametrize(("code", "told"), HANDLERS["at fault"].values(), ids=HANDLERS["at fault"])
 def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
-    folder: pytest.Pytester, lines: list[str], told: str
+    folder: pytest.Pytester, code: str, told: str
 ) -> None:
     told = told if told.startswith("the run") else f"the handler of 'GRADING' (grader:Grade) {told}"
-    agent(folder, GRADED, grader=grader(*lines))
+    agent(folder, GRADED, grader=grader(code))
     text = fails(folder, "ends", r".*0s  GENERATING: the engine says '.*' \(\d+ tokens, stop\)")
     assert told in text
     assert re.search(r"0s  GENERATING: generated -> GRADING", text)
@@ -148,34 +119,26 @@ def test_a_handler_at_fault_is_named_with_its_story_and_a_line_that_replays_it(
 
 def test_a_ci_log_tells_the_story_once(folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")  # pytest's summary is then not cut to the width of the screen
-    agent(folder, GRADED, grader=grader(*RAISES))
+    agent(folder, GRADED, grader=grader(RAISES))
     assert_told_once(fails(folder, "ends", "FAILED .*"))
 
 
 @pytest.mark.parametrize(
-    ("text", "lines", "check", "told"),
+    ("text", "code", "check", "told"),
     [
-        (DEAD_ROW, (), "coverage", [r"  GENERATING --generated \[visits_over .*PENDING.*\]--> TERMINATED"]),
+        (DEAD_ROW, "", "coverage", [r"  GENERATING --generated \[visits_over .*PENDING.*\]--> TERMINATED"]),
         (
-            GOOD.replace("limits: {", "limits: {context_tokens: 5, "), (), "coverage",
+            GOOD.replace("limits: {", "limits: {context_tokens: 5, "), "", "coverage",
             [".*no transition was ever taken in 32 runs: every trajectory ended as .*prompt_too_long.*"],
         ),
         (
             GRADED,
-            (
-                'self.seen = getattr(self, "seen", 0) + 1',
-                'return Outcome("right" if self.seen % 2 else "wrong")',
-            ),
+            HANDLERS["keeps state"]["on itself"],
             "schedule", [r"agent.yaml::schedule: law 6: (concurrency|max_running|replicas|slow) .* changes its"],
         ),
         (
             GRADED,
-            (
-                'seen = vars(Grade.run).setdefault("seen", set())',
-                "told = trajectory.seed in seen",
-                "seen.add(trajectory.seed)",
-                'return Outcome("right" if told else "wrong")',
-            ),
+            HANDLERS["keeps state"]["on its class"],
             "schedule",
             ["agent.yaml::schedule: law 6: .*", "  and not when the same case ran again: something is kept .*"],
         ),
@@ -183,26 +146,15 @@ def test_a_ci_log_tells_the_story_once(folder: pytest.Pytester, monkeypatch: pyt
     ids=["a row that can never fire", "rows that never do", "state kept on the handler", "kept between runs"],
 )  # fmt: skip
 def test_what_an_agent_lacks_is_named(
-    folder: pytest.Pytester, text: str, lines: list[str], check: str, told: list[str]
+    folder: pytest.Pytester, text: str, code: str, check: str, told: list[str]
 ) -> None:
-    agent(folder, text, grader=grader(*lines))
+    agent(folder, text, grader=grader(code))
     fails(folder, check, *told)
 
 
-RIGHT = 'return Outcome("right" if "4" in trajectory.text else "wrong")'
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [RIGHT],
-        ['said = await ctx.ask("judge", [{"role": "user", "content": "Right?"}])', RIGHT],
-        ['await asyncio.gather(ctx.generate("left"), ctx.generate("right"))', RIGHT],
-    ],
-    ids=["grades", "asks a model", "two generations side by side"],
-)
-def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, lines: list[str]) -> None:
-    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=grader(*lines))
+@pytest.mark.parametrize("code", HANDLERS["no fault"].values(), ids=HANDLERS["no fault"])
+def test_what_handlers_may_do_is_no_fault(folder: pytest.Pytester, code: str) -> None:
+    agent(folder, GRADED.replace("states:", "contexts: {left: {}, right: {}}\nstates:"), grader=grader(code))
     folder.runpytest_inprocess("--fsm-agents", "agent.yaml", *FEW).assert_outcomes(passed=8)
 
 
@@ -250,25 +202,9 @@ def test_a_count_of_examples_is_a_count(folder: pytest.Pytester, count: str) -> 
     result.stderr.fnmatch_lines([f"*--fsm-examples: a number from 1 on, got '{count}'*"])
 
 
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (("while True:", "    pass"), "grader.py:12, in Grade.run does not return"),
-        (
-            ("try:", "    time.sleep(0.001)", "except Exception:", "    pass", RIGHT),
-            r"grader.py:13, in .*run waits in 'time\.sleep\(0\.001\)'",
-        ),
-        (
-            ("lock = threading.Lock()", "with lock:", "    lock.acquire(timeout=1)", RIGHT),
-            r"grader.py:14, in .*run waits in 'lock\.acquire\(timeout=1\)'",
-        ),
-    ],
-    ids=["computes", "naps", "waits for a lock"],
-)
-def test_a_handler_that_blocks_the_loop_is_named_with_its_line(
-    folder: pytest.Pytester, lines: list[str], told: str
-) -> None:
-    agent(folder, GRADED, grader=grader(*lines))
+@pytest.mark.parametrize(("code", "told"), HANDLERS["blocks the loop"].values(), ids=HANDLERS["blocks the loop"])
+def test_a_handler_that_blocks_the_loop_is_named_with_its_line(folder: pytest.Pytester, code: str, told: str) -> None:
+    agent(folder, GRADED, grader=grader(code))
     folder.syspathinsert()
     subject = CheckedAgent(folder.path / "agent.yaml", examples=3, blocking_seconds=0.2)
     with pytest.raises(LawBroken, match=f"the event loop is blocked: .*{told}"):

@@ -14,24 +14,14 @@ from tokenizers import AddedToken
 
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.errors import ChatTemplateError
+from tests.cases import table
 from tests.unit.chat import chat_zoo as zoo
 
 pytestmark = pytest.mark.xdist_group("templates")  # the worker that compiles them has them all
 
 renderers: Any = pytest.importorskip("renderers")
 
-SAME_TEMPLATE = {
-    "trl__qwen3_training.jinja": "qwen3",
-    "miles__qwen3_fixed.jinja": "qwen3",
-    "trl__qwen3_vl.jinja": "qwen3-vl",
-    "trl__qwen3_5_think_training.jinja": "qwen3.5",
-    "trl__qwen3_6.jinja": "qwen3.6",
-    "miles__minimax_m25_fixed.jinja": "minimax-m2",
-    "miles__kimi_k25_fixed.jinja": "kimi-k2.5",
-    "trl__nemotron_3_nano_training.jinja": "nemotron-3",
-    "trl__nemotron_3_ultra.jinja": "nemotron-3-ultra",
-    "kaito__tool-chat-gemma4.jinja": "gemma4",
-}
+SAME_TEMPLATE: dict[str, str] = table("chat")["templates that renderers know"]
 ENCODED_IN_PIECES = {("miles__kimi_k25_fixed.jinja", "spaces around")}
 """They encode a message's text apart from the line before it; the tokenizer joins the white space of both."""
 NEEDED = (

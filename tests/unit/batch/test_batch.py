@@ -26,6 +26,7 @@ from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, NotScored, PromptExtended, Scored
 from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import table
 from tests.events import generated, opened, prompted
 from tests.histories import event_sequences, json_values, several_event_sequences, several_trajectories
 
@@ -377,35 +378,7 @@ def test_the_non_tensor_values() -> None:
     extra = {"answer": (1, 2), "tools_kwargs": {"calculate": {"digits": 3}}, "when": {7: None}}
     batch = TrajectoryBatch.from_trajectories([trajectory("t", 3, *scores, extra=extra)], pad_id=0)
     values = {key: batch.tensordict[0][key] for key in NON_TENSOR_KEYS}
-    assert values == {
-        "group_id": "g",
-        "trajectory_id": "t",
-        "stream": 0,
-        "shares": None,
-        "context": "main",
-        "agent": "solver",
-        "stop_reason": "answered",
-        "failure": None,
-        "num_turns": 2,
-        "sampling": [[0, 0.5, 1.0, 8]],
-        "sampling_mask": [],
-        "metrics": {
-            "generate_seconds": 0.75,
-            "tool_seconds": 0.0,
-            "tool_calls": 0,
-            "bad_calls": 0,
-            "tool_failures": 0,
-            "tokens": 3,
-            "trained_tokens": 3,
-            "guarded": 0,
-            "forks": 0,
-            "wall_seconds": 2.5,
-        },
-        "turn_scores": [[0, 0.25]],
-        "tool_rewards": [],
-        "reward_parts": {},
-        "extra": {"answer": [1, 2], "tools_kwargs": {"calculate": {"digits": 3}}, "when": {"7": None}},
-    }
+    assert values == table("batch")["values that are no tensors"]
     assert batch.tensordict["token_level_scores"].tolist() == [[0.0, 0.0, 1.25]]
     assert json.dumps(values)
 

@@ -82,17 +82,7 @@ def test_mistakes_in_a_script_file_have_their_line(text: str, messages: list[str
         assert message in str(error.value)
 
 
-ABSENT = [
-    {"kind": "transformers", "model": "absent"},
-    {"kind": "transformers", "model": "absent", "replicas": 4},
-    {"kind": "scripted", "turns": [], "tokenizer": "absent"},
-    {"kind": "sglang", "model": "absent"},
-    {"kind": "sglang", "model": "absent", "placement": "ray"},
-    {"kind": "openai", "model": "absent", "urls": ["http://localhost:1"]},
-]
-
-
-@pytest.mark.parametrize("spec", ABSENT)
+@pytest.mark.parametrize("spec", table("engines")["a model that is not there"])
 def test_a_model_that_is_not_there_is_found_before_anything_starts(
     spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

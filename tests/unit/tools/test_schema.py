@@ -183,40 +183,7 @@ def test_agreement_with_transformers():
         assert ours == theirs
 
 
-GOOGLE = """Find it.
-
-    Args:
-        what (str): The thing.
-        where: The place
-            to look at.
-
-    Returns:
-        Nothing.
-    """
-NUMPY = """Find it.
-
-    Parameters
-    ----------
-    what : str
-        The thing.
-    where : str
-        The place
-        to look at.
-
-    Returns
-    -------
-    None
-    """
-REST = """Find it.
-
-    :param what: The thing.
-    :param str where: The place
-        to look at.
-    :returns: nothing
-    """
-
-
-@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, REST])
+@pytest.mark.parametrize("docstring", table("tool_schemas")["docstrings"].values())
 def test_the_usual_docstrings_are_read(docstring: str):
     def find(what: str, where: str) -> None: ...
 

@@ -159,18 +159,9 @@ def test_a_call_cut_short_is_a_problem_and_never_an_answer(name: str) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_broken_call_hides_no_good_one(name: str) -> None:
     good = write(name, {"text": "a"})
-    broken = {
-        "hermes": '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
-        "qwen3_coder": "<tool_call><function=f>stray</function></tool_call>",
-        "glm": "<tool_call>f<arg_key>a</arg_key>b</tool_call>",
-        "mistral": '[TOOL_CALLS][{"name": "f", bad}]',
-        "llama3_json": '{"name": "f", "parameters": {bad}}',
-    }[name]
+    broken = table("chat")["calls broken"][name]
     between = "; " if name == "llama3_json" else "\n"
-    runs_on = {
-        "qwen3_coder": "<tool_call><function=f><parameter=text>a</function></tool_call>",
-        "glm": "<tool_call>f<arg_key>text</arg_key><arg_value>a</tool_call>",
-    }.get(name, broken)
+    runs_on = table("chat")["calls of which one runs on"].get(name, broken)
     assert len(parse(name, between.join([good, runs_on, good])).attempts) == 3
     for order in ([good, broken, good], [broken, good], [good, broken]):
         parsed = parse(name, between.join(order))
