@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
+from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
 from fsm_rollout.batch.roles import Weights, tables_of
 from fsm_rollout.batch.table import Columned
 from fsm_rollout.batch.tree import TokenTree, token_tree
-from fsm_rollout.errors import BatchError
+from fsm_rollout.errors import BatchError, did_you_mean
 
 
 class LossWeights(NamedTuple):
@@ -71,6 +72,61 @@ class Learnable(Columned):
         left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
         places = places[0].to(logits.device), places[1].to(logits.device)
         return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
+
+    def off_policy(
+        self,
+        log_probs: torch.Tensor,
+        *,
+        level: Level = "token",
+        bound: Bound = "truncate",
+        high: float = 2.0,
+        low: float | None = None,
+        geometric: bool = False,
+    ) -> OffPolicy:
+        """Return importance weights for what the engine sampled, and how far it is from the trainer.
+
+        ``log_probs`` are the trainer's of the responses, before the step's first update, laid out as ``responses``, by
+        logits that were divided by ``temperatures`` (see :meth:`masked_logits` for top_p and top_k). A weight is the
+        ratio of the trainer's probability to the engine's: the token's own, or that of its turn or row (``level``) as a
+        product, or as its geometric mean. ``truncate`` bounds it by ``high``; ``mask`` gives 0 to what is not between
+        ``low`` (``1 / high`` by default) and ``high``. :mod:`fsm_rollout.batch.off_policy` names the sources.
+
+        Raises:
+            BatchError: log-probs are laid out otherwise, or not finite on a trained token; bounds or a level that mean
+                nothing.
+        """
+        if level not in (levels := ("token", "turn", "sequence")):
+            raise BatchError(f"level must be one of {', '.join(levels)}, got {level!r}{did_you_mean(level, levels)}")
+        responses = self["responses"]
+        if log_probs.is_nested != self.packed or (not self.packed and log_probs.shape != responses.shape):
+            raise BatchError(
+                f"log_probs must be laid out as `responses`, {tuple(responses.shape)}, got {tuple(log_probs.shape)}"
+            )
+        keys = ("rollout_log_probs", "response_mask", "turn_ids", "weight_versions")
+        engine, mask, turns, versions = (self._flat(self[key]) for key in keys)
+        if self.packed:
+            rows = torch.arange(len(self["sample"])).repeat_interleave(responses.offsets().diff().cpu()).to(mask.device)
+        else:
+            rows = torch.arange(mask.numel(), device=mask.device) // max(1, responses.shape[1])
+        tokens = torch.arange(mask.numel(), device=mask.device)
+        of_turns = rows * (int(turns.max()) + 1 if len(turns) else 1) + turns
+        segments = {"token": tokens, "turn": of_turns, "sequence": rows}[level]
+        flat = self._flat(log_probs).to(mask.device)
+        bounds = {"bound": bound, "low": low, "high": high, "geometric": geometric}
+        found = correct(flat, engine, mask, segments, versions, **bounds)  # type: ignore[arg-type]
+        ratios, weights, kept = map(self._as_responses, (found.ratios, found.weights, found.kept))
+        return OffPolicy(ratios, weights, kept, found.figures, found.by_version)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is laid out as responses end to end, padding included."""
+        return tensor.values() if tensor.is_nested else tensor.reshape(-1)
+
+    def _as_responses(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return what :meth:`_flat` has made end to end."""
+        responses = self["responses"]
+        if self.packed:
+            return torch.nested.nested_tensor_from_jagged(flat, responses.offsets())
+        return flat.reshape(responses.shape)
 
     def tree(self) -> TokenTree:
         """Return the tokens of all rows as a tree, where those that rows share stand once: prompts, and forks' pasts.
