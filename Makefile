@@ -64,6 +64,7 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python benchmarks/bench_chat.py
 	$(BIN)/python benchmarks/bench_simulation.py
 	$(BIN)/python benchmarks/bench_spans.py
+	$(BIN)/python benchmarks/bench_pictures.py
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_sglang.py
 	$(BIN)/python benchmarks/bench_ray.py

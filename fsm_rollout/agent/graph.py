@@ -148,6 +148,9 @@ class ToolSpec(StrictModel):
         description="tokens of a result; what is longer is cut, and the model is told. Default: half of what is left "
         "of the tighter of limits.response_tokens and limits.context_tokens, shared by a turn's calls; at least 64",
     )
+    pictures: AtLeastOne | None = Field(
+        None, description="of an agent: so many of the last pictures that it was shown come with its answer; default: 0"
+    )
     truncate: Literal["left", "right", "middle"] = Field("middle", description="where a result that is too long is cut")
     placement: Literal["local", "process", "ray"] = Field(
         "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"

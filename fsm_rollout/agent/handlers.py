@@ -41,6 +41,7 @@ TEMPLATE_FACTS = {
     "text": "the latest turn's text",
     "texts": "the turns' texts, by context",
     "history": "the messages so far, by context",
+    "pictures": "the pictures shown so far, each once: `{{ pictures[0] }}` shows the first again",
     "extra": "the prompt's other fields",
     "visits": "how often each state was visited; a visit that a limit kept from running is none",
     "spent": "how much of each counted limit is spent",

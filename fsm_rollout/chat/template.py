@@ -133,7 +133,7 @@ class ChatTemplate:
         return [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
 
     @cached_property
-    def _drops_results_pictures(self) -> str:
+    def drops_results_pictures(self) -> str:
         """Why pictures cannot stand in a tool's result; empty: they can."""
         reader, reference = self.reference.reader, self.reference
         if reader is None:
@@ -158,8 +158,8 @@ class ChatTemplate:
             PictureError: the processor does not take one of them.
 
         """
-        if self._drops_results_pictures:
-            raise ChatTemplateError("multimodal-content", self._drops_results_pictures)
+        if self.drops_results_pictures:
+            raise ChatTemplateError("multimodal-content", self.drops_results_pictures)
         reader = self.reference.reader
         assert reader is not None
         if new := [picture for picture in pictures if not reader.knows(picture)]:

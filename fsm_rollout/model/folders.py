@@ -204,10 +204,18 @@ def recorded_engine(run: Mapping[str, Any], engine: str) -> RecordedEngine:
 
 def recorded_tokenizer(facts: RecordedEngine) -> Any:
     """Return a recorded engine's tokenizer; EngineError if it is not on this machine."""
-    hosted = facts.kind == "chat"
+    tokenizer = load_tokenizer(_recorded_folder(facts))
+    return hosted_tokenizer(tokenizer) if facts.kind == "chat" else tokenizer
+
+
+def recorded_processor(facts: RecordedEngine) -> Any:
+    """Return a recorded engine's processor, ``None`` where its model sees none; EngineError as for the tokenizer."""
+    return None if facts.kind == "chat" else load_processor(_recorded_folder(facts))
+
+
+def _recorded_folder(facts: RecordedEngine) -> Path:
     try:
-        name = facts.tokenizer or (not hosted and facts.model) or EMBEDDED
-        folder = model_folder(name, facts.base, revision=facts.revision, weights=False)
+        name = facts.tokenizer or (facts.kind != "chat" and facts.model) or EMBEDDED
+        return model_folder(name, facts.base, revision=facts.revision, weights=False)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise EngineError(f"its tokenizer cannot be found: {error}") from error
-    return hosted_tokenizer(load_tokenizer(folder)) if hosted else load_tokenizer(folder)

@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import partial
 from weakref import WeakSet
 
-from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
@@ -42,6 +42,7 @@ from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitN
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.stream import pictures_of, root_of
 from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow, tries_before, visit_key, within
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -197,7 +198,8 @@ class TrajectoryStarter:
         texts = list(child.assistant_texts())
         answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
         failure = None if answered else child.stop_reason
-        return AgentAnswer(text=texts[-1] if texts else "", failure=failure, child_id=child_id)
+        shown = pictures_of(stream for stream in child.streams if root_of(stream.context) == MAIN)
+        return AgentAnswer(texts[-1] if texts else "", failure, child_id, shown)
 
     async def end_unread(self, group: Group, trajectory: Trajectory) -> None:
         """End the sub-agents' trajectories that nobody reads: they were set aside, and their caller has ended."""

@@ -60,8 +60,8 @@ class State(ABC):
     - ``charge(limit)``, ``check(limit)``, ``remaining(limit)``: spend a limit, or see what is left.
     - ``rng``, ``clock()``, ``resumed``: random numbers and a time that replay; whether the visit has begun again.
     - ``facts()``: what a ``prompt`` template may use (:data:`fsm_rollout.agent.handlers.TEMPLATE_FACTS`): ``agent``,
-      ``state``, ``messages``, ``task``, ``text``, ``texts``, ``history``, ``extra``, ``visits``, ``spent``,
-      ``generations``, ``score``, ``turn_scores``.
+      ``state``, ``messages``, ``task``, ``text``, ``texts``, ``history``, ``pictures``, ``extra``, ``visits``,
+      ``spent``, ``generations``, ``score``, ``turn_scores``.
     """
 
     triggers: ClassVar[tuple[str, ...]] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from secrets import token_hex
 from typing import Any
 
 from jinja2 import StrictUndefined
@@ -24,11 +25,23 @@ from fsm_rollout.engines.client import Client
 from fsm_rollout.errors import ChatTemplateError, ConfigError, Problem, did_you_mean
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.enums import LimitName
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.pictures import StoredPicture, known
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import pictures_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
-_templates = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+_PICTURE = f"\0picture {token_hex(8)} "  # where a template has written a picture; nobody else can know it
+
+
+def _written(value: object) -> object:
+    """Return what stands in a template's text for what it writes."""
+    return f"{_PICTURE}{value.sha256} " if isinstance(value, StoredPicture) else value
+
+
+_templates = SandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True, finalize=_written
+)
 # A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run.
 _compiled = lru_cache(maxsize=1024)(_templates.from_string)
 
@@ -90,6 +103,7 @@ class BoundAgent:
                 problems.append(Problem(f"agent '{graph.agent}', context '{name}': {error}"))
         if problems:
             raise ConfigError(problems)
+        self.sees = any(bound.chat.sees for bound in self.contexts.values())
         # By state and context: the state's sampling; in the policy's contexts the run's comes first.
         self.samplings = {
             (state, name): sampling.over(spec.sampling) if bound.spec.engine == POLICY else spec.sampling
@@ -114,9 +128,21 @@ class BoundAgent:
             "task": text_of(trajectory.prompt_messages[-1]),
             "texts": {name: list(trajectory.assistant_texts(name)) for name in self.contexts},
             "history": {name: stream.messages if (stream := trajectory.stream(name)) else [] for name in self.contexts},
+            "pictures": pictures_of(trajectory.streams) if self.sees else [],
             "visits": {state: visits[state] for state in self.graph.states},
             "spent": {limit: trajectory.spent.get(limit, 0) for limit in (*COUNTED_LIMITS, LimitName.BAD_CALLS)},
         }
+
+    def prompt_of(self, state: str, facts: Mapping[str, object]) -> str | list[Message]:
+        """Return what a state's prompt template says: text, or texts and pictures where it writes a picture."""
+        texts = self.prompts[state].render(facts).split(_PICTURE)
+        if len(texts) == 1:
+            return texts[0]
+        parts: list[Message] = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            name, _, said = text.partition(" ")
+            parts += [{"type": "image", "image": known(name)}, {"type": "text", "text": said}]
+        return [part for part in parts if part.get("text") != ""]
 
     def engine(self, name: str) -> BoundContext:
         """Return an engine bound as it is asked beside all contexts: by its own chat template, without tools.
@@ -147,6 +173,8 @@ class BoundAgent:
         chat = shared_chat(client, spec)
         tools = self.toolbox.schemas(name)
         check_shown(chat, spec.system, tools)
+        if any(self.graph.tools[tool].pictures for tool in self.graph.tools_of(name)) and chat.drops_results_pictures:
+            raise ChatTemplateError("pictures-dropped", chat.drops_results_pictures)
         text_only = client.facts.text_only
         tool_format = shown_format(spec, chat, client) if tools or text_only else None
         stop_ids = chat.stop_ids | client.facts.eos_ids

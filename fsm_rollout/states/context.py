@@ -149,7 +149,7 @@ class HandlerContext:
             return
         messages: list[Message] | None = None
         if spec.prompt is not None:
-            messages = [{"role": "user", "content": self.agent.prompts[self.state].render(self.facts())}]
+            messages = [{"role": "user", "content": self.agent.prompt_of(self.state, self.facts())}]
         if spec.reset or spec.context not in self.trajectory.open_streams:
             bound = self.context(spec.context)
             await self.open(bound, self._opening_messages(bound, messages))

@@ -10,12 +10,13 @@ Whatever else it raises is its own failure: the model is told of it, and nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar, cast
 
 from fsm_rollout.trajectory.events import as_score
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.trace_ids import traceparent
 
 T = TypeVar("T")
@@ -102,11 +103,15 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """What an agent used as a tool answered. ``failure`` is why it ended without an answer (``None``: it has one)."""
+    """What an agent used as a tool answered. ``failure`` is why it ended without an answer (``None``: it has one).
+
+    ``pictures`` are those that it was shown, each once, in the order in which they came.
+    """
 
     text: str
     failure: str | None = None
     child_id: str | None = None
+    pictures: Sequence[StoredPicture] = ()
 
 
 def fresh(value: T) -> T:

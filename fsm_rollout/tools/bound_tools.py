@@ -12,6 +12,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -342,14 +343,15 @@ class AgentTool(BoundTool):
         description = spec.description or agent.description or f"Hand a task to the agent '{agent.agent}'."
         self.schema = self.parameters.tool(name, description)
 
-    async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
+    async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> AgentAnswer:
         """Run it on its task."""
         assert session.run_agent is not None
         tool_context = context("agent")
         call = AgentCall(
             self.name, arguments["task"], tool_context.rng.getrandbits(63), tool_context.call_id, tool_context.number
         )
-        return await session.run_agent(self.agent, call)
+        answer = await session.run_agent(self.agent, call)
+        return replace(answer, pictures=answer.pictures[-self.spec.pictures :] if self.spec.pictures else ())
 
 
 def _ask(task: str) -> None:
@@ -412,6 +414,8 @@ def _check_form(name: str, spec: graph.ToolSpec) -> None:
     if not spec.may_repeat and spec.retry.attempts > 1:
         advice = "leave out one of the two" if spec.repeatable is False else "say `repeatable: true` if it may be"
         raise ToolError(f"tool '{name}': it is not repeatable, so it cannot be retried; {advice}")
+    if spec.agent is None and spec.pictures is not None:
+        raise ToolError(f"tool '{name}': `pictures` are those of an agent's answer, and this is none")
     if spec.mcp is None and spec.allow is not None:
         raise ToolError(f"tool '{name}': `allow` names tools of an MCP server, and this is none")
     if spec.is_source:

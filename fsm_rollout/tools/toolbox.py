@@ -348,7 +348,9 @@ class ToolSession:
                     result, shown = content(value) if short else await asyncio.to_thread(content, value)
                     return said(result, shown=shown, reward=reward)
                 if value.failure is None:
-                    return said(tool_messages.clean(value.text), child_id=value.child_id)
+                    said_all = [value.text, *value.pictures] if value.pictures else value.text
+                    text, shown = tool_messages.content(said_all)
+                    return said(text, shown=shown, child_id=value.child_id)
                 text = error_text(f"{tool.name} ended without an answer ({value.failure})", GO_ON)
                 called = Called.of(call, text, value.failure, child_id=value.child_id)
                 names = frozenset({value.failure, value.failure.rpartition(":")[2]})

@@ -285,8 +285,9 @@ def _checked(data: bytes) -> StoredPicture:
         if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # a photo with its thumbnails
             raise PictureError(f"is an animation of {frames} pictures; give the ones that are meant")
         # 2. All of it.
+        deep = ";16" in str(image.tile)  # colours of 16 bits, which Pillow reads as 8
         image.load()
-        kept = image.mode in _KEPT.get(image.format or "", ()) and "transparency" not in image.info
+        kept = image.mode in _KEPT.get(image.format or "", ()) and "transparency" not in image.info and not deep
         if kept and image.getexif().get(_ORIENTATION, 1) == 1:
             return stored(data, f"image/{(image.format or '').lower()}", *image.size)
         # 3. What decoders read differently.

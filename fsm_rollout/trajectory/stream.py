@@ -17,6 +17,7 @@ from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream, Usage
 
 
@@ -259,6 +260,13 @@ def whole_conversation(streams: Iterable[Stream]) -> list[Message]:
             messages += [message for message in opening if message not in messages]
             messages += stream.messages[stream.opening :]
     return messages
+
+
+def pictures_of(streams: Iterable[Stream]) -> list[StoredPicture]:
+    """Return the pictures that streams have shown, each once, in the order in which they came."""
+    parts = (part for stream in streams for message in stream.messages for part in media_of(message))
+    shown = (part.get("image") for part in parts if isinstance(part, Mapping))
+    return list(dict.fromkeys(picture for picture in shown if isinstance(picture, StoredPicture)))
 
 
 # A foreign agent may have several histories at a time; the further ones are contexts with a number behind the name:

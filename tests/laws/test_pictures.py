@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from hypothesis import strategies as st
 from pyarrow.parquet import read_table
 
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.chat import ChatTemplate
+from fsm_rollout.chat.messages import in_parts
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.replay import ReplayEngine
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.jobs.export import export
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -29,13 +34,13 @@ from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
+from fsm_rollout.trajectory.pictures import StoredPicture, in_form, picture_of
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Limits
-from fsm_rollout.trajectory.stream import Stream
+from fsm_rollout.trajectory.stream import Stream, media_of
 from fsm_rollout.trajectory.tokens import collapsed
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.runs import agent, rows
+from tests.runs import ASKS, agent, rows
 from tests.vision import FAMILIES, PLACEHOLDERS, WITH_TOOLS
 
 
@@ -130,19 +135,63 @@ IN_TURNS = agent(
 )  # fmt: skip
 
 
-class Run:
-    """A run of one family's model, played from a script."""
+def crop(step: int) -> object:
+    """Show a part.
 
-    def __init__(self, family: str, script: Any, journal: Path, graph: AgentGraph = GRAPH) -> None:
+    Args:
+        step: Which.
+    """
+    return ["part", picture(10 + step)]
+
+
+LOOKS = {
+    "states": {
+        "PENDING": {},
+        "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
+        "PROCESSING_TOOLS": {"timeout": 200.0},
+    },
+    "tools": {"crop": {"use": f"{__name__}:crop", "timeout": 50.0}},
+    "transitions": rows(
+        "PENDING prompted GENERATING", "GENERATING generated PROCESSING_TOOLS if has_tool_calls",
+        "GENERATING generated TERMINATED", "PROCESSING_TOOLS tools_done GENERATING",
+    ),
+}  # fmt: skip
+COMPACTED = agent(
+    LOOKS,
+    states={
+        **LOOKS["states"],
+        "RESUMING": {
+            "handler": "write",
+            "reset": True,
+            "prompt": "{{ pictures[0] }}{{ task }} Last seen: {{ pictures[-1] }}.",
+        },
+    },
+    transitions=[
+        *LOOKS["transitions"][:3],
+        *rows("PROCESSING_TOOLS tools_done RESUMING", "RESUMING written GENERATING"),
+    ],
+)
+ASKING = agent(LOOKS, tools={"ask": {"agent": agent(LOOKS, agent="helper"), "pictures": 2, "timeout": 150.0}})
+CROP = '<tool_call>\n{"name": "crop", "arguments": {"step": %d}}\n</tool_call>'
+
+
+class Run:
+    """A run of one family's model, played from a script, or by an ``engine``."""
+
+    def __init__(
+        self, family: str, script: Any, journal: Path, graph: AgentGraph = GRAPH, engine: ScriptedEngine | None = None
+    ) -> None:
         self.processor, self.placeholder = processor(family), PLACEHOLDERS[family]
-        self.engine = ScriptedEngine(script, tokenizer=self.processor.tokenizer, processor=self.processor, log=True)
+        self.engine = engine or ScriptedEngine(
+            script, tokenizer=self.processor.tokenizer, processor=self.processor, log=True
+        )
         client = EngineClient(self.engine)
         client.chats = CHATS.setdefault(family, {})
         self.journal = Journal(journal)
         self.scheduler = Scheduler({"a": graph}, {"policy": client}, journal=self.journal)
 
-    async def go(self, prompt: Prompt, **options: Any) -> list[Trajectory]:
-        groups = [group async for group in self.scheduler.run([prompt], 2, **options)]
+    async def go(self, prompt: Prompt, n: int = 2, **options: Any) -> list[Trajectory]:
+        groups = [group async for group in self.scheduler.run([prompt], n, **options)]
         self.journal.close()
         return [trajectory for group in groups for trajectory in group.trajectories]
 
@@ -160,6 +209,68 @@ def prompt_of(said: list[list[str | int]]) -> Prompt:
     return Prompt(prompt_id="p", messages=({"role": "user", "content": "Look."},), then=said)
 
 
+def held(run: Run, trajectory: Trajectory) -> list[StoredPicture]:
+    """Hold each stream of a trajectory to the processor, the template, the engine's log and the batch.
+
+    Return what they show.
+    """
+    eye, pictures = run.processor, list[StoredPicture]()
+    for stream in trajectory.streams:
+        ids, media = stream.tokens.ids, stream.media
+        # 1. The pictures of its messages, each as the processor makes it, and no other ids that stand for one.
+        assert [span.picture for span in media] == [
+            part["image"] for message in stream.messages[: stream.glued] for part in media_of(message)
+        ]
+        for span in media:
+            alone = eye(text=[run.placeholder], images=[span.picture.image()], add_special_tokens=False)
+            assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
+        inside = sum(ids[span.start : span.end].count(eye.image_token_id) for span in media)
+        assert ids.count(eye.image_token_id) == inside
+        # 2. Cut at its spans, it is what the template writes, with a mark for each picture.
+        (its,) = [found for found in run.scheduler.agents.all if found.graph.agent == trajectory.agent]
+        tools = [tool.schema for tool in its.toolbox.tools_of(stream.context).values()] or None
+        messages = [
+            in_form(in_parts(message), lambda _: {"type": "image"}) for message in stream.messages[: stream.glued]
+        ]
+        text = eye.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert bare(text) == bare(eye.tokenizer.decode(collapsed(ids, media)))
+        # 3. Nothing of a picture is trained on, and the engine was asked with what the stream holds.
+        trained = [*[0] * stream.tokens.prompt_length, *stream.tokens.response_mask()]
+        assert not any(any(trained[span.start : span.end]) for span in media)
+        asked = [
+            request
+            for request in run.asked
+            if request.trajectory_id == trajectory.trajectory_id
+            and request.session.endswith(f"{stream.context}/{stream.number + 1}")
+        ]
+        assert asked
+        for request in asked:
+            assert request.ids == ids[: len(request.ids)]
+            assert list(request.media) == [span for span in media if span.end <= len(request.ids)]
+        # 4. What a trainer feeds its model is what the processor makes of what the engine was asked with.
+        pictures += [span.picture for span in media]
+        if media and media[-1].end <= len(asked[-1].ids):
+            batch = TrajectoryBatch.from_trajectories([trajectory], pad_id=0, processor=eye)
+            names = [(row.context, row.stream) for row in batch.rows()]
+            if (stream.context, stream.number) in names:
+                row = names.index((stream.context, stream.number))
+                assert [span.picture for span in batch.media(row)] == [span.picture for span in asked[-1].media]
+                images = [span.picture.image() for span in asked[-1].media]
+                made = eye(text=[run.placeholder * len(images)], images=images, return_tensors="pt")
+                fed = batch.tensordict["multi_modal_inputs"].tolist()[row]
+                assert digest(fed["pixel_values"]) == digest(made["pixel_values"])
+    return pictures
+
+
+def bare(text: str) -> str:
+    """Return it without what ends turns, which a model may do in its own way, and white space."""
+    return re.sub(r"<\|im_end\|>|<end_of_turn>|</s>|\s+", "", text)
+
+
+def digest(values: Any) -> str:
+    return sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(deadline=None, max_examples=min(20, settings().max_examples))
 @given(said=st.lists(shown, min_size=1, max_size=5))
@@ -172,25 +283,10 @@ def test_streams_show_what_was_shown(
     assert [trajectory.stop_reason for trajectory in trajectories] == ["answered"] * 2
     names = [picture(part) for message in said for part in message if isinstance(part, int)]
     for trajectory in trajectories:
-        (stream,) = trajectory.streams
-        ids, media = stream.tokens.ids, stream.media
-        # 1. Each picture in its place, as the processor makes it.
-        assert [span.picture for span in media] == names
-        for span in media:
-            alone = run.processor(text=[PLACEHOLDERS[family]], images=[span.picture.image()], add_special_tokens=False)
-            assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
-        # 2. Cut at its spans, it is the stream of the same text with a mark for each picture.
-        decoded = run.processor.tokenizer.decode(collapsed(ids, media))
-        assert decoded.count(PLACEHOLDERS[family]) == len(names)
-        # 3. Nothing of a picture is trained on, and the engine was asked with what the stream holds.
-        trained = [*[0] * stream.tokens.prompt_length, *stream.tokens.response_mask()]
-        assert not any(any(trained[span.start : span.end]) for span in media)
+        assert held(run, trajectory) == names
         asked = [request for request in run.asked if request.trajectory_id == trajectory.trajectory_id]
         assert len(asked) == len(said) + 1
-        for request in asked:
-            assert request.ids == ids[: len(request.ids)]
-            assert list(request.media) == [span for span in media if span.end <= len(request.ids)]
-    # 4. What is read is what was run.
+    # What is read is what was run.
     assert list(read(folder)) == trajectories
 
 
@@ -209,19 +305,10 @@ def in_turns(plan: Plan, folder: Path, family: str) -> tuple[Run, Prompt]:
 def checked(run: Run, trajectory: Trajectory, plan: Plan) -> None:
     """Hold a trajectory to its plan: each picture in its place, as the processor makes it, once, and never trained."""
     assert (trajectory.stop_reason, trajectory.detail) == ("answered", None)
-    (stream,) = trajectory.streams
-    names = [picture(5), *(picture(part) for _, said in plan for part in said if isinstance(part, int))]
-    assert [span.picture for span in stream.media] == names
-    ids, eye = stream.tokens.ids, run.processor
-    for span in stream.media:
-        alone = eye(text=[run.placeholder], images=[span.picture.image()], add_special_tokens=False)
-        assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
-    trained = [*[0] * stream.tokens.prompt_length, *stream.tokens.response_mask()]
-    assert not any(any(trained[span.start : span.end]) for span in stream.media)
-    asked = [request for request in run.asked if request.trajectory_id == trajectory.trajectory_id]
-    for request in asked:
-        assert request.ids == ids[: len(request.ids)]
-        assert list(request.media) == [span for span in stream.media if span.end <= len(request.ids)]
+    (_,) = trajectory.streams
+    assert held(run, trajectory) == [
+        picture(5), *(picture(part) for _, said in plan for part in said if isinstance(part, int)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
@@ -236,6 +323,69 @@ def test_prompts_tools_and_users_show_pictures_alike(
     for trajectory in trajectories:
         checked(run, trajectory, plan)
     assert list(read(folder)) == trajectories
+
+
+def helped(request: Request) -> str:
+    """Say what the agent that asks says, or the other."""
+    said = [CROP % 0, CROP % 1, CROP % 2, "Seen."] if request.agent == "helper" else [ASKS, "It is so."]
+    return said[request.turn]
+
+
+@pytest.mark.parametrize(
+    ("graph", "script", "shown"),
+    [
+        (COMPACTED, [CROP % 0, CROP % 1, "It is so."], {"p/0": [[5], [5, 10], [5, 11]]}),
+        (ASKING, helped, {"p/0": [[5, 11, 12]], "p/0/ask.1": [[10, 11, 12]]}),
+    ],
+    ids=["compaction", "a sub-agent"],
+)
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_what_compaction_and_sub_agents_show_is_the_same_when_it_goes_on_and_when_it_is_replayed(
+    family: str, graph: AgentGraph, script: Any, shown: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    prompt = Prompt(prompt_id="p", messages=({"role": "user", "content": content(["Look", 5, "."])},))
+
+    def all_of(trajectories: list[Trajectory], run: Run) -> dict[str, Any]:
+        run.journal.close()
+        return {
+            trajectory.trajectory_id: [(stream.tokens, stream.media) for stream in trajectory.streams]
+            for trajectory in read(run.journal.path)
+        }
+
+    # 1. As it is.
+    run, told = Run(family, script, tmp_path / "whole.sqlite", graph), list[tuple[str, Any]]()
+    recorder = run.scheduler.recorder
+    recorder.listeners = (*recorder.listeners, lambda t, event: told.append((t.trajectory_id, event)))
+    whole = all_of(run_virtual(run.go(prompt, n=1)), run)
+    pictures = {name: [[span.picture for span in media] for _, media in streams] for name, streams in whole.items()}
+    assert pictures == {
+        name: [[picture(seed) for seed in seeds] for seeds in streams] for name, streams in shown.items()
+    }
+    for trajectory in read(run.journal.path):
+        assert (trajectory.stop_reason, trajectory.detail) == ("answered", None)
+        held(run, trajectory)
+    # 2. Cut off after any event, and gone on with.
+    for kept in range(3, len(told)):
+        again = Run(family, script, tmp_path / f"{kept}.sqlite", graph)
+        histories: dict[str, list[Any]] = {}
+        for trajectory_id, event in told[:kept]:
+            again.journal.append(trajectory_id, event)
+            histories.setdefault(trajectory_id, []).append(event)
+        resumed = [Trajectory.fold(history) for history in histories.values()]
+        assert all_of(run_virtual(again.go(prompt, n=1, resume=resumed)), again) == whole, kept
+    # 3. Replayed; and not where another picture of as many tokens is shown.
+    for shows, same in ((5, True), (6, False)):
+        eye = run.processor
+        engine = ReplayEngine(
+            run.journal.path, tokenizer=eye.tokenizer, processor=eye, max_context=10**6, eos_ids=run.engine.eos_ids
+        )
+        again = Run(family, (), tmp_path / f"replayed {shows}.sqlite", graph, engine)
+        other = prompt.model_copy(update={"messages": ({"role": "user", "content": content(["Look", shows, "."])},)})
+        trajectories = run_virtual(again.go(other, n=1))
+        assert (all_of(trajectories, again) == whole) is same
+        if not same:  # with as many tokens or with others
+            assert "ReplayDiverged: " in str(trajectories[0].detail)
+            assert family != "gemma3_with_tools" or "another picture than in" in str(trajectories[0].detail)
 
 
 def test_a_run_with_tools_and_users_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def run(name: str, out: Path, *overrides: str) -> dict[str, Any]:
 
 
 def streams(trajectory: Trajectory) -> list[tuple[str, Any]]:
-    """Everything that is trained on, token by token."""
-    return [(stream.context, stream.tokens) for stream in trajectory.streams]
+    """Everything that is trained on, token by token, and the pictures among them."""
+    return [(stream.context, (stream.tokens, stream.media)) for stream in trajectory.streams]
 
 
 def same(one: Path, other: Path) -> bool:

@@ -1,8 +1,8 @@
 """An engine that gives the answers of an earlier run again, as its journal has them.
 
-Invariant: a request is answered only where its input is, token for token, what the run had there; else it fails with
-the first place in which the two differ. So an unchanged agent comes to the same trajectories without a model, and what
-a change of an agent, a tool or a chat template does is found where it first shows.
+Invariant: a request is answered only where its input is, token for token and picture for picture, what the run had
+there; else it fails with the first place in which the two differ. So an unchanged agent comes to the same trajectories
+without a model, and what a change of an agent, a tool or a chat template does is found where it first shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, EngineFacts, Reque
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import AnswerPlan
 from fsm_rollout.errors import EngineError, JournalError
-from fsm_rollout.model.folders import recorded_engine, recorded_tokenizer
+from fsm_rollout.model.folders import recorded_engine, recorded_processor, recorded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import histories, metadata
@@ -82,7 +82,7 @@ def replay(run: Path, engine: str = POLICY, *, max_context: int | None = None) -
             raise EngineError(f"{run} does not record the window of engine '{engine}'; give max_context")
         return ReplayEngine(
             run, tokenizer=recorded_tokenizer(facts), max_context=window, eos_ids=facts.eos_ids,
-            text_only=facts.kind == "chat",
+            processor=recorded_processor(facts), text_only=facts.kind == "chat",
         )  # fmt: skip
     except JournalError as error:
         raise EngineError(f"nothing to replay: {error}") from error
@@ -96,6 +96,7 @@ class ReplayEngine(ScriptedEngine):
         tokenizer: the one that the run had.
         max_context: the longest input plus output of the engine that the run had, in tokens.
         eos_ids: its stop tokens.
+        processor: its processor, where its model saw pictures.
         text_only: whether that engine gave text alone.
 
     Answers come at once. Tokens keep their logprobs, and the weight versions under which they were sampled; weights
@@ -106,9 +107,10 @@ class ReplayEngine(ScriptedEngine):
     """
 
     def __init__(
-        self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int], text_only: bool = False
-    ) -> None:
-        super().__init__((), tokenizer=tokenizer, max_context=max_context)
+        self, journal: str | Path, *, tokenizer: Any, max_context: int, eos_ids: Iterable[int], processor: Any = None,
+        text_only: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__((), tokenizer=tokenizer, processor=processor, max_context=max_context)
         self._journal = Path(journal)
         self._recorded = recorded(self._journal)
         self.eos_ids = frozenset(eos_ids)
@@ -163,7 +165,12 @@ class ReplayEngine(ScriptedEngine):
         """Return where a request is not what the run has asked there, or ``None`` where it is."""
         recorded_input = recorded.stream.tokens.ids[: recorded.start] + recorded.ids[: request.sampled]
         if request.ids == recorded_input:
-            return None
+            shown = [span for span in recorded.stream.media if span.end <= recorded.start]
+            other = next((now for now, before in zip(request.media, shown, strict=False) if now != before), None)
+            return other and (
+                f"ReplayDiverged: {self._where(request)} shows another picture than in {self._journal} at token "
+                f"{other.start}"
+            )
         pairs = enumerate(zip(recorded_input, request.ids, strict=False))
         at = next((place for place, (before, now) in pairs if before != now), None)
         at = min(len(recorded_input), len(request.ids)) if at is None else at

@@ -15,6 +15,7 @@ from PIL import Image
 import fsm_rollout as fr
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.tools.tool_messages import Unshowable, content, fit
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
@@ -22,7 +23,7 @@ from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import table
 from tests.embedded import tokenizer
-from tests.runs import with_tool
+from tests.runs import asking, with_tool
 from tests.vision import gemma3_with_tools
 
 HERE = "tests.unit.tools.test_pictures"
@@ -200,3 +201,12 @@ def test_what_cannot_be_shown_is_the_tools_failure(eyes: Any, name: str, says: s
     assert "gave no result that can be shown" in called.result
     assert says in caplog.text
     assert trajectory.stop_reason == "answered"
+
+
+def test_a_sub_agents_pictures_are_refused_before_the_run_where_the_template_drops_them() -> None:
+    graph = asking(with_tool(f"{HERE}:look"))
+    ask = graph.tools["ask"].model_copy(update={"pictures": 1})
+    eyes = drops_them()
+    engine = ScriptedEngine(["Red."], tokenizer=eyes.tokenizer, processor=eyes)
+    with pytest.raises(ConfigError, match="drops pictures in tools' results; give one that writes them"):
+        fr.Rollout(graph.model_copy(update={"tools": {"ask": ask}}), engine)

@@ -29,12 +29,14 @@ def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def png_of(width: int, height: int) -> bytes:
-    """The head of a PNG that says how large it is, with nothing behind it: what a bomb looks like."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + head
-    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    return start + struct.pack(">I", 4) + b"IDAT" + bytes(8)
+def png_of(width: int, height: int, bits: int = 8, data: bytes = bytes(4)) -> bytes:
+    """A PNG of colours that says how large it is; without data what a bomb looks like."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    head = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 DATA = saved(RED)
@@ -144,6 +146,7 @@ def turned(image: Image.Image = RED) -> bytes:
         (saved(Image.new("RGBA", (4, 2), (255, 0, 0, 0))), (4, 2), (255, 255, 255)),
         (saved(Image.new("P", (4, 2), 0), transparency=0), (4, 2), (255, 255, 255)),
         (saved(Image.new("I;16", (4, 2), 0x8000)), (4, 2), (128, 128, 128)),
+        (png_of(4, 2, 16, zlib.compress(2 * (b"\0" + 4 * b"\x80\xff\0\0\0\0"))), (4, 2), (128, 0, 0)),
         (saved(RED.convert("1")), (4, 2), (0, 0, 0)),
         (saved(RED, "GIF"), (4, 2), (255, 0, 0)),
         (saved(RED, "BMP"), (4, 2), (255, 0, 0)),
@@ -156,6 +159,7 @@ def test_what_decoders_read_differently_becomes_plain(
     stored = Image.open(io.BytesIO(picture.data))
     assert (picture.mime, stored.format, stored.size) == ("image/png", "PNG", size)
     assert stored.mode in ("RGB", "L")
+    assert picture.data[24] == 8, "bits, by its head"
     assert np.allclose(picture.image().getpixel((0, 0)), pixel, atol=2)
 
 
