@@ -255,7 +255,7 @@ def test_a_generation_that_the_run_cut_off_fails_where_it_was(tmp_path: Path) ->
     assert before.stop_reason == "limit:wall_seconds"
     after = replayed(path)
     assert after.stop_reason == "failed:ReplayCutOff"
-    assert streams(after)[0][1].ids == streams(before)[0][1].ids
+    assert after.streams[0].tokens.ids == before.streams[0].tokens.ids
 
 
 def test_what_cannot_be_replayed_says_why(journal: Path, tmp_path: Path) -> None:
