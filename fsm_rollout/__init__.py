@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from fsm_rollout.agent.verify import verify as verify
     from fsm_rollout.batch.batch import TrajectoryBatch as TrajectoryBatch
     from fsm_rollout.chat import ChatTemplate as ChatTemplate
+    from fsm_rollout.engines.broadcast import Broadcast as Broadcast
+    from fsm_rollout.engines.broadcast import BroadcastGroup as BroadcastGroup
     from fsm_rollout.engines.scripted.engine import ScriptedEngine as ScriptedEngine
     from fsm_rollout.engines.transformers.checkpoints import load_model as load_model
     from fsm_rollout.engines.transformers.engine import TransformersEngine as TransformersEngine
+    from fsm_rollout.engines.weight_sources import Tensors as Tensors
     from fsm_rollout.errors import BadArguments as BadArguments
     from fsm_rollout.errors import ConfigError as ConfigError
     from fsm_rollout.errors import RolloutError as RolloutError

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, pool_of
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import TokenSource, Weights
+from fsm_rollout.engines.protocol import TokenSource, Weights, WeightSource
 from fsm_rollout.engines.retries import Tries
+from fsm_rollout.engines.updating import ServerAddress, updating
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
 from fsm_rollout.report.tracing import RolloutTracing
@@ -220,9 +221,9 @@ class Rollout(OwnLoop):
 
         Args:
             prompts: prompts, mappings with their fields, texts; or a file that ``read_prompts`` reads. All of them are
-                checked before anything runs. With ``target_groups``, an iterator is taken from
-                only as far as needed; each prompt is checked then. A ``PromptQueue`` takes more while the run is under
-                way, each of which fails the run if it is wrong.
+                checked before anything runs. With ``target_groups``, an iterator is taken from only as far as needed;
+                each prompt is checked then. A ``PromptQueue`` takes more while the run is under way, each of which
+                fails the run if it is wrong.
             n: trajectories per prompt.
             target_groups: so many groups are enough. What still runs then is set aside, and goes on in the next call,
                 with the weights of that time.
@@ -360,16 +361,17 @@ class Rollout(OwnLoop):
             for name, c in self.clients.items()
         }
 
-    async def aupdate_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Load new policy weights (a model folder, or tensors by name) and return their version (default: one more).
+    async def aupdate_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
+        """Load new policy weights (a folder, tensors by name, :class:`fsm_rollout.Tensors`) and return their version.
 
         May be called while trajectories run: generations pause and go on, each token carries the version that sampled
-        it, tools and interactions notice nothing.
-
-        Raises:
-            EngineError: they cannot be loaded; the engine goes on with the old ones.
+        it, tools and interactions notice nothing. EngineError: they cannot be loaded; it goes on with the old ones.
         """
         return await self.scheduler.update_weights(weights, version)
+
+    def updating(self, version: int | None = None) -> AbstractAsyncContextManager[Sequence[ServerAddress]]:
+        """Hold the policy's servers while the trainer loads new weights into them by means of its own."""
+        return updating(lambda source: self.aupdate_weights(source, version))
 
     update_weights = plain(aupdate_weights)
     """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
@@ -393,9 +395,7 @@ class Rollout(OwnLoop):
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
 
-        Raises:
-            ConfigError: an id, and there is no journal or no such trajectory in it.
-            JournalError: the journal cannot be read.
+        ConfigError: there is no journal, or no such trajectory in it. JournalError: it cannot be read.
         """
         from fsm_rollout.report.notebook import page  # drawing: only when there is something to look at
 

@@ -39,6 +39,8 @@ ORDER = (
         "engines.build",
         "engines.router",
         "engines.weights",
+        "engines.weight_sources",
+        "engines.updating",
         "engines.replica",
         "engines.replicas",
         "engines.engine_ids",
@@ -61,7 +63,14 @@ ORDER = (
 DOORS = {"rewards", "interactions", "journal"}
 """Names that users type; they re-export what is in ``environment`` and ``trajectory``."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "torch": ("batch", "adapters", "engines.transformers", "engines.sglang", "engines.weights"),
+    "torch": (
+        "batch",
+        "adapters",
+        "engines.transformers",
+        "engines.sglang",
+        "engines.weight_sources",
+        "engines.broadcast",
+    ),
     "tensordict": ("batch",),
     "ray": ("concurrency.ray_session", "engines.ray"),
     "sglang": ("engines.sglang",),

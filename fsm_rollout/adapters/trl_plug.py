@@ -17,6 +17,7 @@ from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.media import TOKEN_TYPES
+from fsm_rollout.engines.weight_sources import Tensors
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.stream import media_of, text_of
@@ -166,8 +167,8 @@ class RolloutWorker:
     pause = resume = destroy = init_weight_transfer
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the trainer's weights; trajectories under way go on with them."""
-        self.rollout.update_weights({name: tensor.detach() for name, tensor in iterator})
+        """Load the trainer's weights as it gathers them; trajectories under way go on with them."""
+        self.rollout.update_weights(Tensors((name, tensor.detach()) for name, tensor in iterator))
 
     # -- the thread -----------------------------------------------------------------------------------------------
 

@@ -7,17 +7,17 @@ none is left when the client is drained. Several clients may use one pool: a run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from os import PathLike
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import EngineFacts, Request, TokenSource, Weights
+from fsm_rollout.engines.protocol import EngineFacts, Request, TokenSource, Weights, WeightSource
 from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.thinking_budget import ThinkingBudget
+from fsm_rollout.engines.weight_sources import as_source
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import LAST_VERSION
 
@@ -142,8 +142,10 @@ class EngineClient:
         """Make the engine ready again, and let what waits for it go on."""
         await self.pool.here().wake()
 
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Load new weights (a model folder, or tensors by name) while everything waits; return their version.
+    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
+        """Load new weights while everything waits, and return their version.
+
+        ``weights``: a model folder, tensors by name, or a source of these (:class:`fsm_rollout.Tensors`).
 
         Generations under way go on afterwards, and timeouts stand still meanwhile; tools and interactions go on all
         the time.
@@ -152,8 +154,7 @@ class EngineClient:
             EngineError: they are neither, or older than the present ones, or ``version`` is no int32; or the engine
                 could not load them. It goes on with the old ones.
         """
-        if not isinstance(weights, Mapping | str | PathLike):
-            raise EngineError(f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__}")
+        source = as_source(weights)
         present = self.weight_version
         coming = present + 1 if version is None else version
         if not isinstance(coming, SupportsIndex) or coming.__index__() > LAST_VERSION:
@@ -163,4 +164,4 @@ class EngineClient:
         if self.pool.sleeps:  # they need the memory that was given back, and the run that is to use them comes next
             await self.wake()
         # NumPy has whole numbers of its own. Without one, the engine counts from what it has by then.
-        return await self.pool.here().update_weights(weights, None if version is None else version.__index__())
+        return await self.pool.here().update_weights(source, None if version is None else version.__index__())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 Weights: TypeAlias = "str | Path | Mapping[str, torch.Tensor]"
-"""New weights: a model's folder, or tensors by name."""
+"""New weights as an engine is given them: a model's folder, or tensors by name."""
 NO_IDS = Ids("i")
 NO_LOGPROBS = Logprobs("f")
 FOR_GOOD = frozenset({"RouterFailed", "ReplayDiverged", "ReplayCutOff", "RequestRefused", "ContentFiltered"})
@@ -46,6 +46,10 @@ class ReplicaLost(EngineError):
 
     A last chunk whose ``error`` names this class says so of one request.
     """
+
+
+class HalfLoaded(ReplicaLost):
+    """A replica has a part of new weights: it is there, and samples nothing until it is given whole ones."""
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
@@ -264,6 +268,25 @@ class WeightSink(Protocol):
 
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """New weights on their way to any number of engines (:mod:`fsm_rollout.engines.weight_sources`)."""
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Those of the tensors, once they were loaded; ``None``: all that a model has."""
+
+    def check(self) -> None:
+        """Check what can be checked before any engine is touched; EngineError if it cannot be right."""
+
+    async def deliver(self, engines: Sequence[TokenSource], version: int, seconds: float) -> Sequence[Exception | None]:
+        """Have engines load these weights and call them ``version``; return for each why it could not.
+
+        ``seconds``: that an engine has for each step. May be called again, to fill an engine that was lost; an error
+        says that they are there no more.
+        """
 
 
 @runtime_checkable

@@ -21,10 +21,18 @@ from fsm_rollout.concurrency.cancellation import pause
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, connect, import_ray
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.common_keys import RaySpec
-from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, ReplicaLost, Request, TokenSource, Weights, facts_of
+from fsm_rollout.engines.protocol import (
+    Chunk,
+    EngineFacts,
+    Load,
+    ReplicaLost,
+    Request,
+    TokenSource,
+    WeightSource,
+    facts_of,
+)
 from fsm_rollout.engines.replica import LocalPlacement, describe, failure_of, ping
-from fsm_rollout.engines.replicas import load_weights
-from fsm_rollout.engines.weights import check_finite
+from fsm_rollout.engines.weight_sources import Loaded, Tensors, load_weights
 from fsm_rollout.engines.wire import Contexts, Failure, Flush, pack_flush, pack_requests, unpack_flush, unpack_requests
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -329,12 +337,17 @@ class RayPlacement(LocalPlacement):
         self._tokenizer = engine.tokenizer
         return engine
 
-    def share(self, weights: Weights) -> Remote:
-        """Check tensors and put them into the object store, once for all replicas."""
-        if not isinstance(weights, Mapping):
-            return str(weights)
-        check_finite(weights)
-        return ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
+    def share(self, source: WeightSource) -> WeightSource:
+        """Check tensors and put them into the object store, once for all replicas.
+
+        Raises:
+            EngineError: they are not finite, or are to be broadcast: an actor has no ranks of its own.
+        """
+        if type(source) is not Tensors:
+            source.check()
+            return source
+        weights = {name: tensor.detach().cpu() for name, tensor in source.whole().items()}
+        return Loaded(ray.put(weights), frozenset(weights))
 
     def advice(self) -> str:
         """Say what is free and what is wanted."""

@@ -10,14 +10,13 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, TokenSource, Weights
+from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, TokenSource, WeightSource
 from fsm_rollout.engines.router import FIRST, ReplicaView, allowance
-from fsm_rollout.engines.weights import StoredTensors
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -60,9 +59,10 @@ class Placement:
         """Return a replica's engine, or raise EngineError; a start that is cancelled leaves nothing behind."""
         return self.engine
 
-    def share(self, weights: Weights) -> Weights:
-        """Return ``weights`` in the form in which the engines, now and later, are given them."""
-        return weights
+    def share(self, source: WeightSource) -> WeightSource:
+        """Check new weights, and return them in the form in which the engines, now and later, are given them."""
+        source.check()
+        return source
 
     def advice(self) -> str:
         """Say what may keep a replica from starting in time, and what to try."""
@@ -94,13 +94,6 @@ class LocalPlacement(Placement):
             return await asyncio.get_running_loop().run_in_executor(_threads, build)
         finally:
             wanted = False
-
-    def share(self, weights: Weights) -> Weights:
-        """Check tensors and store them, once for all replicas.
-
-        A replica that starts later must get these, not what training has made of them since.
-        """
-        return StoredTensors(weights) if isinstance(weights, Mapping) and weights else weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +200,19 @@ class Replica(ReplicaView):
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.last_active = now
+
+
+class RequestHolder(Protocol):
+    """Who has the requests: what is told of the replicas' lives."""
+
+    def replica_lost(self, replica: Replica, why: str) -> None:
+        """Take back what a replica has."""
+
+    def replicas_changed(self) -> None:
+        """Send what waits: a replica has come, or it is known which ones are there."""
+
+    def hold_changed(self) -> None:
+        """Let time stand still while all are held, or go on."""
+
+    def all_lost(self, error: EngineError) -> None:
+        """End everything: no replica will ever come back."""

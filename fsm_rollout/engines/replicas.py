@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from anyio import CancelScope
 
-from fsm_rollout.engines.protocol import ReplicaLost, Sleeper, TokenSource, Weights, WeightSink
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, describe, failure_of, ping
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, failure_of, ping
+from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -29,22 +30,6 @@ Order = Literal["pause", "resume", "sleep", "wake"]
 LOOK_WITHIN = 1.0  # seconds that the others have to answer when one is lost, before they are given what it had
 TELL_CLOSE_AFTER = 2.0  # seconds of closing after which the log says what is waited for
 TELL_START_AFTER = 15.0  # seconds of starting after which the log says what is waited for: large models take long
-
-
-class RequestHolder(Protocol):
-    """Who has the requests: what is told of the replicas' lives."""
-
-    def replica_lost(self, replica: Replica, why: str) -> None:
-        """Take back what a replica has."""
-
-    def replicas_changed(self) -> None:
-        """Send what waits: a replica has come, or it is known which ones are there."""
-
-    def hold_changed(self) -> None:
-        """Let time stand still while all are held, or go on."""
-
-    def all_lost(self, error: EngineError) -> None:
-        """End everything: no replica will ever come back."""
 
 
 class Replicas:
@@ -70,9 +55,8 @@ class Replicas:
         self.closed = False
         self._version = 0
         self._restarts, self._holder = restarts, holder
-        # The updates that turn the weights an engine is built with into the present ones: the names of tensors (`None`:
-        # all that there are), as shared, and the version.
-        self._weights: list[tuple[frozenset[str] | None, Weights, int]] = []
+        self._weights = PresentWeights()
+        self._unfilled: list[Replica] = []  # those that live and wait for an update, as the present weights are gone
         self._asleep = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -176,7 +160,7 @@ class Replicas:
 
         await asyncio.shield(self._spawn(give()))
 
-    async def update_weights(self, weights: Weights, version: int | None) -> int:
+    async def update_weights(self, source: WeightSource, version: int | None) -> int:
         """Hold all, load weights everywhere, release; return the version.
 
         A replica that fails while another one succeeds is lost, and comes back with the new weights. When all are lost
@@ -187,18 +171,17 @@ class Replicas:
             EngineError: no replica took them; those that are still there go on with what they had.
         """
         # Shielded: an update that is given up half-way would leave replicas with different weights.
-        return await asyncio.shield(self._spawn(self._update(weights, version)))
+        return await asyncio.shield(self._spawn(self._update(source, version)))
 
-    async def _update(self, weights: Weights, version: int | None) -> int:
-        shared = await asyncio.to_thread(self.placement.share, weights)  # checked and copied once, while all go on
-        names = frozenset(weights) if isinstance(weights, Mapping) else None
+    async def _update(self, source: WeightSource, version: int | None) -> int:
+        shared = await asyncio.to_thread(self.placement.share, source)  # checked once, while all go on
         for last_try in (False, True):
-            await self._until(lambda: bool(self.up) or self._asleep or self.fallen is not None)
+            await self._until(lambda: bool(self.up or self._unfilled) or self._asleep or self.fallen is not None)
             try:
                 async with self._change:
                     await self._hold("update")
                     try:
-                        return await self._load_everywhere(names, shared, version)
+                        return await self._load_everywhere(shared, version)
                     finally:
                         await self._release("update")
             except ReplicaLost as error:
@@ -207,31 +190,30 @@ class Replicas:
                 logger.warning("%s; they are loaded again once a replica is there", error)
         raise AssertionError("unreachable")
 
-    async def _load_everywhere(self, names: frozenset[str] | None, shared: Weights, version: int | None) -> int:
-        """Load weights on all replicas that are up; EngineError: none took them (ReplicaLost: all were lost)."""
+    async def _load_everywhere(self, source: WeightSource, version: int | None) -> int:
+        """Load weights on all replicas that are there; EngineError: none took them (ReplicaLost: all were lost)."""
         if self.fallen is not None:
             raise self.fallen
         # 1. Load them everywhere; if no replica took them, nothing has changed.
         number = self.weight_version + 1 if version is None else version
-        replicas = self.up
+        replicas = [*self.up, *self._unfilled]
         if not replicas and not self._asleep:
             raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
-        failed = await self._on_each(lambda engine: load_weights(engine, shared, number), self.times.update)
+        lives = [(replica, replica.live) for replica in replicas]
+        failed = self._failed(lives, await source.deliver([engine for _, engine in lives], number, self.times.update))
         if failed and len(failed) == len(replicas):
             if not self.placement.restarts:
                 raise next(iter(failed.values()))
             lost = all(isinstance(error, ReplicaLost) for error in failed.values())
             kind = ReplicaLost if lost else EngineError
             raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
-        # 2. Remember what makes the present weights: the last folder, and those updates by tensors since of which later
-        # ones have not replaced every tensor.
-        needed, replaced = [(names, shared, number)], names or frozenset()
-        for update in reversed(self._weights) if names is not None else ():
-            if update[0] is None or not update[0] <= replaced:
-                needed.insert(0, update)
-                replaced |= update[0] or frozenset()
-        self._weights = needed if self.placement.restarts else []
         self._version = number
+        if self.placement.restarts:
+            self._weights = self._weights.with_update(source, number)
+        # 2. Whoever waited for weights that nobody has any more is as the others now, if these are all that it needs.
+        if len(self._weights.updates) == 1:
+            self._unfilled = [replica for replica in self._unfilled if replica in failed]
+            self._news.set()
         for replica, error in failed.items():
             self.lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
         return number
@@ -267,16 +249,21 @@ class Replicas:
                 await ask(engine)
 
         results = await asyncio.gather(*(in_time(engine) for _, engine in lives), return_exceptions=True)
+        late = ReplicaLost(f"no answer within {seconds:g} s")
+        return self._failed(lives, [late if isinstance(result, TimeoutError) else result for result in results])
+
+    def _failed(
+        self, lives: Sequence[tuple[Replica, TokenSource]], results: Sequence[object]
+    ) -> dict[Replica, Exception]:
+        """Return the errors among the answers of replicas, and lose those whose state is not known."""
         failed: dict[Replica, Exception] = {}
         for (replica, engine), result in zip(lives, results, strict=True):
-            if isinstance(result, TimeoutError):
-                result = ReplicaLost(f"no answer within {seconds:g} s")
             if isinstance(result, Exception):
                 if (failure := failure_of(engine)) is not None:
                     result = ReplicaLost(str(failure))
                 failed[replica] = result
                 if isinstance(result, ReplicaLost) or not isinstance(result, EngineError):
-                    self.lose(replica, engine, describe(result))
+                    self.lose(replica, engine, describe(result), half=isinstance(result, HalfLoaded))
         return failed
 
     # -- lives ------------------------------------------------------------------------------------------------------
@@ -337,10 +324,13 @@ class Replicas:
     async def _stop_all(self) -> None:
         await asyncio.gather(*(replica.stop(self.times.order) for replica in self.all))
 
-    def lose(self, replica: Replica, engine: TokenSource | None, why: str, *, on_trial: bool = False) -> None:
+    def lose(
+        self, replica: Replica, engine: TokenSource | None, why: str, *, on_trial: bool = False, half: bool = False
+    ) -> None:
         """Give one life of a replica up, if it has not been yet, and start another.
 
-        ``on_trial``: all that it has is tried to find a request that fails, so the loss says little about it.
+        ``on_trial``: all that it has is tried to find a request that fails, so the loss says little about it. ``half``:
+        it lives, and lacks whole weights only.
         """
         if replica.engine is not engine or replica.state != "up":
             return
@@ -350,9 +340,9 @@ class Replicas:
         self._move("starting", replica)
         replica.cause = why
         replica.losses += not on_trial
-        replica.restarts += 1
+        replica.restarts += not half
         if not self.closed:
-            self._spawn(self._revive(replica))
+            self._spawn(self._revive(replica, half=half))
             if self.up:
                 self.looks += 1
                 self._spawn(self._look_at_others())
@@ -376,17 +366,20 @@ class Replicas:
             self.looks -= 1
             self._holder.replicas_changed()
 
-    async def _revive(self, replica: Replica) -> None:
-        """Start a lost replica again, a bounded number of times, after a longer pause each time."""
+    async def _revive(self, replica: Replica, *, half: bool = False) -> None:
+        """Start a lost replica again, unless it is ``half`` lost, so many times, after a longer pause each time."""
         while True:
-            await replica.stop(self.times.order)
-            if replica.losses > self._restarts or not self.placement.restarts:
-                break
-            await self._until(lambda: not self._asleep)  # others use its memory until then
-            await asyncio.sleep(self.times.backoff * 2 ** max(0, replica.losses - 1))
+            if not half:
+                await replica.stop(self.times.order)
+                if replica.losses > self._restarts or not self.placement.restarts:
+                    break
+                await self._until(lambda: not self._asleep)  # others use its memory until then
+                await asyncio.sleep(self.times.backoff * 2 ** max(0, replica.losses - 1))
             try:
-                await replica.open(self.placement, self.times.start)
-                await self._join(replica)
+                if not half:
+                    await replica.open(self.placement, self.times.start)
+                held, half = half, False
+                await self._join(replica, held)
             except Exception as error:  # whatever an engine raises is the engine's failure
                 replica.losses += 1
                 replica.cause = describe(error)
@@ -404,24 +397,39 @@ class Replicas:
             self._holder.all_lost(self.fallen)
         self._news.set()
 
-    async def _join(self, replica: Replica) -> None:
-        """Bring a new engine to where the others are, and let it take part."""
+    async def _join(self, replica: Replica, held: bool) -> None:
+        """Bring an engine, new or ``held``, to where the others are, and let it take part."""
         while True:
             weights = self._weights
-            async with asyncio.timeout(self.times.update):
-                for _, shared, version in weights:
-                    await load_weights(replica.live, shared, version)
+            try:
+                await weights.fill(replica.live, self.times.update)
+            except WeightsGone as error:
+                logger.warning("%s waits for the next update: %s", replica.name, error)
+                await self._next_update(replica)
+                weights = self._weights
             async with self._change:
                 if weights is not self._weights:
                     continue  # there are newer ones by now
                 async with asyncio.timeout(self.times.order):
-                    if self.held and isinstance(replica.live, WeightSink):
-                        await replica.live.pause()
+                    if held != bool(self.held) and isinstance(replica.live, WeightSink):
+                        await (replica.live.resume() if held else replica.live.pause())
                     if self._asleep and isinstance(replica.live, Sleeper):
                         await replica.live.sleep()
                 replica.begin(asyncio.get_running_loop().time())
                 self._move("up", replica)
                 return
+
+    async def _next_update(self, replica: Replica) -> None:
+        """Have it take part in the next update that makes it whole; EngineError if none comes in time."""
+        self._unfilled = [*self._unfilled, replica]
+        self._news.set()
+        try:
+            async with asyncio.timeout(self.times.update):
+                await self._until(lambda: replica not in self._unfilled)
+        except TimeoutError:
+            raise EngineError(f"nobody has given it weights within {self.times.update:g} s") from None
+        finally:
+            self._unfilled = [other for other in self._unfilled if other is not replica]
 
     async def _watch(self) -> None:
         """Ping every replica regularly, and give up those that do not answer in time."""
@@ -435,13 +443,6 @@ class Replicas:
         while not holds():
             self._news.clear()
             await self._news.wait()
-
-
-async def load_weights(engine: TokenSource, weights: Weights, version: int) -> None:
-    """Have an engine load new weights; EngineError if that is its owner's business, or it cannot."""
-    if not isinstance(engine, WeightSink):
-        raise EngineError("the weights of this engine are changed by their owner, not from here")
-    await engine.update_weights(weights, version)
 
 
 def _first(failed: Mapping[Replica, Exception]) -> str:

@@ -1,99 +1,35 @@
-"""New weights before any engine is touched: checked, and put where every replica of a host reads them.
+"""New weights before any engine is touched: what cannot be right is refused.
 
-Invariant: whatever passes has only finite numbers in tensors that hold their data (a model with a single NaN samples
-nothing but noise); whatever does not is an error that names the first such tensor. A tensor is looked at once and,
-where it has to travel, written once: :class:`StoredTensors` are neither checked nor copied again.
+Invariant: whatever passes has only finite numbers in whole tensors that hold their data (a model with a single NaN
+samples nothing but noise); whatever does not is an error that names the first such tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 import struct
-import tempfile
 import threading
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.model.config import text_config
 
-if TYPE_CHECKING:
-    import torch
-
-SHARED_MEMORY = Path("/dev/shm")  # where tensors are stored if there is room: a folder in memory
-FILE_BYTES = 2**30  # how large the files of stored tensors are, about: so much is held twice while one is written
 FILES_KNOWN = 4096  # how many files that were found good are remembered
 _CHECKING = threading.Lock()  # held while folders are checked, so that of two at once one finds what the other learned
 
 
-class StoredTensors(Mapping[str, "torch.Tensor"]):
-    """Tensors by name that have been checked and lie in a folder, which every process of this host can read.
-
-    They are read from it as they are asked for. The folder goes with the last of its references in the process that
-    wrote it.
-
-    Args:
-        weights: the tensors; views and tied ones are written in full.
-
-    Raises:
-        EngineError: see :func:`check_finite`; or there is no room.
-    """
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        from safetensors import SafetensorError
-
-        check_finite(weights)
-        size = sum(tensor.nbytes for tensor in weights.values())
-        in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-        home = SHARED_MEMORY if in_memory else None
-        self.folder = Path(tempfile.mkdtemp(prefix="fsm-rollout-weights-", dir=home))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._files: dict[str, Path] = {}
-        try:
-            self._write(weights)
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"new weights of {size:,} bytes cannot be stored in '{self.folder}': {error}") from None
-
-    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
-        import torch
-        from safetensors.torch import save_file
-
-        ends = accumulate(tensor.nbytes for tensor in weights.values())
-        for number, part in groupby(zip(weights, ends, strict=True), lambda pair: pair[1] // FILE_BYTES):
-            path, names = self.folder / f"model-{number:05d}.safetensors", [name for name, _ in part]
-            whole = {n: weights[n].detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for n in names}
-            save_file(whole, path)
-            self._files |= dict.fromkeys(names, path)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 def check_finite(weights: Mapping[str, Any]) -> None:
-    """Check tensors by name; for large ones this takes as long as reading their memory once, for stored ones nothing.
+    """Check tensors by name; for large ones this takes as long as reading their memory once.
 
     Raises:
-        EngineError: one is no tensor, holds no data, or has a NaN or an infinity in it.
+        EngineError: one is no tensor, a shard of one, holds no data, or has a NaN or an infinity in it.
     """
-    if not isinstance(weights, StoredTensors):
-        for name, tensor in weights.items():
-            _check(name, tensor, "")
+    for name, tensor in weights.items():
+        check_tensor(name, tensor)
 
 
 def check_shapes(weights: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -129,14 +65,17 @@ def _check_file(path: Path, *state: int) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
-                _check(name, file.get_tensor(name), f" in '{path}'")
+                check_tensor(name, file.get_tensor(name), f" in '{path}'")
     except (SafetensorError, OSError) as error:
         raise EngineError(f"'{path}' cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _check(name: str, tensor: Any, where: str) -> None:
+def check_tensor(name: str, tensor: Any, where: str = "") -> None:
+    """Check one tensor; see :func:`check_finite`. ``where``: follows its name in messages."""
     if not hasattr(tensor, "is_floating_point"):
         raise EngineError(f"new weight '{name}'{where} is a {type(tensor).__name__}; weights are torch tensors by name")
+    if hasattr(tensor, "full_tensor"):
+        raise EngineError(f"new weight '{name}'{where} is a shard; give its `full_tensor()`, which every rank computes")
     if tensor.is_meta:
         raise EngineError(f"new weight '{name}'{where} is on the meta device, so it has a shape but no numbers")
     if not tensor.is_floating_point() or not tensor.numel():

@@ -34,7 +34,7 @@ from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.concurrency.cancellation import runs_in, to_its_end
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Weights
+from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
@@ -380,7 +380,7 @@ class Scheduler:
 
     # -- weights, stopping --------------------------------------------------------------------------------------
 
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
         """Load new policy weights and return their version; see :meth:`EngineClient.update_weights`.
 
         Samples that are then more than ``max_staleness`` versions behind, running or ended, are given up.

@@ -98,7 +98,7 @@ class Endpoint(ABC):
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise EngineError(f"'{url}' is no url of a server; write it as http://HOST:PORT")
-        self.url = url.rstrip("/")
+        self.url, self.api_key = url.rstrip("/"), api_key
         self.max_context = 0  # the longest input plus output, in tokens
         self.processor: Any = None  # of a model that sees, where the server can be sent pictures
         self._headers = {"Content-Type": "application/json"}

@@ -98,7 +98,12 @@ class HTTPEngine:
         """
         load = await self._endpoint.loader(weights)
         number = self.weight_version + 1 if version is None else version
-        await self._order(self._link.update(lambda: load(number), number))
+
+        async def step() -> int:
+            await load(number)
+            return number
+
+        await self._order(self._link.update(step))
         return number
 
     async def pause(self) -> None:

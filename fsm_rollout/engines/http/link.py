@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry
 from fsm_rollout.engines.pending import settled
-from fsm_rollout.engines.protocol import Chunk, Load, ReplicaLost, Request
+from fsm_rollout.engines.protocol import Chunk, HalfLoaded, Load, ReplicaLost, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, NoteKind, routed_experts
@@ -320,15 +320,26 @@ class ServerLink(threading.Thread):
                 await self._endpoint.wake()
                 self._held.discard("asleep")
 
-    async def update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
-        """Have ``load`` load weights while the server has no request of ours; they are of ``version`` from then on.
+    async def update(self, step: Callable[[], Awaitable[int | None]]) -> None:
+        """Have ``step`` load weights while the server has no request of ours; they are of the version it returns.
+
+        ``None``: there is more to come, and nothing is sampled until there is a version.
 
         Raises:
-            EngineError: they were refused, and the server has its old ones. ReplicaLost: nobody knows which it has.
+            EngineError: they were refused, and the server has its old ones. HalfLoaded: it has a part of them; as for
+                ``None``. ReplicaLost: nobody knows which it has.
         """
-        async with self._changing("updating"):
-            await load()
-            self.version = version
+        async with self._changing("told"):
+            try:
+                version = await step()
+            except HalfLoaded:
+                self._held.add("updating")
+                raise
+            if version is None:
+                self._held.add("updating")
+            else:
+                self._held.discard("updating")
+                self.version = version
 
     @asynccontextmanager
     async def _changing(self, why: str) -> AsyncIterator[None]:
@@ -338,7 +349,8 @@ class ServerLink(threading.Thread):
             try:
                 yield
             except BaseException as error:
-                if isinstance(error, ReplicaLost) or not isinstance(error, EngineError):
+                lost = isinstance(error, ReplicaLost) and not isinstance(error, HalfLoaded)
+                if lost or not isinstance(error, EngineError):
                     broken = f"an order to {self._endpoint.url} broke off, so nobody knows its weights and memory"
                     self._give_up(EngineError(f"{broken}: {error or type(error).__name__}"), for_good=True)
                     if self._process is not None:

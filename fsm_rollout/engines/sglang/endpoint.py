@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ import numpy as np
 from fsm_rollout.engines.http.endpoint import ANSWER_WITHIN, AnswerPart, Endpoint, Entry, refusal_in, second_answer
 from fsm_rollout.engines.protocol import ReplicaLost, Weights
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
-from fsm_rollout.engines.weights import StoredTensors, check_complete, check_folder, check_shapes, shapes_in
+from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
 from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
@@ -81,6 +81,10 @@ class Info(msgspec.Struct):
     enable_weights_cpu_backup: bool = False
     enable_return_routed_experts: bool = False
     language_model_only: bool = False
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool = False
 
 
 class _ModelInfo(msgspec.Struct):
@@ -88,7 +92,9 @@ class _ModelInfo(msgspec.Struct):
     has_image_understanding: bool = False
 
 
-class _Loaded(msgspec.Struct):
+class Told(msgspec.Struct):
+    """What SGLang says of an order."""
+
     success: bool
     message: str = ""
 
@@ -121,13 +127,14 @@ class SGLangEndpoint(Endpoint):
     ) -> None:
         super().__init__(url, api_key)
         self.processor = processor
-        self._folder = folder
+        self.folder = folder
         self._send_every = send_every
         self._alone = alone
         self._vocabulary = config_number(folder, "vocab_size")
         self._experts = [config_number(folder, name) or 0 for name in ("num_hidden_layers", "num_experts_per_tok")]
         # What we told the server to call its weights. Until then others may update them without our knowing.
-        self._label: str | None = None
+        self.label: str | None = None
+        self.info = Info(0)
         self._mask_tokens = 0  # the longest sampling mask that it gives
         self._says_experts = False  # whether it says which experts tokens were routed to
         self._memory = ["kv_cache"]  # what it gives back while it sleeps
@@ -137,6 +144,7 @@ class SGLangEndpoint(Endpoint):
         """Learn what the server is, and return the version of its weights (0 where that is no number)."""
         info = await self.ask("/server_info", Info)
         self.max_context = info.max_req_input_len
+        self.info = info
         self._mask_tokens = info.sampling_mask_max_tokens
         self._says_experts = info.enable_return_routed_experts
         if self._says_experts and not all(self._experts):
@@ -152,7 +160,7 @@ class SGLangEndpoint(Endpoint):
             self.processor = None
         label = str(model.weight_version)
         if self._alone:
-            self._label = label
+            self.label = label
         return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
     async def _why_blind(self, model: _ModelInfo, info: Info) -> str | None:
@@ -189,40 +197,32 @@ class SGLangEndpoint(Endpoint):
     # -- weights and memory ------------------------------------------------------------------------------------------
 
     async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
-        """Check a folder that the server reads under the same path, or tensors, which travel through a stored folder.
+        """Check a folder that the server reads under the same path; tensors go by :class:`WeightRoutes`."""
+        assert not isinstance(weights, Mapping)
+        folder = model_folder(weights).resolve()
+        check_complete(folder, shapes_in(self.folder))
+        await asyncio.to_thread(check_folder, folder)
 
-        Tensors that are not named stay as they are.
-        """
-        folder, shapes = None, shapes_in(self._folder)
-        if not isinstance(weights, Mapping):
-            folder = model_folder(weights).resolve()
-            check_complete(folder, shapes)
-            await asyncio.to_thread(check_folder, folder)
-        elif weights:
-            if not self.is_here:
-                raise EngineError(
-                    f"tensors reach a server through a folder of this host, and {self.url} is on another host; "
-                    f"save_pretrained them into a folder that it reads under the same path, and give that path"
-                )
-            check_shapes(weights, shapes)
-            weights = weights if isinstance(weights, StoredTensors) else await asyncio.to_thread(StoredTensors, weights)
-            folder = weights.folder
-        return partial(self._load, weights, folder)
-
-    async def _load(self, _: Weights, folder: Path | None, version: int) -> None:
-        """Have it load a folder, which stays as long as its tensors do, or (without) call its weights anew."""
-        label = str(version)
-        if folder is None:
-            await self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        else:
-            await self._flush_cache()
-            path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": label}
-            loaded = self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), _Loaded)
+        async def load(version: int) -> None:
+            await self.flush_cache()
+            path, body = "/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(version)}
+            loaded = await self.tell(path, body)
             if not loaded.success:
                 # Half-way, it has no copy of the old ones.
                 kind = ReplicaLost if "Rolling back" in loaded.message else EngineError
                 raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
-        self._label = label
+            self.label = str(version)
+
+        return load
+
+    async def tell(self, path: str, body: Mapping[str, object]) -> Told:
+        """POST something that concerns its weights, and return whether it has done it."""
+        return self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), Told)
+
+    async def call_weights(self, version: int) -> None:
+        """Have it call its weights by this version."""
+        await self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.label = str(version)
 
     @cached_property
     def is_here(self) -> bool:
@@ -234,13 +234,13 @@ class SGLangEndpoint(Endpoint):
                 return True
         return False
 
-    async def _flush_cache(self) -> None:
+    async def flush_cache(self) -> None:
         """Wait until it has nothing to do, and have it forget what it has computed."""
         await self.call(f"/flush_cache?timeout={IDLE_WITHIN:g}", {}, within=IDLE_WITHIN + ANSWER_WITHIN)
 
     async def sleep(self) -> None:
         """Have it give memory back."""
-        await self._flush_cache()
+        await self.flush_cache()
         await self.call("/release_memory_occupation", {"tags": self._memory}, within=MEMORY_WITHIN)
 
     async def wake(self) -> None:
@@ -300,9 +300,9 @@ class SGLangEndpoint(Endpoint):
             raise second_answer(self.url)
         meta = line.meta_info
         # 2. Whose tokens they are.
-        if self._label is not None and meta.weight_version is not None and str(meta.weight_version) != self._label:
+        if self.label is not None and meta.weight_version is not None and str(meta.weight_version) != self.label:
             raise ReplicaLost(
-                f"{self.url} samples with weights of version '{meta.weight_version}', not '{self._label}' as loaded "
+                f"{self.url} samples with weights of version '{meta.weight_version}', not '{self.label}' as loaded "
                 f"here; it was restarted, or others update it"
             )
         # 3. What it says.

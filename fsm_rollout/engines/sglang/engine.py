@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsm_rollout.concurrency.cancellation import wait_for
-from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
+from fsm_rollout.engines.sglang.weights import SGLangServer
 from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.config import config_number
@@ -37,7 +37,7 @@ READY_EVERY = 0.1  # seconds between two looks whether a server that starts is r
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
 
 
-class SGLangEngine(HTTPEngine):
+class SGLangEngine(SGLangServer):
     """See the module.
 
     Args:
@@ -120,6 +120,7 @@ class SGLangEngine(HTTPEngine):
         url, api_key = self._process.url, self._process.api_key
         endpoint = SGLangEndpoint(url, api_key, folder, send_every, processor=processor, alone=True)
         self._connect(endpoint, replica, self._process)
+        self._route(endpoint)
         try:
             self._await_start(endpoint, start_timeout)
         except BaseException:

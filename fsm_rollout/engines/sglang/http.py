@@ -33,12 +33,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
+from fsm_rollout.engines.sglang.weights import SGLangServer
 from fsm_rollout.model.folders import load_processor, model_folder
 
 
-class SGLangHTTPEngine(HTTPEngine):
+class SGLangHTTPEngine(SGLangServer):
     """See the module.
 
     Args:
@@ -65,4 +65,5 @@ class SGLangHTTPEngine(HTTPEngine):
         super().__init__(folder)
         endpoint = SGLangEndpoint(url, api_key, folder, send_every, processor=load_processor(folder))
         self._connect(endpoint, replica)
+        self._route(endpoint)
         self._link.version = self._meet(endpoint.meet())

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from fsm_rollout.engines.weights import check_finite, check_shapes
+from fsm_rollout.engines.weights import check_shapes
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
@@ -131,17 +131,14 @@ def check_supported(model: PreTrainedModel) -> None:
         )
 
 
-def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy new weights over the model's own; all of them or, on an error, none.
+def check_fit(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise EngineError for a name that the model does not have, or another shape than its own."""
+    check_shapes(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
 
-    Tensors that are not named stay as they are, so weights may come in several parts.
 
-    Raises:
-        EngineError: a name or shape does not fit, or a tensor is not finite.
-    """
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy new weights, which fit, over the model's own; those that are not named stay as they are."""
     own = model.state_dict()
-    check_shapes(weights, {name: tensor.shape for name, tensor in own.items()})
-    check_finite(weights)
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

@@ -26,16 +26,19 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
-from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, HalfLoaded, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
     as_device,
+    check_fit,
     check_supported,
+    copy_weights,
     load_checkpoint,
     read_weights,
-    replace_weights,
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.engines.transformers.picture_rows import check_seeing
+from fsm_rollout.engines.weight_sources import Bucket
+from fsm_rollout.engines.weights import check_finite
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import load_processor, model_folder, stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
@@ -54,7 +57,8 @@ class _ModelThread(threading.Thread):
         super().__init__(name="fsm-rollout-model", daemon=True)
         self.decode = decode
         self.load = Load()
-        self._held: set[str] = set()  # why nothing is sampled: "paused", "asleep", both, or (empty) not at all
+        self._held: set[str] = set()  # why nothing is sampled: "paused", "asleep", "updating"; empty: it is
+        self._half_loaded = False
         self._lock = threading.Lock()
         self._streams: dict[str, ChunkStream] = {}  # where the chunks of each request under way go; `_lock` guards it
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -156,10 +160,33 @@ class _ModelThread(threading.Thread):
     # -- orders ---------------------------------------------------------------------------------------------------
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int | None) -> int:
+        check_fit(self.decode.model, weights)
+        check_finite(weights)
+        self.begin_update({})
+        self.load_bucket(weights)
+        return self.end_update(self.decode.weight_version + 1 if version is None else version)
+
+    def begin_update(self, known: Mapping[str, torch.Tensor]) -> None:
+        check_fit(self.decode.model, known)
+        self._held.add("updating")
         self._deliver(self.decode.flush())  # these tokens carry the old version
-        replace_weights(self.decode.model, weights)
-        self.decode.forget()
-        self.decode.weight_version = self.decode.weight_version + 1 if version is None else version
+
+    def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
+        try:
+            check_fit(self.decode.model, weights)
+        except EngineError as error:
+            raise HalfLoaded(str(error)) from None
+        copy_weights(self.decode.model, weights)
+        self._half_loaded = True
+
+    def end_update(self, version: int | None) -> int:
+        if version is None and self._half_loaded:
+            raise HalfLoaded("the model has a part of the new weights")
+        if version is not None:
+            self.decode.forget()
+            self.decode.weight_version = version
+        self._half_loaded = False
+        self._held.discard("updating")
         return self.decode.weight_version
 
     def pause(self) -> None:
@@ -322,6 +349,18 @@ class TransformersEngine:
         if not isinstance(weights, Mapping):
             weights = await asyncio.to_thread(read_weights, weights, self._thread.decode.model.dtype)
         return await self._order(partial(self._thread.update, weights, version))
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
+        await self._order(partial(self._thread.begin_update, known))
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
+        await self._order(partial(self._thread.load_bucket, bucket.tensors))
+
+    async def end_update(self, version: int | None) -> None:
+        """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
+        await self._order(partial(self._thread.end_update, version))
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""

@@ -20,7 +20,7 @@ from fsm_rollout.agent.graph import POLICY, AgentGraph, InteractionSpec
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, TokenSource, Weights
+from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, TokenSource
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.environment.users import Conversation, Reply
@@ -210,10 +210,6 @@ class MortalReplicas(LocalPlacement):
         life = MortalReplica(name, self._scripted(name), self.traffic)
         self.lives[name].append(life)
         return cast(Engine, life)
-
-    def share(self, weights: Weights) -> Weights:
-        """Hand the weights on as they are: scripted engines count updates and look at no tensor."""
-        return weights
 
     def kill(self, number: int) -> None:
         """Kill a replica, counted from 0 and round again; one that is dead stays so until it is started again."""

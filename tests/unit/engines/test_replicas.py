@@ -244,14 +244,30 @@ async def test_all_that_was_loaded_is_loaded_again_from_the_last_folder_on(clien
     tensor = torch.zeros(1)
     for names in (["a"], "folder", ["b", "c"], ["c", "d"], ["b"], ["d"]):
         await client.update_weights(names if isinstance(names, str) else dict.fromkeys(names, tensor))
-    tensor += 5  # training goes on with the same memory
     place.build = lambda name: Notes()
     place.last().die()
     await asyncio.sleep(TIMES.ping_every + 5)
     # The first update of "b" and "c" has nothing left: two later ones together have replaced it.
     assert loaded == [("folder", 2), (["c", "d"], 4), (["b"], 5), (["d"], 6)]
-    of_b: Any = client.pool.here()._weights[2][1]
-    assert not tensor.eq(of_b["b"]).any()
+
+
+@pooled(2)
+async def test_a_replica_whose_weights_are_gone_waits_for_the_next_ones(client: EngineClient, place: Place) -> None:
+    """Training has changed them in place: what it made of them is another version, which nobody has been given yet."""
+    tensor = torch.ones(2)
+    await client.update_weights({"w": tensor})
+    tensor += 1
+    place.last().die()
+    await asyncio.sleep(TIMES.ping_every + 5)
+    assert states(client) == ["starting", "up"]
+    assert len(place.lives["replica-0"]) == 2
+    await answers(client, "a")
+    assert await client.update_weights({"w": tensor}) == 2
+    await asyncio.sleep(1)
+    assert states(client) == ["up", "up"]
+    assert len(place.lives["replica-0"]) == 2, "the life that has waited"
+    assert place.last().weight_version == 2
+    assert [len(life.asked) for life in place.lives["replica-0"]] == [0, 0]
 
 
 @pooled(2)

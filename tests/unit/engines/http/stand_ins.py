@@ -9,14 +9,18 @@ of ``vllm/entrypoints/openai/serving_completion.py`` writes (repository vllm-pro
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import pickle
 import random
 import socketserver
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+import torch
 
 FIRST, EARLY = 11, 22
 """The tokens that the weights which an SGLang stand-in starts with, and those that it is given, sample."""
@@ -119,6 +123,8 @@ class SGLangStandIn(StandIn):
     def __init__(self, port: int = 0) -> None:
         self.token, self.label = FIRST, "default"
         self.loaded: list[tuple[str, str]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        """What it has loaded from handles."""
         self.reads: int | None = None
         """How many tokens it reads of a prompt with a picture; ``None``: it was not started for these."""
         self.refusal: str | None = None
@@ -143,6 +149,16 @@ class SGLangStandIn(StandIn):
             case "/update_weights_from_disk":
                 self.token, self.label = EARLY, body["weight_version"]
                 self.loaded.append((body["model_path"], self.label))
+            case "/update_weights_from_tensor" if self.refusal is not None:
+                return 400, {"success": False, "message": self.refusal}
+            case "/update_weights_from_tensor":
+                assert body["load_format"] == "flattened_bucket"
+                (handle,) = body["serialized_named_tensors"]
+                bucket = pickle.loads(base64.b64decode(handle))
+                for piece in bucket["metadata"]:
+                    flat = bucket["flattened_tensor"][piece.start_idx : piece.end_idx]
+                    self.tensors[piece.name] = flat.view(piece.dtype).view(piece.shape).clone()
+                self.token = EARLY
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/abort_request":

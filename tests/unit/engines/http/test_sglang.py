@@ -13,13 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsm_rollout.engines import weights as weights_module
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.http import link as http_link
 from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Load, ReplicaLost, facts_of
+from fsm_rollout.engines.protocol import HalfLoaded, Load, ReplicaLost, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
@@ -27,7 +26,8 @@ from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.sglang.pictures import shown_once
-from fsm_rollout.engines.weights import StoredTensors, shapes_in
+from fsm_rollout.engines.updating import updating
+from fsm_rollout.engines.weight_sources import Tensors
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from tests.integration.sglang_oracle import ask
@@ -104,26 +104,60 @@ async def test_a_recall_is_one_call_where_nobody_else_has_requests(made: Made) -
 TENSORS = {"model.norm.weight": torch.ones(128)}
 
 
-async def test_tensors_reach_it_through_one_folder_that_is_neither_checked_nor_copied_again(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tensors_reach_it_as_memory_that_it_opens_itself(made: Made) -> None:
     engine, server = made
-    looked: list[str] = []
-    look = weights_module._check
-    monkeypatch.setattr(weights_module, "_check", lambda name, *more: looked.append(name) or look(name, *more))
     async with aclosing(engine) as engine:
         assert await engine.update_weights(TENSORS) == 1
-        assert looked == ["model.norm.weight"]
-        stored = StoredTensors(TENSORS)
-        for version in (2, 3):
-            assert await engine.update_weights(stored, version) == version
-        assert len(looked) == 2
-        assert server.loaded[1:] == [(str(stored.folder), "2"), (str(stored.folder), "3")]
-        assert set(shapes_in(stored.folder)) == set(TENSORS)
+        assert await engine.update_weights(Tensors(TENSORS.items()), 2) == 2
+        assert torch.equal(server.tensors["model.norm.weight"], TENSORS["model.norm.weight"])
+        assert (server.label, server.loaded) == ("2", [])
+        paths = [path for path, _ in server.asked if "weight" in path]
+        load = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
+        assert paths == load * 2
+        assert max(len(str(body)) for body in server.bodies("/update_weights_from_tensor")) < 1000
         assert (await one(engine)).ids == [EARLY] * 4
         assert await engine.update_weights({}, 7) == 7  # the same ones under a new number
         assert (await one(engine)).versions == [7] * 4
-        assert len(server.loaded) == 3
+        assert len(server.bodies("/update_weights_from_tensor")) == 2
+
+
+async def test_one_that_has_a_part_of_new_weights_samples_nothing_until_it_has_whole_ones(made: Made) -> None:
+    engine, server = made
+    async with aclosing(engine) as engine:
+        server.refusal = "no memory"
+        with pytest.raises(HalfLoaded, match="refused /update_weights_from_tensor: no memory"):
+            await engine.update_weights(TENSORS)
+        assert server.asked[-1][0] == "/end_weight_update", "its session is closed"
+        asked = asyncio.ensure_future(one(engine))
+        server.refusal = None
+        assert await engine.update_weights(TENSORS) == 1
+        assert ((await asked).ids, (await asked).versions) == ([EARLY] * 4, [1] * 4)
+        assert len(server.bodies("/generate")) == 1
+
+
+async def test_a_trainer_pushes_by_its_own_means_while_nothing_is_sampled(made: Made) -> None:
+    engine, server = made
+    client = EngineClient(engine)
+
+    async def asked() -> PendingRequest:
+        pending = client.submit(request(str(len(server.asked))))
+        await pending.done.wait()
+        return pending
+
+    async with aclosing(engine):
+        async with updating(client.update_weights) as (address,):
+            assert (address.url, address.ranks) == (server.url, 1)
+            waits = asyncio.ensure_future(asked())
+            server.token = EARLY
+        assert ((await waits).ids.tolist(), (await waits).versions) == ([EARLY] * 4, [(4, 1)])
+        assert server.label == "1"
+        with pytest.raises(ZeroDivisionError):
+            async with updating(client.update_weights):
+                1 / 0  # noqa: B018
+        waits = asyncio.ensure_future(asked())
+        assert await client.update_weights(TENSORS) == 2
+        assert (await waits).versions == [(4, 2)]
+        assert len(server.bodies("/generate")) == 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +168,7 @@ async def test_tensors_do_not_reach_another_host(server: SGLangStandIn, host: st
         engine._endpoint.url = f"http://{host}:{server.port}"
         assert engine._endpoint.is_here is here
         if not here:
-            with pytest.raises(EngineError, match=r"192\.0\.2\.1:.* is on another host; save_pretrained them into"):
+            with pytest.raises(EngineError, match=r"192\.0\.2\.1:.* is on another host; .* as fsm_rollout\.Broadcast"):
                 await engine.update_weights(TENSORS)
 
 
@@ -148,7 +182,7 @@ UNFIT: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
     "no folder": ("no folder", {}, "there is no folder '/no/such/folder'"),
     "tensors with NaN": ("tensors", {NORM: NAN}, NOT_FINITE),
     "tensors of another shape": ("tensors", {NORM: SHORT}, NO_FIT),
-    "tensors by another name": ("tensors", {"model.norm.wight": NAN}, r"did you mean 'model\.norm\.weight'\?"),
+    "tensors by another name": ("tensors", {"model.norm.wight": SHORT}, r"did you mean 'model\.norm\.weight'\?"),
 }
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,36 +56,6 @@ def test_replicas_of_a_pool_in_this_process_load_a_folder_together():
         await pool.aclose()
 
     asyncio.run(main())
-
-
-class OnGpu(torch.Tensor):
-    """A tensor on a GPU, as far as torch can tell where there is none."""
-
-    held: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, held: torch.Tensor) -> OnGpu:
-        tensor: OnGpu = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device="cuda")
-        tensor.held = held
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*(a.held if isinstance(a, cls) else a for a in args), **(kwargs or {}))
-        there = (kwargs or {}).get("device") != torch.device("cpu") and isinstance(found, torch.Tensor)
-        return cls(found) if there else found
-
-
-def test_weights_for_later_replicas_are_kept_as_they_are_and_off_the_gpu():
-    here, there = torch.ones(2), torch.zeros(3)
-    shared = LocalPlacement(lambda name: TransformersEngine("embedded")).share({"a": here, "b": OnGpu(there)})
-    here.fill_(7.0)
-    there.fill_(7.0)
-    assert isinstance(shared, Mapping)
-    assert {name: (str(tensor.device), tensor.tolist()) for name, tensor in shared.items()} == {
-        "a": ("cpu", [1.0, 1.0]),
-        "b": ("cpu", [0.0, 0.0, 0.0]),
-    }
 
 
 def test_threads_may_read_weights_together():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
-from fsm_rollout.engines.transformers.checkpoints import replace_weights
+from fsm_rollout.engines.transformers.checkpoints import copy_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows
 from fsm_rollout.trajectory.tokens import as_ids
@@ -196,7 +196,7 @@ def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any,
     decode.add([Request(str(i), as_ids(prompt(i, 5 + 9 * i)), SamplingParams(12, seed=i)) for i in range(3)])
     decode.admit()
     first = [chunk for _ in range(4) for chunk in decode.step()]
-    replace_weights(decode.model, other_model.state_dict())
+    copy_weights(decode.model, other_model.state_dict())
     decode.forget()
     decode.weight_version = 1
     second = [chunk for chunks in run(decode, {}).values() for chunk in chunks]

@@ -1,0 +1,387 @@
+"""New weights on their way to engines: tensors by name, in buckets, without a file.
+
+Invariants:
+
+1. One pass reads each tensor once, however many engines take it, and holds at most two buckets: one that the engines
+   load, and the next, which is packed meanwhile.
+2. What is loaded is finite. An engine that has loaded a part and not the whole samples nothing
+   (:class:`~fsm_rollout.engines.protocol.HalfLoaded`).
+3. A source that is asked again gives the very same numbers, or says that it cannot: training goes on in the same
+   memory.
+
+An engine that takes buckets is told `begin_update`, `load_bucket` for each, `end_update`; the steps of all engines keep
+pace, because they load from one memory. An engine without these is given all tensors at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, TokenSource, Weights, WeightSink, WeightSource
+from fsm_rollout.engines.weights import check_finite, check_tensor
+from fsm_rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+BUCKET_BYTES = 2**28  # that a bucket holds at most, unless one tensor alone is larger
+UPDATE_WITHIN = 600.0  # seconds that an engine has for one step
+
+NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+
+
+class WeightsGone(EngineError):
+    """Weights that were loaded before cannot be had again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where in a bucket a tensor is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    end: int
+
+
+class Bucket:
+    """Tensors end to end in one flat tensor of bytes, each where its kind of number may begin."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.tensors: dict[str, torch.Tensor] = {}  # views of the memory
+        self._memory: torch.Tensor | None = None
+        self._end = 0
+
+    def clear(self, size: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        """Have nothing, and room for so many bytes; whoever still knows the bucket keeps no memory by that."""
+        self.pieces.clear()
+        self.tensors.clear()
+        self._end = 0
+        if self._memory is None or len(self._memory) < size:
+            self._memory = None  # before there is another
+            self._memory = allocate(size)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether there is room for one more."""
+        end = self._end + tensor.nbytes
+        return self._memory is not None and self._end % tensor.element_size() == 0 and end <= len(self._memory)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to the end."""
+        start, self._end = self._end, self._end + tensor.nbytes
+        self.pieces.append(Piece(name, tensor.dtype, tensor.shape, start, self._end))
+        self.tensors[name] = self.flat[start:].view(tensor.dtype).view(tensor.shape)
+        self.tensors[name].copy_(tensor.detach())
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All of them, uint8 `[bytes]`."""
+        assert self._memory is not None
+        return self._memory[: self._end]
+
+
+@runtime_checkable
+class BucketSink(Protocol):
+    """An engine that takes new weights in buckets."""
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        """Sample nothing from now on.
+
+        Args:
+            known: what is to come, to be looked at; nothing where that is not known.
+            local: whether buckets come as memory of this host.
+
+        Raises:
+            EngineError: they cannot be loaded; it goes on with its old ones.
+        """
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Load some of them; the bucket's memory is somebody else's afterwards. HalfLoaded: it could not."""
+
+    async def end_update(self, version: int | None) -> None:
+        """Go on with the new weights, of this version. ``None``: there will be no more of them.
+
+        Raises:
+            HalfLoaded: some were loaded, and not all.
+        """
+
+
+class Tensors:
+    """New weights as tensors by name, of which two buckets at most are held beside the caller's own.
+
+    Args:
+        tensors: a mapping; or a function that returns one, or pairs of names and tensors, whenever it is called; or
+            such pairs, which can be read once. Tensors may be on any device; views, tied ones and parameters are fine,
+            and those that are not named stay as they are. A generator may gather each tensor as it is asked for: it
+            runs in another thread, on the CUDA device that is current where this is built.
+        bucket_bytes: how much is loaded at a time.
+
+    A mapping is checked before any engine is touched. Of others each bucket is, so that a NaN late in them leaves
+    engines with a part of the new weights, which sample nothing until they are given whole ones.
+
+    After a loss, engines are filled from here again, as long as the numbers are the same.
+    """
+
+    local = True
+    """Whether engines load from memory of this host."""
+
+    def __init__(self, tensors: NamedTensors | Callable[[], NamedTensors], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._tensors = tensors
+        self._bucket_bytes = bucket_bytes
+        self._named = tensors if isinstance(tensors, Mapping) else None
+        self._read = False
+        self._sums: dict[str, int] = {}  # of the tensors of the first whole pass
+        self._cuda_device = _current_cuda_device()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What was loaded, once it was."""
+        return frozenset(self._sums)
+
+    def check(self) -> None:
+        """Check what can be checked before anything is loaded; EngineError if it is not finite."""
+        check_finite(self._named or {})
+
+    def whole(self) -> Mapping[str, torch.Tensor]:
+        """Return all at once, checked."""
+        found = self._named or dict(self._pairs())
+        if found is not self._named:
+            check_finite(found)
+        self._sums = {name: self._same(name, tensor) for name, tensor in found.items()}
+        return found
+
+    def _same(self, name: str, tensor: torch.Tensor) -> int:
+        """Return what tells a tensor's numbers from others; WeightsGone if they are not those of the first pass."""
+        found = _sum(tensor)
+        if self._sums and self._sums.get(name) != found:
+            raise WeightsGone(f"these weights cannot be had again: '{name}' has changed since, as in training")
+        return found
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._named is None and not callable(self._tensors):
+            if self._read:
+                raise WeightsGone(
+                    "these weights are pairs that were read; give a mapping, or a function that returns them"
+                )
+            self._read = True
+        found = self._tensors() if callable(self._tensors) else self._tensors
+        yield from found.items() if isinstance(found, Mapping) else found
+
+    def _buckets(self) -> Iterator[Bucket]:
+        """Pack tensors as they come; a bucket's memory is used again two buckets later."""
+        sums: dict[str, int] = {}
+        most = self._bucket_bytes
+        if self._named is not None:
+            most = min(most, sum(tensor.nbytes for tensor in self._named.values()))
+        bucket, other = Bucket(), Bucket()
+        for name, tensor in self._pairs():
+            if self._named is None:
+                check_tensor(name, tensor)
+            if not bucket.takes(tensor):
+                if bucket.pieces:
+                    yield bucket
+                    bucket, other = other, bucket
+                bucket.clear(max(most, tensor.nbytes), partial(self._memory, like=tensor))
+            bucket.add(name, tensor)
+            sums[name] = self._same(name, bucket.tensors[name])
+        if bucket.pieces:
+            yield bucket
+        self._sums = sums
+
+    # -- on their way ------------------------------------------------------------------------------------------------
+
+    async def deliver(
+        self, engines: Sequence[TokenSource], version: int, seconds: float = UPDATE_WITHIN
+    ) -> list[Exception | None]:
+        """Have engines load these weights and call them ``version``; return for each why it could not.
+
+        An engine that has a part of them, because another one or the source has failed, is asked once more.
+
+        Args:
+            engines: they are to be held meanwhile, or hold themselves.
+            version: the weights' own.
+            seconds: that an engine has for each step.
+
+        Raises:
+            WeightsGone: they were asked for again, and are not there.
+        """
+        takers = [engine for engine in engines if isinstance(engine, BucketSink)]
+        results = dict(zip(takers, await self._pass(takers, version, seconds), strict=True)) if takers else {}
+        half = [engine for engine in takers if isinstance(results[engine], HalfLoaded)]
+        if half:
+            with suppress(WeightsGone):
+                results |= zip(half, await self._pass(half, version, seconds), strict=True)
+        others = [engine for engine in engines if not isinstance(engine, BucketSink)]
+        rest = await answers([self._load_whole(engine, version) for engine in others], seconds)
+        return [(results | dict(zip(others, rest, strict=True)))[engine] for engine in engines]
+
+    async def _load_whole(self, engine: TokenSource, version: int) -> None:
+        await load_weights(engine, self.whole(), version)
+
+    async def _pass(self, engines: Sequence[BucketSink], version: int, seconds: float) -> list[Exception | None]:
+        results: dict[BucketSink, Exception | None] = dict.fromkeys(engines)
+
+        async def each(step: Callable[[list[BucketSink]], Awaitable[Sequence[Exception | None]]]) -> None:
+            """Have all that have not failed take a step."""
+            going = [engine for engine, result in results.items() if result is None]
+            results.update(zip(going, await step(going), strict=True))
+
+        def end(version: int | None) -> Callable[[list[BucketSink]], Awaitable[Sequence[Exception | None]]]:
+            return lambda going: answers([engine.end_update(version) for engine in going], seconds)
+
+        try:
+            known = self._named or {}
+            await each(
+                lambda going: answers([engine.begin_update(known, local=self.local) for engine in going], seconds)
+            )
+            buckets = self._buckets()
+            bucket = await asyncio.to_thread(self._next, buckets)
+            while bucket is not None and not all(results.values()):
+                following = asyncio.ensure_future(asyncio.to_thread(self._next, buckets))  # while this one is loaded
+                try:
+                    await each(partial(self._load, bucket, seconds))
+                finally:
+                    await asyncio.wait([following])
+                bucket = following.result()
+        except Exception as error:  # whatever the source's own code raises
+            await each(end(None))
+            if isinstance(error, WeightsGone):
+                raise
+            why = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            return [_because(result, why) for result in results.values()]
+        await each(end(version))
+        return list(results.values())
+
+    def _next(self, buckets: Iterator[Bucket]) -> Bucket | None:
+        if self._cuda_device is not None:
+            import torch
+
+            torch.cuda.set_device(self._cuda_device)
+        return next(buckets, None)
+
+    # -- the wire ----------------------------------------------------------------------------------------------------
+
+    def _memory(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for buckets: of this host, where other processes can read it."""
+        import torch
+
+        storage = torch.UntypedStorage._new_using_filename_cpu(size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+
+    async def _load(self, bucket: Bucket, seconds: float, engines: Sequence[BucketSink]) -> Sequence[Exception | None]:
+        """Have engines load a bucket."""
+        return await answers([engine.load_bucket(bucket) for engine in engines], seconds)
+
+
+class Loaded:
+    """Weights that each engine loads by itself: those of a folder, or what a placement has made of tensors.
+
+    Args:
+        weights: what engines are given.
+        names: those of the tensors; ``None``: all that a model has.
+    """
+
+    def __init__(self, weights: Weights, names: frozenset[str] | None = None) -> None:
+        self.weights, self.names = weights, names
+
+    def check(self) -> None:
+        """Leave it to the engines, which know what the folder must have."""
+
+    async def deliver(
+        self, engines: Sequence[TokenSource], version: int, seconds: float = UPDATE_WITHIN
+    ) -> list[Exception | None]:
+        """See :class:`~fsm_rollout.engines.protocol.WeightSource`."""
+        return await answers([load_weights(engine, self.weights, version) for engine in engines], seconds)
+
+
+@dataclass(frozen=True)
+class PresentWeights:
+    """What turns the weights that an engine is built with into the present ones: updates and their versions, in order.
+
+    They are the last folder, and those updates by tensors since of which later ones have not replaced every tensor.
+    """
+
+    updates: tuple[tuple[WeightSource, int], ...] = ()
+
+    def with_update(self, source: WeightSource, version: int) -> PresentWeights:
+        """Return what they are after one more."""
+        needed, replaced = [(source, version)], source.names or frozenset()
+        for update in reversed(self.updates) if source.names is not None else ():
+            names = update[0].names
+            if names is None or not names <= replaced:
+                needed.insert(0, update)
+                replaced |= names or frozenset()
+        return PresentWeights(tuple(needed))
+
+    async def fill(self, engine: TokenSource, seconds: float) -> None:
+        """Load them; WeightsGone: some are there no more; or the engine's own error."""
+        for source, version in self.updates:
+            for error in await source.deliver([engine], version, seconds):
+                if error is not None:
+                    raise error
+
+
+def as_source(weights: Weights | WeightSource) -> WeightSource:
+    """Return new weights as their source; EngineError if they are none."""
+    if isinstance(weights, WeightSource):
+        return weights
+    if isinstance(weights, str | PathLike):
+        return Loaded(weights)
+    if isinstance(weights, Mapping):
+        return Tensors(weights)
+    raise EngineError(
+        f"new weights are a model's folder, or tensors by name; got a {type(weights).__name__} (pairs of names and "
+        "tensors go into fsm_rollout.Tensors)"
+    )
+
+
+async def load_weights(engine: TokenSource, weights: Weights, version: int) -> None:
+    """Have an engine load new weights; EngineError if that is its owner's business, or it cannot."""
+    if not isinstance(engine, WeightSink):
+        raise EngineError("the weights of this engine are changed by their owner, not from here")
+    await engine.update_weights(weights, version)
+
+
+async def answers(asked: Iterable[Awaitable[None]], seconds: float) -> list[Exception | None]:
+    """Wait for all, each so many seconds; return for each why it failed."""
+
+    async def answer(one: Awaitable[None]) -> Exception | None:
+        try:
+            async with asyncio.timeout(seconds):
+                await one
+        except TimeoutError:
+            return ReplicaLost(f"no answer within {seconds:g} s")
+        except Exception as error:  # whatever an engine raises is the engine's failure
+            return error
+        return None
+
+    return await asyncio.gather(*map(answer, asked))
+
+
+def _because(result: Exception | None, why: str) -> Exception:
+    """Return what became of an engine when the source failed."""
+    if result is None:
+        return EngineError(why)
+    return HalfLoaded(f"{why}; {result}") if isinstance(result, HalfLoaded) else result
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's numbers as their bits: a step of training changes it."""
+    import torch
+
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
+    return int(tensor.detach().reshape(-1).view(kind).sum(dtype=torch.int64))
+
+
+def _current_cuda_device() -> int | None:
+    torch = sys.modules.get("torch")  # who has not loaded it has no device either
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None

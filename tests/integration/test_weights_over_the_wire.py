@@ -1,0 +1,206 @@
+"""Two real SGLangs take a trainer's weights from its memory and by broadcast; this process is the trainer, rank 0.
+
+What they sample afterwards has the logprobs of transformers with the same weights; nothing is written; a server that
+dies half-way comes back with them, and what was under way loses no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import fsm_rollout as fr
+from fsm_rollout.engines.build import build_engine
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import Chunk, ReplicaLost
+from fsm_rollout.engines.sglang import process as sglang_process
+from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
+from fsm_rollout.engines.updating import updating
+from fsm_rollout.model import embedded_model
+from tests.integration.sglang_oracle import PATIENCE, Got, ask, model, request, worst
+from tests.integration.warm_sglang import WarmSGLang
+
+pytestmark = [pytest.mark.sglang, pytest.mark.real]
+
+CLOSE = 1e-4
+BUCKET = 200_000  # bytes; the model has nine times as many
+names = (f"wire-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnginePool]:
+    warm = WarmSGLang()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_process, "subprocess", warm)
+        spec = {"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040, "replicas": 2}
+        pool = build_engine(spec, Path())
+        assert isinstance(pool, EnginePool)
+        yield pool
+        asyncio.run(pool.aclose())
+    warm.close()
+
+
+def tensors(name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in model(name).state_dict().items()}
+
+
+class Counted:
+    """Tensors as a trainer gathers them, one after another; ``at``: what is done before the twentieth is given."""
+
+    def __init__(self, name: str, at: Any = None) -> None:
+        self.read: Counter[str] = Counter()
+        self._tensors, self._at = tensors(name), at
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(self._tensors.items()):
+            if number == 20 and self._at is not None:
+                at, self._at = self._at, None
+                at()
+            self.read[name] += 1
+            yield name, tensor
+
+
+SOURCES = {
+    "from memory": lambda given, _: fr.Tensors(given, bucket_bytes=BUCKET),
+    "from memory, read once": lambda given, _: fr.Tensors(given(), bucket_bytes=BUCKET),
+    "by broadcast": lambda given, group: fr.Broadcast(given, group, bucket_bytes=BUCKET),
+    "by broadcast, all at once": lambda given, group: fr.Broadcast(given, group),
+}
+
+
+async def sampled_with(pool: EnginePool, weights: dict[int, str]) -> None:
+    """Ask each server; its tokens have the logprobs of transformers with these weights, by their version."""
+    for replica in pool.replicas:
+        asked = [request(replica.live, next(names), number, 24) for number in range(3)]
+        for got in await ask(replica.live, *asked):
+            assert set(got.versions) <= weights.keys()
+            assert worst(got, weights) < CLOSE
+
+
+def written(pool: EnginePool) -> int:
+    """Bytes that this process and the servers have sent to a disk."""
+    servers = [psutil.Process(replica.live._process.pid) for replica in pool.replicas]
+    processes = [psutil.Process(), *servers, *(child for s in servers for child in s.children(recursive=True))]
+    return sum(process.io_counters().write_bytes for process in processes)
+
+
+def lying_about() -> set[str]:
+    return {name for folder in ("/dev/shm", os.environ.get("TMPDIR", "/tmp")) for name in os.listdir(folder)}
+
+
+def test_updates_from_memory_and_by_broadcast_reach_both_servers_without_a_file(pool: EnginePool) -> None:
+    async def main() -> None:
+        pool.here()
+        client, group = EngineClient(pool), fr.BroadcastGroup()
+        of = itertools.cycle(["early", "final"])
+        files, before = {name for name in lying_about() if "weights" in name}, written(pool)
+        for make in SOURCES.values():
+            name = next(of)
+            given = Counted(name)
+            version = await client.update_weights(make(given, group))
+            assert set(given.read.values()) == {1}, "read once, for both"
+            await sampled_with(pool, {version: name})
+        assert {name for name in lying_about() if "weights" in name} == files
+        assert written(pool) - before < BUCKET, "servers' logs are, and no tensor"
+        group.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["from memory", "by broadcast"])
+def test_a_server_that_dies_in_an_update_comes_back_with_it_and_no_token_is_lost(pool: EnginePool, how: str) -> None:
+    async def main() -> None:
+        pool.here()
+        client, group = EngineClient(pool), fr.BroadcastGroup()
+        first = await client.update_weights(tensors("final"))
+        dying = pool.replicas[0]
+        before = dying.restarts
+        asked = [
+            client.submit(request(dying.live, next(names), number, 400, temperature=0.7, ignore_eos=True))
+            for number in range(4)
+        ]
+        async with asyncio.timeout(PATIENCE):
+            while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            given = Counted("early", dying.live._process.kill)
+            version = await client.update_weights(SOURCES[how](given, group))
+            for pending in asked:
+                await pending.done.wait()
+            while dying.state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert (version, dying.restarts) == (first + 1, before + 1)
+        for pending in asked:
+            assert (pending.finish_reason, len(pending.ids)) == ("length", 400)
+            (old, was), (new, now) = pending.versions
+            assert (old + new, was, now) == (400, first, version)
+            chunks = [Chunk("", pending.ids[:old], pending.logprobs[:old], was)]
+            chunks += [Chunk("", pending.ids[old:], pending.logprobs[old:], now)]
+            assert worst(Got(pending.request, chunks), {first: "final", version: "early"}) < CLOSE
+        await sampled_with(pool, {version: "early"})
+        await client.drain()
+        group.close()
+
+    asyncio.run(main())
+
+
+def test_a_nan_that_comes_late_costs_no_server_and_they_go_on_with_what_they_had(pool: EnginePool) -> None:
+    async def main() -> None:
+        pool.here()
+        client = EngineClient(pool)
+        version = await client.update_weights(tensors("early"))
+        broken = tensors("final")
+        broken["lm_head.weight"][0, 0] = float("nan")
+        lives = [replica.live for replica in pool.replicas]
+        with pytest.raises(ReplicaLost, match=r"'lm_head\.weight' is not finite"):
+            await client.update_weights(fr.Tensors(lambda: broken, bucket_bytes=BUCKET))
+        async with asyncio.timeout(PATIENCE):
+            while any(replica.state != "up" for replica in pool.replicas):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert [replica.live for replica in pool.replicas] == lives
+        await sampled_with(pool, {version: "early"})
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_loads_them_by_its_own_means_finds_them_held(pool: EnginePool, tmp_path: Path) -> None:
+    """By SGLang's own route for folders, here; over servers of others."""
+
+    async def main() -> None:
+        pool.here()
+        await EngineClient(pool).update_weights(tensors("final"))
+        servers = [replica.live.address for replica in pool.replicas]
+        engine = SGLangHTTPEngine(servers[0].url, api_key=servers[0].api_key)
+        client = EngineClient(engine)
+        asked = client.submit(request(engine, next(names), 1, 400, ignore_eos=True))
+        async with asyncio.timeout(PATIENCE):
+            while len(asked.ids) < 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            first = engine.weight_version
+            async with updating(client.update_weights) as (address,):
+                assert address == servers[0]
+                had = len(asked.ids)
+                shutil.copytree(embedded_model("early"), tmp_path / "early")
+                body = {"model_path": str(tmp_path / "early"), "flush_cache": False}
+                await asyncio.wrap_future(
+                    engine._link.do(engine._endpoint.call("/update_weights_from_disk", body, within=PATIENCE))
+                )
+                assert len(asked.ids) == had
+            await asked.done.wait()
+        assert asked.versions == [(had, first), (400 - had, first + 1)]
+        (got,) = await ask(engine, request(engine, next(names), 1, 24))
+        assert worst(got, {first + 1: "early"}) < CLOSE
+        await client.drain()
+        await engine.aclose()
+
+    asyncio.run(main())

@@ -1,0 +1,158 @@
+"""Tensors on their way: whole in every engine, read once, two buckets at most; what fails leaves nothing half done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.engines.broadcast import Broadcast
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
+from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
+from fsm_rollout.errors import EngineError
+
+KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.float8_e5m2, torch.bool]
+
+
+class Taker:
+    """Loads buckets as slowly as it is told, and fails where it is told: at a bucket, with an error."""
+
+    def __init__(self, slow: int = 0, fails: Mapping[int, Exception] | None = None) -> None:
+        self.slow, self.fails = slow, dict(fails or {})
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.buckets, self.versions = 0, list[int | None]()
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        self.tensors.clear()
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        self.buckets += 1
+        for _ in range(self.slow):
+            await asyncio.sleep(0.001)
+        if (error := self.fails.pop(self.buckets, None)) is not None:
+            raise error
+        self.tensors |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+
+    async def end_update(self, version: int | None) -> None:
+        self.versions.append(version)
+        if version is None and self.tensors:
+            raise HalfLoaded("it has a part")
+
+
+def deliver(source: Tensors, *takers: Any) -> list[Exception | None]:
+    return asyncio.run(source.deliver(takers, 7, 60.0))
+
+
+def drawn(kind: torch.dtype, shape: list[int], turned: bool, seed: int) -> torch.Tensor:
+    values = torch.randint(0, 2 if kind is torch.bool else 9, shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(kind).t() if turned and len(shape) == 2 else values.to(kind)
+
+
+TENSOR = st.builds(
+    drawn, st.sampled_from(KINDS), st.lists(st.integers(0, 6), max_size=3), st.booleans(), st.integers(0, 99)
+)
+
+
+@given(
+    tensors=st.dictionaries(st.text(min_size=1, max_size=3), TENSOR, max_size=9),
+    size=st.integers(1, 400),
+    slow=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    form=st.sampled_from(["mapping", "function", "pairs"]),
+)
+def test_every_engine_has_what_was_read_once_with_two_buckets_in_memory(
+    tensors: dict[str, torch.Tensor], size: int, slow: list[int], form: str
+) -> None:
+    read: Counter[str] = Counter()
+    held: WeakSet[Any] = WeakSet()
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            read[name] += 1
+            yield name, tensor
+
+    class Counted(Tensors):
+        def _memory(self, size: int, like: torch.Tensor) -> torch.Tensor:
+            memory = super()._memory(size, like)
+            held.add(memory)
+            assert len(held) <= 2
+            assert size <= max(self._bucket_bytes, *(tensor.nbytes for tensor in tensors.values()))
+            return memory
+
+    forms: dict[str, Any] = {"mapping": tensors, "function": pairs, "pairs": pairs()}
+    source = Counted(forms[form], bucket_bytes=size)
+    takers = [Taker(steps) for steps in slow]
+    assert deliver(source, *takers) == [None] * len(takers)
+    assert source.names == tensors.keys()
+    for taker in takers:
+        assert taker.versions == [7]
+        assert taker.tensors.keys() == tensors.keys()
+        assert all(torch.equal(taker.tensors[name], tensor) for name, tensor in tensors.items())
+        assert all(taker.tensors[name].dtype is tensor.dtype for name, tensor in tensors.items())
+    assert set(read.values()) <= {1}
+
+
+def ones(count: int, bad: int | None = None) -> dict[str, torch.Tensor]:
+    return {f"w{at}": torch.full((4,), float("nan") if at == bad else float(at)) for at in range(count)}
+
+
+@pytest.mark.parametrize(("bad", "kind"), [(0, EngineError), (3, HalfLoaded)])
+def test_a_nan_that_comes_late_leaves_engines_that_know_it(bad: int, kind: type[Exception]) -> None:
+    taker = Taker()
+    (error,) = deliver(Tensors(lambda: ones(5, bad), bucket_bytes=16), taker)
+    assert type(error) is kind
+    assert f"new weight 'w{bad}' is not finite" in str(error)
+    assert set(taker.versions) == {None}
+
+
+def test_of_a_mapping_it_is_found_before_anything_begins() -> None:
+    with pytest.raises(EngineError, match="new weight 'w3' is not finite"):
+        Tensors(ones(5, 3)).check()
+
+
+def test_one_that_fails_does_not_stop_the_others_and_one_with_a_part_is_asked_again() -> None:
+    takers = Taker(), Taker(fails={2: ReplicaLost("gone")}), Taker(fails={3: HalfLoaded("others left")})
+    whole, lost, again = deliver(Tensors(ones(5), bucket_bytes=16), *takers)
+    assert (whole, str(lost), again) == (None, "gone", None)
+    assert [taker.versions for taker in takers] == [[7], [], [7]]
+    assert [taker.buckets for taker in takers] == [5, 2, 3 + 5]
+    assert takers[2].tensors.keys() == ones(5).keys()
+
+
+def test_one_that_fails_twice_has_a_part_and_pairs_cannot_be_read_twice() -> None:
+    twice = Taker(fails={3: HalfLoaded("others left"), 5: HalfLoaded("again")})
+    assert str(deliver(Tensors(ones(5), bucket_bytes=16), twice)[0]) == "again"
+    once = Taker(fails={3: HalfLoaded("others left")})
+    assert str(deliver(Tensors(iter(ones(5).items()), bucket_bytes=16), once)[0]) == "others left"
+
+
+def test_asked_again_they_are_the_same_or_gone() -> None:
+    tensors = ones(5)
+    for source in Tensors(tensors), Tensors(tensors.items), Tensors(tensors, bucket_bytes=16):
+        tensors["w4"][:] = 4.0
+        assert deliver(source, Taker()) == deliver(source, Taker()) == [None]
+        tensors["w4"][2] = 4.5
+        with pytest.raises(WeightsGone, match="'w4' has changed since, as in training"):
+            deliver(source, Taker())
+    pairs = Tensors(iter(ones(2).items()))
+    deliver(pairs, Taker())
+    with pytest.raises(WeightsGone, match="give a mapping, or a function"):
+        deliver(pairs, Taker())
+
+
+def test_a_broadcast_is_for_servers() -> None:
+    (error,) = deliver(Broadcast(ones(2)), Taker())
+    assert "a broadcast is for servers, and this engine is none; give its weights as Tensors" in str(error)
+
+
+def test_what_are_no_weights_is_said() -> None:
+    with pytest.raises(EngineError, match=r"got a list \(pairs of names and tensors go into fsm_rollout\.Tensors\)"):
+        as_source([("w", torch.ones(1))])  # type: ignore[arg-type]
+    (error,) = deliver(Tensors(lambda: [("w", 1.0)]), Taker())  # type: ignore[arg-type,return-value]
+    assert "new weight 'w' is a float; weights are torch tensors by name" in str(error)
