@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from fsm_rollout.chat.formats.base import BadCallError, Collector, Parsed, call_of, read_whole_json
@@ -22,19 +23,7 @@ from fsm_rollout.trajectory.tokens import Ids
 
 START, CALL, END = "<|chat:message|>", "<|chat:call|>", "<|chat:end|>"
 CONTROLS = (START, CALL, END)
-TEMPLATE = """\
-{%- if tools %}
-{{- '<|chat:message|>tools\\n' + (tools | tojson | replace('<', '\\\\u003c')) + '<|chat:end|>' }}
-{%- endif %}
-{%- for message in messages %}
-{{- '<|chat:message|>' + message.role + (' ' + message.tool_call_id if message.tool_call_id else '') + '\\n' }}
-{{- message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{{- '<|chat:call|>' + (call | tojson | replace('<', '\\\\u003c')) }}
-{%- endfor %}
-{{- '<|chat:end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|chat:message|>assistant\\n' }}{% endif %}"""
+TEMPLATE = Path(__file__).with_name("hosted.jinja").read_text("utf-8").removesuffix("\n")
 # In JSON of the template's own, `<` is written as an escape, so that no schema and no argument spells a control token.
 NO_RESULT = "(no result: the call was not made)"  # what a model is told of a call that nobody has answered
 _OURS = re.compile(r"c\d{4,}(\d{4})")  # the id of a sampled call, which ends in its place among those of its turn

@@ -130,22 +130,14 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
-    """A run of trackio; keys are those of ``trackio.init`` (``project``, ``space_id``, …)."""
+class Trackio(Wandb):
+    """A run of trackio, which takes what one of W&B does; keys are those of ``trackio.init`` (``space_id``, …)."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, object], **keys: Any) -> None:
         import trackio
 
         defaults: dict[str, Any] = {"project": "fsm-rollout", "name": name, "config": dict(config), "embed": False}
         self._run = trackio.init(**defaults | keys)
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Log a step."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
 
 
 class Phoenix:

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.stop_strings import StopStrings
-from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows, Rows
+from fsm_rollout.engines.transformers.key_value_rows import Filling, KeyValueRows, Rows
 from fsm_rollout.engines.transformers.picture_rows import PictureRows, common_media
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
@@ -270,7 +270,7 @@ class DecodeLoop:
         cached, shared = (torch.tensor([[r.cached, r.shared] for r in together])).unbind(1)
         positions = cached[:, None] + torch.arange(ids.shape[1])
         media = [running.request.media for running in together]
-        self._cache.fill(ids, [running.row for running in together], positions, shared, media)
+        self._cache.fill(Filling(ids, [running.row for running in together], positions, shared, media))
 
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +23,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fsm_rollout.trajectory.tokens import MediaSpan
 
 COLUMN_STEP = 128  # the cache grows by at least so many columns at a time
+
+
+class Filling(NamedTuple):
+    """Tokens that rows are filled with in one pass."""
+
+    ids: torch.Tensor
+    """``[n, q]``"""
+    rows: Sequence[int]
+    positions: torch.Tensor
+    """``[n, q]``"""
+    shared: torch.Tensor
+    """``[n]``: see :class:`Rows`."""
+    media: Sequence[Sequence[MediaSpan]] = ()
+    """All pictures of each row; none of a model that reads text only."""
 
 
 class Rows(Protocol):
@@ -48,18 +62,8 @@ class Rows(Protocol):
     def hold(self, prefix: list[int]) -> None:
         """Let ``prefix``, for which there is room, be what rows share from now on."""
 
-    def fill(
-        self,
-        ids: torch.Tensor,
-        rows: Sequence[int],
-        positions: torch.Tensor,
-        shared: torch.Tensor,
-        media: Sequence[Sequence[MediaSpan]],
-    ) -> None:
-        """Fill rows after what they hold: ``ids`` and ``positions`` ``[n, q]``, ``shared`` ``[n]``.
-
-        ``media`` are all pictures of each row; none of a model that reads text only.
-        """
+    def fill(self, filling: Filling) -> None:
+        """Fill rows after what they hold."""
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """Feed a token to each of the first n rows, at ``positions`` ``[n]``; return its logits ``[n, V]``."""
@@ -200,16 +204,9 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
     def hold(self, prefix: list[int]) -> None:
         """Nothing to do for the empty prefix."""
 
-    def fill(
-        self,
-        ids: torch.Tensor,
-        rows: Sequence[int],
-        positions: torch.Tensor,
-        shared: torch.Tensor,
-        media: Sequence[Sequence[MediaSpan]],
-    ) -> None:
+    def fill(self, filling: Filling) -> None:
         """See :class:`Rows`."""
-        self._forward(ids, torch.tensor(rows), positions, first_rows=False)
+        self._forward(filling.ids, torch.tensor(filling.rows), filling.positions, first_rows=False)
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fsm_rollout.batch.media import TOKEN_TYPES, end_to_end
 from fsm_rollout.chat.pictures import Seen, looker_of
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.transformers.key_value_rows import KeyValueRows
+from fsm_rollout.engines.transformers.key_value_rows import Filling, KeyValueRows
 from fsm_rollout.errors import EngineError, PictureError
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.tokens import MediaSpan
@@ -73,15 +73,9 @@ class PictureRows(KeyValueRows):
         super().copy(sources, targets, lengths)
         self._ahead[list(targets)] = self._ahead[list(sources)]
 
-    def fill(
-        self,
-        ids: torch.Tensor,
-        rows: Sequence[int],
-        positions: torch.Tensor,
-        shared: torch.Tensor,
-        media: Sequence[Sequence[MediaSpan]],
-    ) -> None:
+    def fill(self, filling: Filling) -> None:
         """See :class:`~fsm_rollout.engines.transformers.key_value_rows.Rows`."""
+        ids, rows, positions, _, media = filling
         starts = positions[:, 0].tolist()
         new = [span for spans, start in zip(media, starts, strict=True) for span in spans if span.start >= start]
         made = [self._seen(span).inputs for span in new]

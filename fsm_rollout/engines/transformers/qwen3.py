@@ -20,8 +20,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fsm_rollout.engines.transformers.key_value_rows import roomier, roomy_copy
-from fsm_rollout.trajectory.tokens import MediaSpan
+from fsm_rollout.engines.transformers.key_value_rows import Filling, roomier, roomy_copy
 
 PREFIX_ROW = 0  # of the cache; the rows of requests come after it
 PLAIN = ("torch.nn.modules.", "transformers.")  # where the classes of a model without adapters come from
@@ -77,20 +76,13 @@ class Qwen3Rows:
         self.prefix = prefix
         if prefix:
             positions = torch.arange(len(prefix))[None]
-            self.fill(torch.tensor([prefix]), [PREFIX_ROW - 1], positions, positions[:, 0])
+            self.fill(Filling(torch.tensor([prefix]), [PREFIX_ROW - 1], positions, positions[:, 0]))
 
-    def fill(
-        self,
-        ids: torch.Tensor,
-        rows: Sequence[int],
-        positions: torch.Tensor,
-        shared: torch.Tensor,
-        media: Sequence[Sequence[MediaSpan]] = (),
-    ) -> None:
+    def fill(self, filling: Filling) -> None:
         """See :class:`Rows`."""
-        for start in range(0, ids.shape[1], PIECE):
+        for start in range(0, filling.ids.shape[1], PIECE):
             piece = slice(start, start + PIECE)
-            self._forward(ids[:, piece], rows, positions[:, piece], shared)
+            self._forward(filling.ids[:, piece], filling.rows, filling.positions[:, piece], filling.shared)
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""

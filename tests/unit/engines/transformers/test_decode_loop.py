@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
 from fsm_rollout.engines.transformers.checkpoints import copy_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
+from fsm_rollout.engines.transformers.key_value_rows import Filling
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -241,9 +242,10 @@ def counted(decode: DecodeLoop) -> list[int]:
     passes: list[int] = []
     fill, step = decode._cache.fill, decode._cache.step
 
-    def count(ids: torch.Tensor, *rest: Any) -> Any:
-        passes.append(ids.numel())
-        return (fill if ids.dim() == 2 else step)(ids, *rest)
+    def count(first: Filling | torch.Tensor, *rest: Any) -> Any:
+        filling = isinstance(first, Filling)
+        passes.append((first.ids if filling else first).numel())
+        return (fill if filling else step)(first, *rest)
 
     decode._cache.fill = decode._cache.step = count  # type: ignore[method-assign]
     return passes

@@ -22,6 +22,7 @@ from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.transformers.checkpoints import check_supported
 from fsm_rollout.engines.transformers.engine import TransformersEngine
+from fsm_rollout.engines.transformers.key_value_rows import Filling
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.kit import ROOT, new_objects
@@ -321,12 +322,12 @@ def test_memory_that_runs_out_over_one_long_prompt_costs_no_other(model: Any, to
     decode = engine._thread.decode
     fill, step = decode._cache.fill, decode._cache.step
 
-    def crowded(ids: torch.Tensor, *rest: Any) -> Any:
-        filling = ids.dim() == 2
-        longest = ids.shape[1] if filling else int(rest[0].max())
+    def crowded(first: Filling | torch.Tensor, *rest: Any) -> Any:
+        filling = isinstance(first, Filling)
+        longest = first.ids.shape[1] if filling else int(rest[0].max())
         if longest > (60 if when == "filling" else 103) and filling == (when == "filling"):
             raise torch.OutOfMemoryError("3.2 GiB wanted")
-        return (fill if filling else step)(ids, *rest)
+        return (fill if filling else step)(first, *rest)
 
     decode._cache.fill = decode._cache.step = crowded  # type: ignore[method-assign]
     decode.release = decode.forget  # type: ignore[method-assign]  # the memory of this cache stays crowded
