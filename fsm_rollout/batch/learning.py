@@ -6,15 +6,18 @@ Invariant: nothing here changes a batch, and all of it follows from the batch's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
+from fsm_rollout.batch.credit import METHODS, CreditMethod, courses_of, turn_advantages
 from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
 from fsm_rollout.batch.roles import Weights, tables_of
+from fsm_rollout.batch.rows import Array, RowId
 from fsm_rollout.batch.table import Columned
 from fsm_rollout.batch.tree import TokenTree, token_tree
 from fsm_rollout.errors import BatchError, did_you_mean
@@ -34,6 +37,8 @@ class Learnable(Columned):
 
     __slots__ = ()
     sample_scores: Sequence[SampleScore]
+    unrowed: Mapping[str, str | None]
+    omitted: Sequence[RowId]
 
     @property
     def packed(self) -> bool:
@@ -72,6 +77,73 @@ class Learnable(Columned):
         left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
         places = places[0].to(logits.device), places[1].to(logits.device)
         return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
+
+    def turn_advantages(
+        self,
+        method: CreditMethod = "turn",
+        *,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+        tool_rewards: float = 1.0,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the advantage of each trained token's turn, float32 ``[B, R]``: 0 elsewhere, NaN without a score.
+
+        A turn is given its own scores (``turn_scores``, and what tools gave for its calls, times ``tool_rewards``), and
+        the trajectory's last one the trajectory's score. Its return is that and what follows, discounted by ``gamma``
+        per turn. Of it is subtracted what the other samples of the group came to, each counted once:
+
+        - ``trajectory``: from their first turns on; all turns of a trajectory have one advantage;
+        - ``turn``: from the turn with the same number on (or from the latest, of those that had ended);
+        - ``state``: from where they spoke in the same state on (as ``turn`` where none did);
+        - ``gae``: nothing of theirs; ``values`` are a critic's, laid out as ``responses``, of which each turn's first
+          trained token has the turn's, and ``lam`` is GAE's λ.
+
+        All but ``gae`` with a wrong critic and ``lam`` below 1 are unbiased, also where the policy decides how many
+        turns there are (:mod:`fsm_rollout.batch.credit`). Ask before you select: the group must be in the batch.
+
+        Raises:
+            BatchError: no such method, ``gae`` without values, or rows of a scored sample are not in the batch.
+        """
+        self.check_trainable()
+        if method not in METHODS:
+            raise BatchError(
+                f"method must be one of {', '.join(METHODS)}, got {method!r}{did_you_mean(method, METHODS)}"
+            )
+        if (values is None) == (method == "gae"):
+            raise BatchError("`values` are for method='gae', which needs them: a critic's, laid out as `responses`")
+        self._check_whole()
+        rows = self.rows()
+        courses = courses_of(rows, tool_rewards)
+        of_turns: dict[tuple[str, int], float] = {}
+        if values is not None:
+            for row, line in zip(rows, values.unbind(), strict=True):
+                for place in range(len(row.mask) - 1, -1, -1):
+                    if row.mask[place]:
+                        of_turns[row.trajectory_id, int(row.turn_ids[place])] = float(line[place])
+        options: dict[str, Any] = {"gamma": gamma, "lam": lam, "values": of_turns}
+        found = turn_advantages(courses, self.sample_scores, method, **options)
+        width = 0 if self.packed else self["responses"].shape[1]
+        lines: list[Array] = [np.zeros(0, np.float32)]
+        for row in rows:
+            advantages = np.zeros(len(row.mask) if self.packed else width, np.float32)
+            trained = np.flatnonzero(row.mask)
+            advantages[trained] = [found[row.trajectory_id, turn] for turn in row.turn_ids[trained].tolist()]
+            lines.append(advantages)
+        return self._as_responses(torch.from_numpy(np.concatenate(lines)))
+
+    def _check_whole(self) -> None:
+        """Raise BatchError unless every scored sample of the batch's groups has its rows here, or never had one."""
+        groups, samples = self["group_id"], self["sample"].tolist()
+        here = set(zip(groups, samples, strict=True))
+        told = {*self.unrowed, *(row_id.trajectory_id for row_id in self.omitted)}
+        for group_id, sample, score in self.sample_scores:
+            known = group_id in groups and score is not None and (group_id, sample) not in here
+            if known and not any(re.match(rf"{re.escape(f'{group_id}/{sample}')}(?![0-9])", name) for name in told):
+                raise BatchError(
+                    f"sample {sample} of group '{group_id}' has no row in this batch, which was selected from a larger "
+                    "one; ask that for its turn_advantages, and select them with it"
+                )
 
     def off_policy(
         self,

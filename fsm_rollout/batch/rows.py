@@ -106,6 +106,8 @@ class TrainingRow:
     turn_scores: list[list[float]]
     """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
     tool_rewards: list[float]
+    tool_reward_turns: list[int]
+    """The generation whose call each of them rewards."""
     reward_parts: dict[str, Part]
     """What the run's reward said beside the score, by name."""
     media: list[MediaSpan]
@@ -307,10 +309,22 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "metrics": _metrics(trajectory),
         "turn_scores": list(map(list, trajectory.turn_scores)),
         "tool_rewards": list(trajectory.tool_rewards),
+        "tool_reward_turns": _turns_of_rewards(trajectory) if trajectory.tool_rewards else [],
         "reward_parts": dict(trajectory.reward_parts),
         "media": [span.moved(-cut.start) for span in stream.media],
         "extra": json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     }
+
+
+def _turns_of_rewards(trajectory: Trajectory) -> list[int]:
+    """Return the generation whose call each reward of a tool is for; calls before any generation are the first's."""
+    turns = [
+        turn.generations[-1]
+        for turn in trajectory.assistant_turns
+        for called in turn.results
+        if called.reward is not None
+    ]
+    return [0] * (len(trajectory.tool_rewards) - len(turns)) + turns
 
 
 def _noted(
