@@ -49,6 +49,16 @@ def new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
+def on_screen(view: Any, width: int = 80) -> str:
+    """Return what a terminal of so many columns shows of a view."""
+    from rich.console import Console
+
+    console = Console(width=width)
+    with console.capture() as shown:
+        console.print(view)
+    return shown.get()
+
+
 def under_way(stretches: list[tuple[float, float]]) -> float:
     """Return the seconds in which at least one stretch ``(start, end)`` is under way."""
     times = sorted({at for stretch in stretches for at in stretch})

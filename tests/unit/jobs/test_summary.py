@@ -33,7 +33,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
 from tests.histories import several_event_sequences
-from tests.kit import under_way
+from tests.kit import on_screen, under_way
 
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
@@ -154,10 +154,7 @@ def parent_and_child(**child: Any) -> list[Trajectory]:
 
 
 def printed(summary: dict[str, Any]) -> str:
-    console = Console(width=80, file=StringIO())
-    console.print(summary_table(summary))
-    assert isinstance(console.file, StringIO)
-    return " ".join(console.file.getvalue().split())
+    return " ".join(on_screen(summary_table(summary)).split())
 
 
 def test_sub_agents_are_told_apart() -> None:

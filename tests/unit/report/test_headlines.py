@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from msgspec.structs import replace
-from rich.console import Console
 from typer.testing import CliRunner
 
 from fsm_rollout import AgentGraph, State
@@ -28,7 +27,7 @@ from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted
 from fsm_rollout.trajectory.outcome import Outcome
 from tests.cases import FILES, table
-from tests.kit import ROOT
+from tests.kit import ROOT, on_screen
 from tests.unit.report.recorded_runs import history, write_run
 
 LONG = "so much was wrong " * 170
@@ -43,13 +42,6 @@ def ended(trajectory_id: str, reason: str, detail: str | None = None, parent: st
     return [replace(event, **changed.get(type(event), {})) for event in events]
 
 
-def on_screen(folder: Path, trajectory_id: str | None = None, width: int = 80) -> str:
-    console = Console(width=width)
-    with console.capture() as shown:
-        console.print(show(folder, trajectory_id))
-    return shown.get()
-
-
 def text_of(page: Path) -> str:
     """What a reader of a page sees, on one line."""
     body = page.read_text("utf-8").partition("<body>")[2].partition("<script")[0]
@@ -60,7 +52,7 @@ def test_a_sub_agent_is_in_no_headline(tmp_path: Path) -> None:
     family = {"0/0": ended("0/0", "done", score=1.0), "0/1": ended("0/1", "done", score=0.0)}
     child = ended("0/0/solve.1", "limit:tool_calls", parent="0/0", score=1.0)
     write_report(write_run(tmp_path, family | {"0/0/solve.1": child}))
-    page, screen = text_of(tmp_path / "report.html"), on_screen(tmp_path)
+    page, screen = text_of(tmp_path / "report.html"), on_screen(show(tmp_path))
     assert "trajectories 2 in 1 group + 1 of sub-agents mean score 0.5" in page
     assert "Why they ended done 2, score 0.5 of sub-agents 1 trajectory limit:tool_calls 1, score 1" in page
     assert "of sub-agents, 10.0 s" in " ".join(screen.split())
@@ -136,7 +128,7 @@ def test_a_long_message_is_folded_everywhere(tmp_path: Path) -> None:
         )
         assert len(inside) == 1
         assert 2_800 < int(inside[0].replace(",", "")) < 3_000
-    screen = " ".join(on_screen(run, "0/0").split())
+    screen = " ".join(on_screen(show(run, "0/0")).split())
     assert "more characters" in screen
     assert screen.count("so much was wrong") < 20
 
@@ -147,7 +139,7 @@ REASONS = ("interaction_done", "limit:tool_calls", "failed:QuiteALongNameOfAnErr
 def test_at_80_columns_nothing_is_cut(tmp_path: Path) -> None:
     run = {f"a-prompt-with-a-name-{n}/0": ended(f"a-prompt-with-a-name-{n}/0", r) for n, r in enumerate(REASONS)}
     write_run(tmp_path, run)
-    narrow, wide = on_screen(tmp_path), on_screen(tmp_path, width=200)
+    narrow, wide = (on_screen(show(tmp_path), width) for width in (80, 200))
     table = narrow.partition("slowest")[2]
     assert "…" not in table
     for n, reason in enumerate(REASONS[:2]):
@@ -164,7 +156,7 @@ def test_a_turn_that_was_cut_says_at_what(tmp_path: Path, facts: dict[str, Any],
     run = write_run(tmp_path, {"0/0": events})
     show(run, "0/0", tmp_path / "t.html")
     messages = (tmp_path / "t.html").read_text("utf-8").partition('id="messages"')[2].partition("<script")[0]
-    for shown in (on_screen(run, "0/0"), messages):
+    for shown in (on_screen(show(run, "0/0")), messages):
         assert ("cut at" in shown, "aborted" in shown) == ("cut" in (says or ""), says == "aborted")
         assert (says or "") in shown
 

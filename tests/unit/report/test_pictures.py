@@ -21,12 +21,13 @@ from fsm_rollout.report.pages import Links
 from fsm_rollout.report.pictures import line_of
 from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
+from fsm_rollout.report.show import show
 from fsm_rollout.report.trajectory import trajectory_page
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from fsm_rollout.view.beside import beside_page
+from tests.kit import on_screen
 from tests.unit.report.recorded_runs import NASTY, PADS, Elements, showing, write_run
-from tests.unit.report.test_headlines import on_screen
 
 Shown = tuple[str, str, str]
 
@@ -136,13 +137,13 @@ def test_the_report_shows_what_the_run_saw(tmp_path: Path) -> None:
 
 def test_the_terminal_says_what_was_shown_in_a_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"0/0": showing([A, B], [])})
-    screen = " ".join(on_screen(folder, "0/0", width=400).split())
+    screen = " ".join(on_screen(show(folder, "0/0"), 400).split())
     lines = [f"[picture {size}, {PADS} tokens, {shown.sha256[:12]}]" for shown, size in ((A, "64×48"), (B, "30×20"))]
     assert [screen.count(line) for line in lines] == [1, 1]
     assert "more tokens" not in screen, "a picture counts as one of its tokens"
     pending = [event for event in showing([], [A]) if event.at < 106]
     folder = write_run(tmp_path / "pending", {"0/0": pending[:-2]})
-    assert f"[picture 64×48, {A.sha256[:12]}] 3" in on_screen(folder, "0/0", width=400)
+    assert f"[picture 64×48, {A.sha256[:12]}] 3" in on_screen(show(folder, "0/0"), 400)
 
 
 def test_a_notebook_shows_a_picture() -> None:

@@ -6,7 +6,6 @@ import html
 import json
 import re
 from array import array
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rich.console import Console
 
 from fsm_rollout import Rollout, load_agent
 from fsm_rollout.jobs.summary import summarize, summary_table
@@ -29,7 +27,7 @@ from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Genera
 from fsm_rollout.trajectory.journal import Journal
 from tests.cases import table
 from tests.embedded import tokenizer
-from tests.kit import CONFIGS
+from tests.kit import CONFIGS, on_screen
 from tests.unit.report.recorded_runs import history, write_run
 
 
@@ -51,12 +49,6 @@ def text_of(page: str, part: str) -> str:
     """The words of the page's first element that begins so."""
     inside = page.partition(part)[2].partition("</p>")[0]
     return " ".join(html.unescape(re.sub("<[^>]*>", "", inside.partition(">")[2])).split())
-
-
-def on_screen(folder: Path, trajectory_id: str | None) -> str:
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(show(folder, trajectory_id))
-    return console.export_text()
 
 
 # Folding.
@@ -89,7 +81,9 @@ def test_forty_rounds_are_one_line(tmp_path: Path) -> None:
         "TERMINATED"
     )
     write_run(tmp_path, {"0/0": rounds(40)})
-    assert "PENDING → (GENERATING → PROCESSING_TOOLS) ×40 → GENERATING → TERMINATED" in on_screen(tmp_path, "0/0")
+    assert "PENDING → (GENERATING → PROCESSING_TOOLS) ×40 → GENERATING → TERMINATED" in on_screen(
+        show(tmp_path, "0/0"), 200
+    )
 
 
 # Shares.
@@ -115,7 +109,7 @@ def test_characters_of_several_tokens_are_not_crossed_out(tmp_path: Path) -> Non
                 event, ids=array("i", ids), logprobs=array("f", [-0.5] * len(ids)), versions=[(len(ids), 0)]
             )
     write_run(tmp_path, {"0/0": events})
-    screen = on_screen(tmp_path, "0/0")
+    screen = on_screen(show(tmp_path, "0/0"), 200)
     assert "漢字 😀" in screen
     assert GOES_ON not in screen
 
@@ -198,7 +192,7 @@ def test_an_abandoned_prompt_is_told_apart(tmp_path: Path) -> None:
     assert page.count('class="card prompt abandoned') == 1
     assert page.count("abandoned before its first generation") == 1
     write_run(tmp_path, {"0/0": events})
-    assert on_screen(tmp_path, "0/0").count("abandoned: more was said") == 1
+    assert on_screen(show(tmp_path, "0/0"), 200).count("abandoned: more was said") == 1
     assert "abandoned" not in re.sub("(?s)<style>.*?</style>", "", trajectory_page(Recording.of(history())))
 
 
@@ -225,12 +219,10 @@ def test_a_turn_is_a_message_and_a_generation_is_one_everywhere(tmp_path: Path) 
     assert batch.tensordict["num_turns"] == [4]
     summary = summarize([trajectory], wall_seconds=1.0)
     assert (summary["turns_mean"], summary["generations_mean"]) == (4.0, 2.0)
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(summary_table(summary))
-    assert "4.0 messages, 2.0 generations on average" in console.export_text()
-    head, row = on_screen(tmp_path, None).splitlines()[-2:]
+    assert "4.0 messages, 2.0 generations on average" in on_screen(summary_table(summary), 200)
+    head, row = on_screen(show(tmp_path), 200).splitlines()[-2:]
     assert row.split()[head.split().index("generations") - 1] == "2"  # "stop reason" is two words
-    assert "generation 1" in on_screen(tmp_path, "0/0")
+    assert "generation 1" in on_screen(show(tmp_path, "0/0"), 200)
     write_report(tmp_path)
     columns = json.loads(re.search(r'"columns": ?(\[.*?\])', (tmp_path / "report.html").read_text("utf-8"))[1])  # type: ignore[index]
     assert {"messages", "generations"} <= {column["name"] for column in columns}
