@@ -22,7 +22,7 @@ from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfold
 from tests.integration.test_view_browser import append, go, texts, until, viewed
 from tests.unit.report.recorded_runs import NASTY, PADS, showing, write_run
 from tests.unit.report.test_pictures import picture
-from tests.vision import gemma3
+from tests.vision import gemma3, gemma3_with_tools
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra `dev` has it)")
 from selenium.webdriver.common.keys import Keys  # noqa: E402
@@ -227,4 +227,15 @@ def test_pictures_are_uploaded_pasted_left_out_again_and_answered(browser: Any, 
         assert sizes(browser, "article.user img") == [[each.width, each.height] for each in (SEEN[0], SEEN[2])]
         assert texts(browser, "article.user .picture") == ["64×48, 12 tokens", "2,000×40, 12 tokens"]
         assert not browser.find_elements("css selector", "#pictures .picture")
+        quiet(browser)
+
+
+def test_what_a_tool_shows_stands_below_its_call(browser: Any) -> None:
+    emulate(browser, 400, dark=False, height=700)
+    looking = FILES["chats"].replace("fsm_rollout.tools.calculator:calculate", "tests.unit.tools.test_pictures:look")
+    call = '<tool_call>\n{"name": "calculate", "arguments": {}}\n</tool_call>'
+    with chat_page(browser, [call, "Red."], agents=looking, processor=gemma3_with_tools()) as wait:
+        browser.find_element("id", "text").send_keys("Look.", Keys.ENTER)
+        wait.until(lambda _: texts(browser, "article.agent:not(.busy) .text") == ["Red."])
+        assert sizes(browser, "article.agent details[open] .picture img") == [[30, 20], [30, 9]]
         quiet(browser)
