@@ -25,8 +25,10 @@ from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.tool_messages import Unshowable, clean, content
 from fsm_rollout.trajectory.events import Message, as_score
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.stream import text_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+A_PICTURE = "[a picture]\n"  # what stands for one where a user is played by a model
 
 # Asks a model on a named engine, in its own template and tokenizer: engine, messages, sampling → its text.
 Ask = Callable[[str, Sequence[Message], Sampling | None], Awaitable[str]]
@@ -251,12 +253,15 @@ class ModelUser:
     def seen(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation from the user's side: roles swapped, tools and system messages out of sight.
 
+        Where a message shows a picture, it is said that there is one: few templates show any in an assistant's turn.
+
         Roles alternate, beginning with ``user`` (after the system message), as strict chat templates demand.
         """
         swapped = {"user": "assistant", "assistant": "user"}
         turns: list[Message] = []
         for message in messages:
-            role, content = swapped.get(message["role"]), text_of(message).strip()
+            role = swapped.get(message["role"])
+            content = "".join([*(A_PICTURE for _ in media_of(message)), text_of(message)]).strip()
             if role is None or not content:
                 continue
             if not turns and role == "assistant":

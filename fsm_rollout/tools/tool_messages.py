@@ -57,7 +57,8 @@ def content(value: object) -> tuple[str, list[Part]]:
     """Return a tool's return value as text, and as the parts of a message where it shows pictures.
 
     It shows one if it is one: a stored picture, an image of Pillow's, an array ``[height, width, 3]`` of uint8, a part
-    of a message's content. A list or tuple shows those that stand in it, its other items as :func:`result` writes them.
+    of a message's content; a part of type video shows its frames. A list or tuple shows those that stand in it, its
+    other items as :func:`result` writes them.
 
     Raises:
         Unshowable: as for :func:`result`; or a picture is damaged, or beyond the bounds of pictures.
@@ -76,6 +77,8 @@ def content(value: object) -> tuple[str, list[Part]]:
 
 def _is_drawn(value: object) -> bool:
     if isinstance(value, Mapping):  # `{"type": "image", "url": …}` may be any search's plain data
+        if value.get("type") == "video":
+            return isinstance(value.get("video"), list | tuple)
         holds = "image", "source", "data", "bytes"
         return is_picture(value) and (value["type"] != "image" or any(key in value for key in holds))
     shape: Sequence[int] = getattr(value, "shape", ())

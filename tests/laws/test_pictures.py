@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from contextlib import closing
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -19,10 +21,13 @@ from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.messages import in_parts
+from fsm_rollout.chat.pictures import Looker
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.scripted.replay import ReplayEngine
+from fsm_rollout.engines.sglang.pictures import SentPictures
+from fsm_rollout.engines.wire import Contexts, pack_requests
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.jobs.export import export
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -465,6 +470,30 @@ def test_no_limit_cuts_a_picture_apart(limit: LimitName, tmp_path: Path) -> None
         assert ids.count(eye.image_token_id) == inside
         shown.add(len(stream.media))
     assert shown == {0, 2, 4}, "each message's pictures come together or not at all"
+
+
+def test_a_picture_that_is_shown_in_every_turn_is_decoded_processed_and_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(9)
+    large = picture_of(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8))
+    monkeypatch.setitem(globals(), "picture", lambda seed: large)
+    made: list[StoredPicture] = []
+    real = Looker.made
+    monkeypatch.setattr(Looker, "made", lambda self, shown, text: (made.append(shown), real(self, shown, text))[1])
+    graph = GRAPH.model_copy(update={"limits": GRAPH.limits.model_copy(update={"assistant_turns": 11})})
+    run = Run("gemma3", ["It is so."] * 11, tmp_path / "journal.sqlite", graph)
+    trajectories = run_virtual(run.go(prompt_of([["look", 1]] * 10), n=32))
+    assert [len(trajectory.streams[0].media) for trajectory in trajectories] == [10] * 32
+    assert made.count(large) == 1
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as connection:
+        assert connection.execute("SELECT COUNT(*), SUM(LENGTH(data)) FROM blobs").fetchone() == (1, len(large.data))
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert (tmp_path / "journal.sqlite").stat().st_size < 5 * len(large.data), "of 320"
+    sent, contexts = SentPictures(run.processor, in_files=False), Contexts()
+    written = [sent.prompt(request.ids, request.media).get("image_data", []) for request in run.asked]
+    assert len({id(address) for addresses in written for address in addresses}) == 1, "encoded once"
+    assert sum(len(pack_requests([request], contexts)) for request in run.asked) < 5 * len(large.data), "of 1,760"
 
 
 def events_of(folder: Path, trajectory_id: str) -> Any:

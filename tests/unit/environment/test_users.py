@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from fsm_rollout.environment.users import (
 )
 from fsm_rollout.errors import ToolError
 from fsm_rollout.trajectory.events import Message, Transitioned
+from fsm_rollout.trajectory.pictures import picture_of
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted
@@ -149,6 +151,12 @@ def test_roles_alternate_and_nothing_said_is_lost(history: list[Message]):
     heard = "".join(m["content"] for m in seen).replace("\n\n", "").removeprefix("hi")
     assert heard == "".join(spoken)
     assert history == before
+
+
+def test_a_picture_is_not_passed_over_in_silence() -> None:
+    shown = {"type": "image", "image": picture_of(np.zeros((2, 3, 3), np.uint8))}
+    message = {"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}
+    assert ModelUser(max_turns=1).seen([message])[-1]["content"] == "[a picture]\nWhat is it?"
 
 
 @pytest.mark.parametrize("text", ["Thanks! <done>", "<done>", "", "  \n"])

@@ -44,6 +44,8 @@ URI = STORED.data_uri()
         (["left", STORED, 3, {"a": 1}], ["left", STORED, "3", '{"a": 1}']),
         (("one", {"type": "text", "text": "two"}, RED), ["one", "two", STORED]),
         ({"type": "image", "mimeType": "image/png", "data": URI.partition(",")[2]}, [STORED]),
+        ({"type": "video", "video": [RED, RED[:9]]}, [STORED, picture_of(RED[:9])]),
+        ({"type": "video", "video": "film.mp4"}, None),
         (RED[:, :, 0], None),
     ],
 )
