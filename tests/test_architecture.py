@@ -42,6 +42,7 @@ ORDER = (
         "engines.weight_sources",
         "engines.updating",
         "engines.replica",
+        "engines.orders",
         "engines.replicas",
         "engines.engine_ids",
         "engines.retries",

@@ -75,8 +75,11 @@ def build_engine(
     # 1. Where its replicas live.
     if checked.starts_again:
         engine_keys = {key: value for key, value in spec.items() if key == "kind" or key not in EngineSpec.model_fields}
+        urls = engine_keys.get("urls")
+        if isinstance(urls, Sequence):
+            engine_keys["urls"] = urls = list(urls)  # more may come
         build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
-        placement: Placement = LocalPlacement(build)
+        placement: Placement = LocalPlacement(build, urls if isinstance(urls, list) else None)
         if checked.placement == "ray":
             on_ray = import_module("fsm_rollout.engines.ray")  # Ray may not be installed
             options = on_ray.RayOptions(

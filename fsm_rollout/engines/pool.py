@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
-from anyio.from_thread import start_blocking_portal
-
-from fsm_rollout.concurrency.cancellation import being_cancelled, wait_for
+from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
@@ -79,12 +78,7 @@ class EnginePool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_anew()
         if placement.restarts:
-            try:
-                with start_blocking_portal() as portal:  # this may be called from within an event loop, or without any
-                    wait_for(portal.start_task_soon(self._lives.start))
-            except BaseException:
-                placement.close()
-                raise
+            self._lives.start_in_thread()
         windows = [replica.live.max_context for replica in self.replicas]
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
@@ -108,10 +102,7 @@ class EnginePool:
         return other and (self._lives.busy or bool(self._dispatches or self._engine_ids.tasks))
 
     def here(self) -> Replicas:
-        """Belong to the running event loop, and return the replicas, to give them orders.
-
-        What an earlier loop left under way has no listener any more.
-        """
+        """Belong to the running event loop (what an earlier one left has no listener), and return the replicas."""
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return self._lives
@@ -125,6 +116,14 @@ class EnginePool:
         if left_over:
             self._engine_ids.start(left_over.abort([*left_over]))
         return self._lives
+
+    async def add(self, url: str | None = None) -> str:
+        """Have one more replica, which is the server at ``url`` or is started here; return its name when it is up."""
+        return await self.here().add(url)
+
+    async def remove(self, name: str, within: float = math.inf) -> None:
+        """Have a replica leave; what it has not said ``within`` so many seconds goes on elsewhere, nothing lost."""
+        await self.here().remove(name, within)
 
     def _begin_anew(self) -> None:
         """Have no request."""
@@ -188,7 +187,7 @@ class EnginePool:
                 self._look_at(replica)
         if self._lives.looks:
             return
-        room, up = 0, self._lives.up
+        room, up = 0, self._lives.open
         for replica in up:
             # What an engine does that has nothing of ours says nothing of how much it can do.
             replica.allowed = replica.may_have(len(self.replicas) == 1) if replica.in_flight else FIRST
@@ -364,8 +363,8 @@ class EnginePool:
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:
         """Give a silent replica up."""
-        has = f"it has {replica.in_flight} request(s)"
-        self._lose(replica, replica.engine, f"{has} and said nothing for {seconds:.0f} s")
+        why = f"it has {replica.in_flight} request(s) and said nothing for {seconds:.0f} s"
+        self._lose(replica, replica.engine, why)
 
     def request_is_silent(self, pending: PendingRequest, seconds: float) -> None:
         """Give up a try for which nothing comes."""

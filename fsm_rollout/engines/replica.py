@@ -64,6 +64,10 @@ class Placement:
         source.check()
         return source
 
+    def admit(self, url: str | None) -> None:
+        """Have a place for one more replica, a server at ``url`` or one that is started; EngineError: there is none."""
+        raise EngineError("this pool is of one engine that was given; give an engine's spec to have replicas that come")
+
     def advice(self) -> str:
         """Say what may keep a replica from starting in time, and what to try."""
         return "give it more time with start_timeout"
@@ -73,12 +77,29 @@ class Placement:
 
 
 class LocalPlacement(Placement):
-    """Replicas in this process, each an engine that ``build`` makes from its name, in a thread."""
+    """Replicas in this process, each an engine that ``build`` makes from its name, in a thread.
+
+    Args:
+        build: makes one.
+        urls: those of the replicas, in the order of their numbers, where they are servers that others started;
+            ``build`` looks them up.
+    """
 
     restarts = True
 
-    def __init__(self, build: Callable[[str], TokenSource]) -> None:
-        self._build = build
+    def __init__(self, build: Callable[[str], TokenSource], urls: list[str] | None = None) -> None:
+        self._build, self._urls = build, urls
+
+    def admit(self, url: str | None) -> None:
+        """See :class:`Placement`."""
+        if (url is None) != (self._urls is None):
+            raise EngineError(
+                "replicas of this engine are started here, and have no url of their own"
+                if self._urls is None
+                else "a replica of this engine is a server that others started; say its url"
+            )
+        if self._urls is not None and url is not None:
+            self._urls.append(url)
 
     async def start(self, name: str) -> TokenSource:
         """Build a replica's engine."""
@@ -115,7 +136,9 @@ class PoolTimes:
 class Replica(ReplicaView):
     """One slot of a pool: an engine, and after its loss the engine that replaces it."""
 
-    state: Literal["starting", "up", "dead"] = "starting"
+    state: Literal["starting", "up", "dead", "left"] = "starting"
+    leaving: bool = False  # whether it is given nothing more
+    task: asyncio.Task[None] | None = None  # what starts it again
     engine: TokenSource | None = None
     process: Process | None = None  # the engine again, if it works in another process and so may be gone
     requests: int = 0  # sent to it

@@ -1,38 +1,37 @@
-"""The lives of a pool's replicas, and the orders that all of them follow.
+"""The lives of a pool's replicas: they start, come and go, are lost and come back, all with the same weights.
 
 Invariant: all replicas that are up have the same weights, version and hold (paused, asleep); one that starts again is
 brought there before it takes part. A replica is lost when its engine is gone, does not answer a ping in time, says
 nothing for too long while it has work, or could not follow an order that another one could. Every wait here is bounded
 by :class:`PoolTimes`, and the number of lives by ``restarts``.
-
-An order is a hold, new weights, or a release. One lock serves them all, and only the first reason to hold and the last
-to release reach the engines. An engine without the plane that an order is for is left alone: its owner cares for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+import math
+from contextlib import suppress
+from typing import Literal
 
 from anyio import CancelScope
+from anyio.from_thread import start_blocking_portal
 
-from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, failure_of, ping
+from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.engines.orders import Orders, first_of
+from fsm_rollout.engines.protocol import ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, ping
 from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, did_you_mean
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-Order = Literal["pause", "resume", "sleep", "wake"]
+LOOK_AGAIN = 0.05  # seconds between two looks whether a replica that leaves has ended what it had
 LOOK_WITHIN = 1.0  # seconds that the others have to answer when one is lost, before they are given what it had
 TELL_CLOSE_AFTER = 2.0  # seconds of closing after which the log says what is waited for
 TELL_START_AFTER = 15.0  # seconds of starting after which the log says what is waited for: large models take long
 
 
-class Replicas:
+class Replicas(Orders):
     """See the module.
 
     Args:
@@ -46,28 +45,24 @@ class Replicas:
     def __init__(
         self, placement: Placement, count: int, restarts: int, times: PoolTimes, holder: RequestHolder
     ) -> None:
-        self.placement, self.times = placement, times
+        super().__init__(placement, times, holder)
         self.all = [Replica(f"replica-{index}" if placement.restarts else "") for index in range(count)]
-        self.up: list[Replica] = []  # those that take part; a new list whenever that changes
-        self.held: set[str] = set()  # why nothing is sampled; empty: it is
+        self.open: list[Replica] = []  # those of them that are given requests
         self.looks = 0  # looks at the others that go on, because one has just been lost and more may have gone with it
-        self.fallen: EngineError | None = None  # the error when no replica will ever come back
         self.closed = False
         self._version = 0
-        self._restarts, self._holder = restarts, holder
+        self._restarts = restarts
         self._weights = PresentWeights()
         self._unfilled: list[Replica] = []  # those that live and wait for an update, as the present weights are gone
-        self._asleep = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         if not placement.restarts:
             self.all[0].live_on(placement.engine)
             self._move("up", *self.all)
 
-    def _move(self, state: Literal["starting", "up", "dead"], *replicas: Replica) -> None:
+    def _move(self, state: Literal["starting", "up", "dead", "left"], *replicas: Replica) -> None:
         for replica in replicas:
             replica.state = state
         self.up = [replica for replica in self.all if replica.state == "up"]
+        self.open = [replica for replica in self.up if not replica.leaving]
 
     @property
     def weight_version(self) -> int:
@@ -85,80 +80,13 @@ class Replicas:
         self._loop, self.looks = loop, 0
         self._tasks.clear()
         self._change = asyncio.Lock()
-        self._news = asyncio.Event()  # set whenever a replica comes or is given up, and when all wake
+        self._news = asyncio.Event()
         for replica in self.all:
             replica.begin(loop.time())
             if replica.state == "starting":
-                self._spawn(self._revive(replica))
+                replica.task = self._spawn(self._revive(replica))
         if self.placement.restarts:
             self._spawn(self._watch())
-
-    def _spawn(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        """Run something until it is done or the pool is closed."""
-        assert self._loop is not None
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    # -- orders -----------------------------------------------------------------------------------------------------
-
-    async def hold(self, reason: str) -> None:
-        """Have nothing sampled until every reason is taken back; EngineError if no replica can be held."""
-        await self._to_its_end(self._hold(reason))
-
-    async def release(self, reason: str) -> None:
-        """Take a reason back, and go on if it was the last."""
-        await self._to_its_end(self._release(reason))
-
-    async def _hold(self, reason: str) -> None:
-        first = not self.held
-        self.held.add(reason)
-        if first:
-            self._holder.hold_changed()
-            try:
-                await self._order("pause")
-            except BaseException:
-                self.held.discard(reason)
-                self._holder.hold_changed()
-                raise
-
-    async def _release(self, reason: str) -> None:
-        if self.held == {reason}:
-            try:
-                await self._order("resume")
-            finally:  # an engine that cannot be resumed has failed; time runs again all the same
-                self.held.clear()
-                self._holder.hold_changed()
-        self.held.discard(reason)
-
-    async def sleep(self) -> None:
-        """Have all give their memory back; they are held until :meth:`wake`."""
-        await self._to_its_end(self._sleep())
-
-    async def _sleep(self) -> None:
-        await self._hold("asleep")
-        self._asleep = True
-        await self._order("sleep")
-
-    async def wake(self) -> None:
-        """Have all be ready again, and go on unless they are held for another reason."""
-        await self._to_its_end(self._wake())
-
-    async def _wake(self) -> None:
-        self._asleep = False
-        self._news.set()
-        await self._order("wake")
-        await self._release("asleep")
-
-    async def _to_its_end(self, order: Coroutine[object, object, None]) -> None:
-        """Give an order after those before it; one that its caller gives up half-way would leave engines held."""
-
-        async def give() -> None:
-            async with self._change:
-                await order
-
-        await asyncio.shield(self._spawn(give()))
 
     async def update_weights(self, source: WeightSource, version: int | None) -> int:
         """Hold all, load weights everywhere, release; return the version.
@@ -206,7 +134,7 @@ class Replicas:
                 raise next(iter(failed.values()))
             lost = all(isinstance(error, ReplicaLost) for error in failed.values())
             kind = ReplicaLost if lost else EngineError
-            raise kind(f"no replica took the weights, so nothing has changed: {_first(failed)}")
+            raise kind(f"no replica took the weights, so nothing has changed: {first_of(failed)}")
         self._version = number
         if self.placement.restarts:
             self._weights = self._weights.with_update(source, number)
@@ -218,55 +146,16 @@ class Replicas:
             self.lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
         return number
 
-    async def _order(self, order: Order) -> None:
-        plane = WeightSink if order in ("pause", "resume") else Sleeper
-
-        async def give(engine: TokenSource) -> None:
-            if isinstance(engine, plane):
-                await getattr(engine, order)()
-
-        failed = await self._on_each(give, self.times.order)
-        for replica, error in failed.items():
-            self.lose(replica, replica.engine, f"could not {order}: {describe(error)}")
-        if failed and (self.fallen is not None or not self.placement.restarts):
-            # Replicas that start again are given the order.
-            raise EngineError(f"no replica could {order}: {_first(failed)}")
-        now = asyncio.get_running_loop().time()
-        for replica in self.up:
-            replica.last_active = now
-
-    async def _on_each(
-        self, ask: Callable[[TokenSource], Awaitable[object]], seconds: float
-    ) -> dict[Replica, Exception]:
-        """Ask all replicas that are up at once; return the errors of those that failed.
-
-        One whose state is not known afterwards (gone, no answer in time, no EngineError) is lost here.
-        """
-        lives = [(replica, replica.live) for replica in self.up]
-
-        async def in_time(engine: TokenSource) -> None:
-            async with asyncio.timeout(seconds):
-                await ask(engine)
-
-        results = await asyncio.gather(*(in_time(engine) for _, engine in lives), return_exceptions=True)
-        late = ReplicaLost(f"no answer within {seconds:g} s")
-        return self._failed(lives, [late if isinstance(result, TimeoutError) else result for result in results])
-
-    def _failed(
-        self, lives: Sequence[tuple[Replica, TokenSource]], results: Sequence[object]
-    ) -> dict[Replica, Exception]:
-        """Return the errors among the answers of replicas, and lose those whose state is not known."""
-        failed: dict[Replica, Exception] = {}
-        for (replica, engine), result in zip(lives, results, strict=True):
-            if isinstance(result, Exception):
-                if (failure := failure_of(engine)) is not None:
-                    result = ReplicaLost(str(failure))
-                failed[replica] = result
-                if isinstance(result, ReplicaLost) or not isinstance(result, EngineError):
-                    self.lose(replica, engine, describe(result), half=isinstance(result, HalfLoaded))
-        return failed
-
     # -- lives ------------------------------------------------------------------------------------------------------
+
+    def start_in_thread(self) -> None:
+        """Start all replicas, from within an event loop or without any; see :meth:`start`."""
+        try:
+            with start_blocking_portal() as portal:
+                wait_for(portal.start_task_soon(self.start))
+        except BaseException:
+            self.placement.close()
+            raise
 
     async def start(self) -> None:
         """Start all replicas; stop all if one fails, or if they do not serve the same model."""
@@ -342,7 +231,7 @@ class Replicas:
         replica.losses += not on_trial
         replica.restarts += not half
         if not self.closed:
-            self._spawn(self._revive(replica, half=half))
+            replica.task = self._spawn(self._revive(replica, half=half))
             if self.up:
                 self.looks += 1
                 self._spawn(self._look_at_others())
@@ -371,6 +260,9 @@ class Replicas:
         while True:
             if not half:
                 await replica.stop(self.times.order)
+                if replica.leaving:
+                    self._move("left", replica)
+                    return
                 if replica.losses > self._restarts or not self.placement.restarts:
                     break
                 await self._until(lambda: not self._asleep)  # others use its memory until then
@@ -391,11 +283,81 @@ class Replicas:
                 return
         self._move("dead", replica)
         logger.error("%s was lost %d times in a row and stays away: %s", replica.name, replica.losses, replica.cause)
-        if all(other.state == "dead" for other in self.all):
+        if all(other.state in ("dead", "left") for other in self.all):
             causes = "; ".join(f"{other.name}: {other.cause}" for other in self.all)
             self.fallen = EngineError(f"all {len(self.all)} replica(s) are lost for good: {causes}")
             self._holder.all_lost(self.fallen)
         self._news.set()
+
+    # -- coming and going -------------------------------------------------------------------------------------------
+
+    async def add(self, url: str | None) -> str:
+        """Start one more replica, or meet a server; it takes part with the weights and holds of the others.
+
+        Raises:
+            EngineError: there is no place for it, it does not start, or it is not of the same model.
+        """
+        self.placement.admit(url)
+        replica = Replica(f"replica-{len(self.all)}")
+        self.all.append(replica)
+        return await self._spawn(self._come(replica))
+
+    async def _come(self, replica: Replica) -> str:
+        models = {_model(other.engine) for other in self.all if other.engine is not None}
+        try:
+            await self._until(lambda: not self._asleep)  # others use its memory until then
+            await replica.open(self.placement, self.times.start)
+            if models and _model(replica.live) not in models:
+                raise EngineError(f"{replica.name} does not serve the same model: {_model(replica.live)}, not {models}")
+            if not self._weights.updates and replica.live.weight_version != self._version:
+                raise EngineError(
+                    f"{replica.name} has weights of version {replica.live.weight_version}, the others of "
+                    f"{self._version}, which did not come from here; load them into it"
+                )
+            await self._join(replica, False)
+        except BaseException:
+            self._move("left", replica)
+            with CancelScope(shield=True):
+                await replica.stop(self.times.order)
+            raise
+        logger.info("%s has come, with weights of version %d", replica.name, self.weight_version)
+        self._news.set()
+        self._holder.replicas_changed()
+        return replica.name
+
+    async def remove(self, name: str, within: float) -> None:
+        """Have a replica leave: it is given nothing more, and what it has not said in time goes on in others.
+
+        Raises:
+            EngineError: there is none of that name, or no other that stays.
+        """
+        staying = [replica for replica in self.all if replica.state in ("up", "starting") and not replica.leaving]
+        replica = next((replica for replica in staying if replica.name == name), None)
+        if replica is None:
+            names = [replica.name for replica in staying]
+            raise EngineError(f"there is no replica '{name}'{did_you_mean(name, names)}; there are {', '.join(names)}")
+        if len(staying) == 1:
+            raise EngineError(f"'{name}' is the only replica that would stay; add another one first")
+        # 1. It says what it has begun.
+        replica.leaving = True
+        self._move(replica.state, replica)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if math.isinf(within) else within):
+                while replica.in_flight and replica.state == "up":  # noqa: ASYNC110  # a drain is for seconds
+                    await asyncio.sleep(LOOK_AGAIN)
+        # 2. The rest goes on elsewhere, from the last token that it has said.
+        async with self._change:
+            if replica.state == "up" and replica.in_flight and isinstance(replica.live, WeightSink):
+                with suppress(Exception):  # it may be gone by now
+                    async with asyncio.timeout(self.times.order):
+                        await replica.live.pause()
+                await asyncio.sleep(0)  # what it had sampled is taken
+            if replica.task is not None:
+                replica.task.cancel()
+            self._move("left", replica)
+            self._holder.replica_lost(replica, "it was removed")
+        await replica.stop(self.times.order)
+        logger.info("%s has left", replica.name)
 
     async def _join(self, replica: Replica, held: bool) -> None:
         """Bring an engine, new or ``held``, to where the others are, and let it take part."""
@@ -439,12 +401,7 @@ class Replicas:
             for replica, error in failed.items():
                 self.lose(replica, replica.engine, f"it does not answer: {describe(error)}")
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self._news.clear()
-            await self._news.wait()
 
-
-def _first(failed: Mapping[Replica, Exception]) -> str:
-    replica, error = next(iter(failed.items()))
-    return f"{replica.name}: {describe(error)}"
+def _model(engine: TokenSource) -> tuple[object, ...]:
+    """Return what tells an engine's model from others."""
+    return engine.max_context, *sorted(engine.eos_ids)

@@ -204,3 +204,33 @@ def test_a_trainer_that_loads_them_by_its_own_means_finds_them_held(pool: Engine
         await engine.aclose()
 
     asyncio.run(main())
+
+
+def test_servers_come_and_go_while_requests_run_and_no_token_is_lost(pool: EnginePool) -> None:
+    """Last, as another server is there afterwards."""
+
+    async def main() -> None:
+        pool.here()
+        client = EngineClient(pool)
+        version = await client.update_weights(fr.Tensors(Counted("early"), bucket_bytes=BUCKET))
+        asked = [
+            client.submit(request(pool.replicas[0].live, next(names), number, 400, temperature=0.7, ignore_eos=True))
+            for number in range(4)
+        ]
+        async with asyncio.timeout(PATIENCE):
+            while any(len(pending.ids) < 20 for pending in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            _, come = await asyncio.gather(pool.remove("replica-0", within=0.0), pool.add())
+            for pending in asked:
+                await pending.done.wait()
+        assert [replica.state for replica in pool.replicas] == ["left", "up", "up"]
+        for pending in asked:
+            assert (pending.finish_reason, len(pending.ids), pending.versions) == ("length", 400, [(400, version)])
+            got = Got(pending.request, [Chunk("", pending.ids, pending.logprobs, version)])
+            assert worst(got, {version: "early"}) < CLOSE
+        (got,) = await ask(pool.replicas[2].live, request(pool.replicas[2].live, next(names), 1, 24))
+        assert (come, got.versions[0]) == ("replica-2", version)
+        assert worst(got, {version: "early"}) < CLOSE
+        await client.drain()
+
+    asyncio.run(main())

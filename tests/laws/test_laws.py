@@ -119,17 +119,21 @@ def test_results_do_not_depend_on_the_schedule(case: tuple[AgentGraph, Plan], wo
 KILLS = st.builds(
     Fault, at=st.sampled_from([0.05, 0.55, 1.05, 2.55]), kind=st.just("kill_replica"), target=st.integers(0, 2)
 )
-CHANGES = st.builds(Fault, at=st.sampled_from([0.0, 0.1, 0.5, 1.0]), kind=st.sampled_from(["update_weights", "pause"]))
+CHANGES = st.builds(
+    Fault,
+    at=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    kind=st.sampled_from(["update_weights", "pause", "add_replica", "remove_replica"]),
+    target=st.integers(0, 3),
+    seconds=st.sampled_from([1.0, 0.0, 0.3]),
+)
 
 
 @given(
     drawn(agents(), failures=False, faults=False),
-    st.tuples(st.lists(KILLS, min_size=1, max_size=3), st.lists(CHANGES, max_size=2)).map(
-        lambda two: (*two[0], *two[1])
-    ),
+    st.tuples(st.lists(KILLS, max_size=3), st.lists(CHANGES, max_size=4)).map(lambda two: (*two[0], *two[1])),
     st.integers(1, 3),
 )
-def test_results_do_not_depend_on_which_replicas_are_lost(
+def test_results_do_not_depend_on_which_replicas_come_leave_and_are_lost(
     case: tuple[AgentGraph, Plan], faults: tuple[Fault, ...], replicas: int
 ) -> None:
     """Laws 4, 6 and 8: what a lost replica had goes on elsewhere, each token with the weights that sampled it."""

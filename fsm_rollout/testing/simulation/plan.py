@@ -62,9 +62,15 @@ class Fault(StrictModel):
     """Something done to the run from outside, at a moment of the virtual clock."""
 
     at: Moment
-    kind: Literal["cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica"]
+    kind: Literal[
+        "cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica", "add_replica", "remove_replica"
+    ]
     target: int = Field(0, ge=0, description="the number of the trajectory or of the replica")
-    seconds: Moment = Field(1.0, description="how long a `pause` lasts; timeouts of visits do not count it")
+    seconds: Moment = Field(
+        1.0,
+        description="how long a `pause` lasts (timeouts of visits do not count it), or what a replica that is removed "
+        "has to end what it has",
+    )
 
 
 class Schedule(StrictModel):

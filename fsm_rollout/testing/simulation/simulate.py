@@ -26,6 +26,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.resume import History
@@ -324,6 +325,12 @@ async def _interfere(result: Simulation, scheduler: Scheduler, fault: Fault) -> 
                 await engine.abort([r.request_id for r in requests if r.trajectory_id == trajectory_id])
         case "kill_replica":
             result.replicas.kill(fault.target)
+        case "add_replica":
+            await policy.pool.add()
+        case "remove_replica":
+            staying = [replica.name for replica in policy.pool.replicas if not replica.leaving]
+            with suppress(EngineError):  # it is the only one
+                await policy.pool.remove(staying[fault.target % len(staying)], fault.seconds)
 
 
 def without_clocks(graph: AgentGraph) -> AgentGraph:

@@ -111,7 +111,19 @@ def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchS
     fault = st.builds(
         Fault,
         at=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False),
-        kind=st.sampled_from(["cancel", "update_weights", "suspend", "pause", "abort", "kill_replica", "stop"]),
+        kind=st.sampled_from(
+            [
+                "cancel",
+                "update_weights",
+                "suspend",
+                "pause",
+                "abort",
+                "kill_replica",
+                "add_replica",
+                "remove_replica",
+                "stop",
+            ]
+        ),
         target=st.integers(0, max(0, trajectories - 1)),
         seconds=st.sampled_from([1.0, 0.1, 700.0]),
     )

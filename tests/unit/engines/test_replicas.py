@@ -14,7 +14,7 @@ import torch
 from fsm_rollout.engines import replicas as replicas_module
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Engine
-from fsm_rollout.engines.replica import LocalPlacement
+from fsm_rollout.engines.replica import LocalPlacement, Placement
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError
@@ -481,3 +481,89 @@ def test_an_order_that_its_caller_gives_up_holds_nobody_for_good(before: str, or
         assert engine._asleep
 
     run(engine, body, sleeps=True)
+
+
+# -- coming and going ------------------------------------------------------------------------------------------------
+
+
+@pooled()
+async def test_a_replica_that_comes_has_the_weights_and_the_holds_of_the_others(
+    client: EngineClient, place: Place
+) -> None:
+    await client.update_weights("new", 7)
+    await client.pause()
+    assert await client.pool.add() == "replica-1"
+    asked = soon(client, *map(str, range(40)))
+    await asyncio.sleep(100)
+    assert not asked.done()
+    await client.resume()
+    for answer in await asked:
+        right(answer)
+        assert {version for _, version in answer.versions} == {7}
+    assert place.asked == [20, 20]
+    assert await client.update_weights({}) == 8
+    assert [life.weight_version for life in place.all] == [8, 8]
+
+
+@pytest.mark.parametrize(("within", "stays"), [(1e9, True), (float("inf"), True), (2.5, False), (0.0, False)])
+@pooled(2, router=LeastLoadedRouter())
+async def test_one_that_leaves_ends_what_it_has_or_others_go_on_from_its_last_token(
+    client: EngineClient, place: Place, within: float, stays: bool
+) -> None:
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(2.5)
+    leaving = asyncio.create_task(client.pool.remove("replica-0", within))
+    await asyncio.sleep(0)
+    later = await answers(client, "later")
+    for answer in [*await asked, *later]:
+        right(answer)
+    await leaving
+    assert states(client) == ["left", "up"]
+    assert place.last().stopped
+    said = sum(stats.tokens for stats in client.pool.replicas)
+    assert said == sum(len(answer.ids) for answer in [*await asked, *later]), "no token was sampled twice"
+    assert place.asked == ([2, 3] if stays else [2, 5])
+    assert "later" not in [request.request_id for request in place.last().asked]
+    await asyncio.sleep(NOTICED)
+    assert len(place.all) == 2, "nobody starts it again"
+
+
+@pooled(2)
+async def test_one_that_is_lost_while_it_leaves_is_not_started_again(client: EngineClient, place: Place) -> None:
+    asked = soon(client, *map(str, range(40)))
+    await asyncio.sleep(1.5)
+    leaving = asyncio.create_task(client.pool.remove("replica-0"))
+    await asyncio.sleep(0.1)
+    place.last().die()
+    for answer in await asked:
+        right(answer)
+    await leaving
+    assert (states(client), len(place.all)) == (["left", "up"], 2)
+
+
+@pooled(2)
+async def test_who_cannot_come_or_leave_is_told_why(client: EngineClient, place: Place) -> None:
+    pool = client.pool
+    for call, message in {
+        lambda: pool.remove("replica-3"): "no replica 'replica-3'; did you mean 'replica-",
+        lambda: pool.add("http://there:30000"): "are started here, and have no url of their own",
+    }.items():
+        with pytest.raises(EngineError, match=message):
+            await call()
+    for placement, message in {
+        Placement(Fragile()): "of one engine that was given; give an engine's spec",
+        LocalPlacement(lambda name: Fragile(), []): "is a server that others started; say its url",
+    }.items():
+        with pytest.raises(EngineError, match=message):
+            placement.admit(None)
+    await pool.remove("replica-1")
+    with pytest.raises(EngineError, match="'replica-0' is the only replica that would stay"):
+        await pool.remove("replica-0")
+    place.build = lambda name: Fragile(max_context=99)
+    with pytest.raises(EngineError, match="replica-2 does not serve the same model"):
+        await pool.add()
+    place.failing_starts = 1
+    with pytest.raises(EngineError, match="no memory left"):
+        await pool.add()
+    assert states(client) == ["up", "left", "left", "left"]
+    await answers(client, "a")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.http import link as http_link
 from fsm_rollout.engines.openai.engine import OpenAIEngine
@@ -307,6 +308,22 @@ async def test_a_server_that_comes_back_with_its_first_weights_gets_ours_before_
     assert second.loaded == [(str(folder.resolve()), "1")]
     await pool.aclose()
     second.stop()
+
+
+async def test_another_server_joins_a_pool_of_servers_with_the_weights_of_the_first(server: SGLangStandIn) -> None:
+    pool, other = build_engine({"kind": "sglang_http", "urls": [server.url]}, Path()), SGLangStandIn()
+    client = EngineClient(pool)
+    await client.update_weights(embedded_model("early"))
+    await client.update_weights(TENSORS)
+    assert await pool.add(other.url) == "replica-1"
+    assert (other.loaded, other.label) == ([(str(embedded_model("early").resolve()), "1")], "2")
+    assert torch.equal(other.tensors[NORM], TENSORS[NORM])
+    await pool.remove("replica-0")
+    asked = client.submit(request("a"))
+    await asked.done.wait()
+    assert (asked.ids.tolist(), asked.versions, asked.replica) == ([EARLY] * 4, [(4, 2)], "replica-1")
+    await pool.aclose()
+    other.stop()
 
 
 def saved(processor: Any, folder: Path) -> None:
