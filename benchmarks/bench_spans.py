@@ -1,12 +1,12 @@
-"""What tracing costs: ``python benchmarks/bench_spans.py [--trajectories 2000] [--export 10000]``.
+"""What tracing costs: ``python benchmarks/bench_spans.py [--trajectories 400] [--export 10000]``.
 
 An agent with a tool runs on a scripted engine, each trajectory three generations and two calls, untraced and traced,
 and its spans go to a server in a process of its own, which reads and forgets them. Printed are, of this process:
 
 - microseconds of CPU time for each span, apart: folding events and making spans (on the event loop), encoding them (in
   the exporter's thread), and the metrics of each generation;
-- the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced: the least of
-  several, in turns;
+- the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced: the median
+  of several pairs;
 - how long it takes to send the spans of so many trajectories later, from the journal.
 """
 
@@ -20,9 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 import fsm_rollout as fr
@@ -30,6 +30,7 @@ from fsm_rollout.jobs.export_spans import send_spans
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
 from fsm_rollout.report.metrics import RunMetrics
+from fsm_rollout.report.otlp import encoded
 from fsm_rollout.report.telemetry import SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.trajectory.events import AnyEvent, Generated
@@ -85,9 +86,9 @@ def of_each(work: Callable[[], object], number: int) -> float:
 def main() -> None:
     """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=2000)
+    parser.add_argument("--trajectories", type=int, default=400)
     parser.add_argument("--export", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     tokenizer, heard = load_tokenizer(embedded_model()), list[tuple[Trajectory, AnyEvent]]()
     # 1. A span, a generation.
@@ -101,27 +102,26 @@ def main() -> None:
     listen(TracedRun(maker, spans.append))
     made = of_each(lambda: listen(TracedRun(maker, lambda span: None)), len(spans))
     batches: Sequence[Any] = [spans[start : start + 512] for start in range(0, len(spans), 512)]
-    encoded = of_each(lambda: [encode_spans(batch).SerializePartialToString() for batch in batches], len(spans))
+    written = of_each(lambda: [encoded(batch) for batch in batches], len(spans))
     generations = sum(isinstance(event, Generated) for _, event in heard)
     counted = of_each(lambda: listen(RunMetrics({})), generations)
-    print(f"a span: made in {made:.1f} µs, encoded in {encoded:.1f} µs; {len(spans) / generations:.1f} a generation")
+    print(f"a span: made in {made:.1f} µs, encoded in {written:.1f} µs; {len(spans) / generations:.1f} a generation")
     print(f"metrics of a generation, and what belongs to it: {counted:.1f} µs")
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        # 2. Runs, in turns, so that a machine's moods meet all alike.
-        count, share = arguments.trajectories, {"1 of 20": 0.05, "all": 1.0}
+        # 2. Runs, in turns: each is compared with the untraced one beside it, so a machine's moods meet both.
+        count, share = arguments.trajectories, {"none": 0.0, "1 of 20": 0.05, "all": 1.0}
         run(count, tokenizer, tracing=False)
-        plain, traced = list[float](), {name: list[float]() for name in share}
+        plain, more = list[float](), {name: list[float]() for name in share}
         for _ in range(arguments.rounds):
-            plain.append(run(count, tokenizer, tracing=False))
             for name, sample in share.items():
-                traced[name].append(run(count, tokenizer, tracing={"endpoint": endpoint, "sample": sample}))
+                plain.append(run(count, tokenizer, tracing=False))
+                more[name].append(run(count, tokenizer, tracing={"endpoint": endpoint, "sample": sample}) - plain[-1])
         each = 1e6 / count / len(TURNS)
-        print(f"a run untraced: {min(plain) * each:.0f} µs of CPU time for each generation")
-        for name, seconds in traced.items():
-            more, ratio = (min(seconds) - min(plain)) * each, min(seconds) / min(plain) - 1
-            print(f"traced, {name}: {more:.0f} µs more ({ratio:+.1%})")
+        print(f"a run untraced: {median(plain) * each:.0f} µs of CPU time for each generation")
+        for name, seconds in more.items():
+            print(f"traced, {name}: {median(seconds) * each:.0f} µs more ({median(seconds) / median(plain):+.1%})")
         # 3. Later.
         with tempfile.TemporaryDirectory() as folder:
             with Journal(Path(folder) / "journal.sqlite") as journal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def send_spans(
         # The folder may come from elsewhere, and these may hold secrets of the present environment.
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
-    made, where = (make_exporter or tracer.exporter_of)(tracing)
+    made, where = (make_exporter or partial(tracer.exporter_of, later=True))(tracing)
     exporter = tracer.silent(made)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
     # 2. Its spans; that of the run comes last.

@@ -79,7 +79,8 @@ class RunMetrics:
         # Of a histogram the sum of all values, then a count for each bucket; else the value alone.
         self.values: dict[Metric, dict[Labels, list[float]]] = {metric: {} for metric in METRICS}
         self._active: set[str] = set()  # the trajectories under way
-        self._of_engine: dict[str, Labels] = {}
+        # The series of generations by engine, agent and whether they were aborted: most of what is counted goes there.
+        self._generations: dict[tuple[str, str, bool], list[list[float]]] = {}
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in an event that was recorded."""
@@ -89,29 +90,36 @@ class RunMetrics:
 
     def add(self, metric: Metric, value: float, labels: Labels) -> None:
         """Add a value to a counter, a gauge or a histogram."""
+        _add(self._series(metric, labels), value, metric.bounds)
+
+    def _series(self, metric: Metric, labels: Labels) -> list[float]:
+        """Return the numbers of a series, which are 0 at first."""
         series = self.values[metric]
         numbers = series.get(labels)
         if numbers is None:
             numbers = series[labels] = [0.0] * (len(metric.bounds) + 2 if metric.bounds else 1)
-        numbers[0] += value
-        if metric.bounds:
-            numbers[1 + bisect_left(metric.bounds, value)] += 1
+        return numbers
 
     def _chat(self, engine: str) -> Labels:
-        if engine not in self._of_engine:
-            self._of_engine[engine] = "chat", self._kinds.get(engine, "fsm_rollout"), self._models.get(engine, engine)
-        return self._of_engine[engine]
+        return "chat", self._kinds.get(engine, "fsm_rollout"), self._models.get(engine, engine)
 
     def _generated(self, trajectory: Trajectory, event: events.Generated) -> None:
         stream, tokens = trajectory.open_streams.get(event.context), len(event.ids)
-        engine = "policy" if stream is None else stream.engine
-        chat = self._chat(engine)
-        self.add(DURATION, event.seconds, (*chat, "abort" if event.finish_reason == FinishReason.ABORT else ""))
+        engine, aborted = "policy" if stream is None else stream.engine, event.finish_reason == FinishReason.ABORT
+        found = self._generations.get((engine, trajectory.agent, aborted))
+        if found is None:
+            chat = self._chat(engine)
+            labels = (*chat, "abort" if aborted else ""), (*chat, "output"), (*chat, "input"), (engine,)
+            found = [*map(self._series, (DURATION, USAGE, USAGE, QUEUED), labels)]
+            found.append(self._series(SAMPLED, (trajectory.agent,)))
+            self._generations[engine, trajectory.agent, aborted] = found
+        took, written, read, queued, sampled = found
+        _add(took, event.seconds, SECONDS)
+        _add(written, tokens, TOKENS)
         if stream is not None:
-            self.add(USAGE, stream.tokens.length - tokens, (*chat, "input"))
-        self.add(USAGE, tokens, (*chat, "output"))
-        self.add(QUEUED, event.queue_seconds, (engine,))
-        self.add(SAMPLED, tokens, (trajectory.agent,))
+            _add(read, stream.tokens.length - tokens, TOKENS)
+        _add(queued, event.queue_seconds, SECONDS)
+        sampled[0] += tokens
         if event.versions:
             self.values[VERSION][engine,] = [event.versions[-1][1]]
 
@@ -143,6 +151,12 @@ class RunMetrics:
     def _scored(self, trajectory: Trajectory, event: events.Scored) -> None:
         if event.turn is None:
             self.add(SCORE, event.value, (trajectory.agent,))
+
+
+def _add(numbers: list[float], value: float, bounds: tuple[float, ...]) -> None:
+    numbers[0] += value
+    if bounds:
+        numbers[1 + bisect_left(bounds, value)] += 1
 
 
 _TAKE: dict[type, Callable[[RunMetrics, Trajectory, Any], None]] = {

@@ -52,6 +52,8 @@ class Destination:
     resource: Mapping[str, str] = field(default_factory=dict)
     metrics: str | None = None
     """Where metrics go; empty: where the variables say; ``None``: nowhere."""
+    trackio: str | None = None
+    """The project of trackio's that takes the spans, in this process or at ``endpoint``, instead of a collector."""
 
 
 class Wandb:
@@ -139,6 +141,11 @@ class Trackio(Wandb):
         defaults: dict[str, Any] = {"project": "fsm-rollout", "name": name, "config": dict(config), "embed": False}
         self._run = trackio.init(**defaults | keys)
 
+    @staticmethod
+    def collector(project: str | None) -> Destination:
+        """Return the project that takes spans; it needs no server."""
+        return Destination("", trackio=project or "fsm-rollout")
+
 
 class Phoenix:
     """Phoenix, where ``PHOENIX_COLLECTOR_ENDPOINT`` says."""
@@ -196,7 +203,7 @@ class Tracing(StrictModel):
         default_factory=dict, description="sent with each request; `$NAME` is read from the environment"
     )
     project: str | None = Field(
-        None, description="where `use` puts them: an experiment's number (mlflow), a project's name (phoenix, weave)"
+        None, description="where `use` puts them: an experiment's number (mlflow), else a project's name"
     )
     experiment: str | None = Field(
         None, description="what each trajectory says as `experiment_name`; default: the name of the run's folder"
@@ -240,6 +247,8 @@ class Tracing(StrictModel):
             known = f"; '{self.use}' takes figures: write it under `track`" if self.use in TRACKERS else hint
             raise ConfigError(f"tracing: '{self.use}' takes no spans{known}; any collector is `endpoint: http://…`")
         endpoint = self.endpoint or found.endpoint
+        if found.trackio is not None:
+            return Destination(endpoint, trackio=found.trackio)
         if self.endpoint is not None and not re.fullmatch(r".+//[^/]+/.+", self.endpoint):
             endpoint = f"{self.endpoint.rstrip('/')}/v1/traces"
         metrics = None if self.use is not None else _metrics_beside(endpoint)

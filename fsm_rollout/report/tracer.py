@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
+from fsm_rollout.report.otlp import SpansToCollector
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
+from fsm_rollout.report.trackio_spans import SpansToTrackio
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
-from fsm_rollout.trajectory.trace_ids import TraceIds
+from fsm_rollout.trajectory.trace_ids import TraceIds, root_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -93,11 +95,19 @@ class Tracer:
             meter.close()
 
 
-def exporter_of(tracing: Tracing) -> tuple[SpanExporter, str]:
-    """Return what sends spans by OTLP over HTTP, and where to; ConfigError: nothing says where."""
+def exporter_of(tracing: Tracing, *, later: bool = False) -> tuple[SpanExporter, str]:
+    """Return what sends spans, and where to; ``later``: those of a whole run, in one go.
+
+    Raises:
+        ConfigError: nothing says where, or a package is not installed.
+    """
     to = tracing.destination()
-    exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=_seconds("TRACES"))
-    return exporter, to.endpoint or "its collector"
+    if to.trackio is None:
+        return SpansToCollector(to.endpoint or None, to.headers, _seconds("TRACES")), to.endpoint or "its collector"
+    try:
+        return SpansToTrackio(to.trackio, to.endpoint or None, later=later), f"trackio's project '{to.trackio}'"
+    except ImportError as error:
+        raise ConfigError("tracing: trackio is not installed: pip install trackio") from error
 
 
 def silent(exporter: SpanExporter) -> Spans:
@@ -161,14 +171,15 @@ class TracedRun:
 
     def _begun(self, trajectory: Trajectory, event: AnyEvent) -> TracedTrajectory | None:
         """Return what traces a trajectory that begins or, begun by another process, goes on; `None`: nobody does."""
+        if type(event) is not Prompted and (self._history is None or type(event) is not Resumed):
+            return None
         ids, trajectory_id = self.maker.ids, trajectory.trajectory_id
-        if not ids.sampled(ids.of(trajectory.group_id, trajectory_id).trace_id):
+        if not ids.sampled(ids.trace(root_of(trajectory.group_id, trajectory_id))):
             return None
         if isinstance(event, Prompted):
             self._known[trajectory_id] = self.maker.begin(event)
             return None
-        if self._history is None or not isinstance(event, Resumed):
-            return None
+        assert self._history is not None
         first, *history = self._history(trajectory_id)
         assert isinstance(first, Prompted)
         traced = self._known[trajectory_id] = self.maker.begin(first)

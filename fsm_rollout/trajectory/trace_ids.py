@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fsm_rollout.trajectory.events import Called, Resumed
 
@@ -55,8 +55,7 @@ class TraceIds:
         return TrajectoryTrace(self, trajectory_id, trace_id, unrecorded)
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryTrace:
+class TrajectoryTrace(NamedTuple):  # quickly made: each trajectory has one, also those that are not recorded
     """How the spans of one trajectory are called."""
 
     ids: TraceIds
@@ -131,28 +130,41 @@ async def within(parent: str, work: Awaitable[T]) -> T:
 class inside:  # noqa: N801  # used as a function
     """Runs code in the span of a ``traceparent`` (empty: in none); what it begins of its own is below that one."""
 
-    __slots__ = ("_leave", "_parent", "_token")
+    __slots__ = ("_attached", "_parent", "_token")
 
     def __init__(self, parent: str) -> None:
         self._parent = parent
 
     def __enter__(self) -> None:
         if self._parent:
-            self._token, self._leave = traceparent.set(self._parent), _attach(self._parent)
+            self._token, library = traceparent.set(self._parent), _opentelemetry()
+            if library is not None:
+                self._attached = library.attach(library.within(_span_of(self._parent)))
 
     def __exit__(self, *_: object) -> None:
         if self._parent:
-            self._leave()
+            library = _opentelemetry()
+            if library is not None:
+                library.detach(self._attached)
             traceparent.reset(self._token)
 
 
-def _attach(parent: str) -> Callable[[], None]:
-    """Make a span the present one for OpenTelemetry, if it is here; return what takes that back."""
+class _Library(NamedTuple):
+    """What of OpenTelemetry makes a span the present one."""
+
+    attach: Callable[[Any], Any]
+    detach: Callable[[Any], None]
+    within: Callable[[Span], Any]
+
+
+@cache
+def _opentelemetry() -> _Library | None:
+    """Return it, if it is here; else no code here can begin a span."""
     try:
         from opentelemetry import context, trace
-    except ImportError:  # then no code here can begin a span
-        return lambda: None
-    return partial(context.detach, context.attach(trace.set_span_in_context(_span_of(parent))))
+    except ImportError:
+        return None
+    return _Library(context.attach, context.detach, trace.set_span_in_context)
 
 
 @lru_cache(maxsize=1024)  # all tries of a trajectory that is not recorded run in one
