@@ -49,6 +49,13 @@ def is_long(trajectory: object) -> int:
     return 2
 
 
+def calls_so_far(trajectory: Trajectory) -> float | None:
+    """A score of a state."""
+    if "broken" in trajectory.text:
+        raise KeyError("broken")
+    return float(trajectory.calls_seen) or None
+
+
 def exceeds(trajectory: object, argument: int) -> bool:
     """Compare the argument alone."""
     return argument > 1

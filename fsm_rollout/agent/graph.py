@@ -75,9 +75,7 @@ class Context(StrictModel):
         "the token (`allow`), or fails the trajectory (`raise`)",
     )
     engine: Name = Field(POLICY, description="which engine of the run samples here, by name")
-    trainable: bool | None = Field(
-        None, description="whether sampled tokens are trained on; default: in the policy's contexts they are"
-    )
+    trainable: bool | None = Field(None, description="whether sampled tokens are trained on; default: the policy's are")
 
     @property
     def trained(self) -> bool:
@@ -217,6 +215,7 @@ class StateSpec(StrictModel):
     max_visits: AtLeastOne | None = Field(
         None, description="how often a trajectory may visit the state; one visit more raises `limit_reached`"
     )
+    score: ImportPath | None = Field(None, description="the function that says how good things stand after a visit")
     on_error: Name | None = Field(
         None, description="the state after a failure here; short for a last transition for `failed`"
     )

@@ -16,14 +16,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transitions
+from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate
 from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.limits import LIMITS
-from fsm_rollout.agent.predicates import compile_predicate
+from fsm_rollout.agent.predicates import compile_predicate, score_function
 from fsm_rollout.errors import RolloutError, describe
-from fsm_rollout.trajectory.enums import Trigger, routing_key
-from fsm_rollout.trajectory.events import AnyEvent, Transitioned
+from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS, Trigger, routing_key
+from fsm_rollout.trajectory.events import AnyEvent, Transitioned, as_score
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -64,6 +65,7 @@ class AgentTransition(transitions.Transition):
             stop_reason=(self.stop_reason or outcome.stop_reason) if self.final else None,
             row=self.index,
             # A limit or timeout that the user's own transition takes is no failure.
+            score=outcome.score,
             failure=outcome.failure if self.index is None or outcome.trigger == Trigger.FAILED else None,
         )
         emit(fired)
@@ -80,6 +82,10 @@ class AgentMachine(transitions.Machine):
         # The limit that each working state's handler is charged for on entry.
         self.spends: Mapping[str, str | None] = {
             state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
+        }
+        # What scores the states that have a `score`.
+        self.scores = {
+            state: score_function(path) for state in graph.working_states if (path := graph.states[state].score)
         }
         # The limits that may be routed: those that the agent sets, or that hold without being set.
         self._limits = {n for n, limit in LIMITS.items() if limit.implied or getattr(graph.limits, n) is not None}
@@ -98,6 +104,19 @@ class AgentMachine(transitions.Machine):
                 stop_reason=(row and row.stop_reason)
                 or (None if trigger in (Trigger.FAILED, Trigger.LIMIT_REACHED) else Outcome(trigger).stop_reason),
             )
+
+    def scored(self, trajectory: Trajectory, outcome: Outcome) -> Outcome:
+        """Return a visit's outcome with what its state's ``score`` says; one that raises, or gives no number, fails."""
+        if outcome.trigger in SCHEDULERS_TRIGGERS:
+            return outcome
+        try:
+            value = self.scores[trajectory.state](trajectory)
+            return replace(outcome, score=as_score(value, f"the score of state '{trajectory.state}'"))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as of predicates
+            detail = f"score '{self.graph.states[trajectory.state].score}': {describe(error)}"
+            return Outcome(Trigger.FAILED, error="ScoreFailed", detail=detail)
 
     def _condition(self, predicate: Predicate) -> Callable[..., bool]:
         holds = compile_predicate(predicate, self.graph)

@@ -72,12 +72,24 @@ def _wrong_argument(name: str, argument: object) -> ConfigError:
     return ConfigError(f"predicate '{name}' takes {PREDICATES[name].argument or 'no argument'}, got {shown_argument}")
 
 
+def score_function(path: str) -> Callable[[Trajectory], object]:
+    """Return the function that scores a state; ConfigError if there is none, or none of a trajectory alone."""
+    return _plain_function("score", path, None)
+
+
 def _own_function(path: str, argument: object) -> Condition:
+    function = _plain_function("predicate", path, argument)
+    arguments = () if argument is None else (argument,)
+    return lambda trajectory, outcome: bool(function(trajectory, *arguments))
+
+
+def _plain_function(what: str, path: str, argument: object) -> Callable[..., object]:
     function = load_object(path)
     if not callable(function):
-        raise ConfigError(f"predicate '{path}' is a {type(function).__name__}; it must be a function")
+        raise ConfigError(f"{what} '{path}' is a {type(function).__name__}; it must be a function")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise ConfigError(f"predicate '{path}' is async, so it would always hold; make it a plain `def`")
+        always = ", so it would always hold" if what == "predicate" else ""
+        raise ConfigError(f"{what} '{path}' is async{always}; make it a plain `def`")
     arguments = () if argument is None else (argument,)
     try:
         signature = inspect.signature(function)
@@ -88,11 +100,11 @@ def _own_function(path: str, argument: object) -> Condition:
             signature.bind(None, *arguments)
     except TypeError as error:
         got = "the trajectory alone" if argument is None else f"the trajectory and {argument!r}"
+        written = f"; an argument is written as `{{{path}: …}}`" if what == "predicate" else ""
         raise ConfigError(
-            f"predicate '{path}' is called with {got}, which does not fit its signature {signature}: {error}; an "
-            f"argument is written as `{{{path}: …}}`"
+            f"{what} '{path}' is called with {got}, which does not fit its signature {signature}: {error}{written}"
         ) from None
-    return lambda trajectory, outcome: bool(function(trajectory, *arguments))
+    return function
 
 
 @_predicate("the latest turn tried to call a tool")

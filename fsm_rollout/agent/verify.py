@@ -19,7 +19,7 @@ those about paths are left out while names are wrong, because what follows from 
 | 11 | a state that waits, with nothing to end the wait |
 | 12 | a predicate's argument |
 | 13 | a ``stop_reason`` on a transition that does not end the trajectory |
-| 14 | a tool whose schema cannot be built, an interaction that cannot be imported |
+| 14 | a tool whose schema cannot be built, an interaction or a state's score that cannot be imported |
 | 15 | a context of an untrained engine that is to be trained |
 | 16 | a key that means nothing to the state's handler, or one that it needs |
 | 17 | a final state that does things, or that transitions leave |

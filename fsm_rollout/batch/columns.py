@@ -72,7 +72,7 @@ COLUMNS: Mapping[str, Column] = {
             Column(name, Along.ROWS, None, name)
             for name in (
                 "group_id", "trajectory_id", "stream", "shares", "context", "agent", "stop_reason", "failure",
-                "num_turns", "sampling", "sampling_mask", "metrics", "turn_scores", "tool_rewards",
+                "num_turns", "sampling", "sampling_mask", "metrics", "turn_scores", "state_scores", "tool_rewards",
                 "tool_reward_turns", "reward_parts", "extra", "media",  # the last is left out where no row has pictures
             )
         ),

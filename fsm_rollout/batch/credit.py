@@ -35,6 +35,8 @@ class Course:
     """The state that each was said in."""
     rewards: Sequence[float]
     """What each turn was given, by scores of turns and by tools; the last has the trajectory's score too."""
+    values: Sequence[float | None]
+    """The latest score of a state before each turn; ``None``: there was none yet."""
     missing: bool
     """Whether its score is missing, so that nothing is learned of it."""
 
@@ -71,9 +73,10 @@ def courses_of(rows: Sequence[TrainingRow], tool_rewards: float) -> dict[str, Co
             rewards[max(0, sum(other <= turn for other in turns) - 1)] += value
         rewards[-1] += first.score or 0.0
         missing = any(math.isnan(value) for row in own for value in row.scores.tolist())
-        courses[name] = Course(
-            first.group_id, first.sample, first.agent, turns, [states[turn] for turn in turns], rewards, missing
-        )
+        scored = first.state_scores[::-1]
+        values = [next((value for _, value, by in scored if by <= turn), None) for turn in turns]
+        of_turns = [states[turn] for turn in turns]
+        courses[name] = Course(first.group_id, first.sample, first.agent, turns, of_turns, rewards, values, missing)
     return courses
 
 
@@ -84,11 +87,12 @@ def turn_advantages(
     *,
     gamma: float,
     lam: float,
-    values: Mapping[tuple[str, int], float],
+    values: Mapping[tuple[str, int], float] | None,
 ) -> dict[tuple[str, int], float]:
     """Return the advantage of each turn by trajectory and generation; NaN where the trajectory's score is missing.
 
-    ``values`` are a critic's, of the same turns, for ``gae``. A sample that has no turn counts by its score.
+    ``values``, for ``gae``, are a critic's of the same turns; ``None``: scores of states, and before the first of them
+    what the others came to. A sample that has no turn counts by its score.
     """
     # 1. What each scored sample of a group came to: by agent, its trajectories; or only its score.
     groups: defaultdict[str, dict[int, list[tuple[Course | None, list[float]]]]] = defaultdict(dict)
@@ -106,14 +110,20 @@ def turn_advantages(
         for sample, came_to in sorted(groups[course.group_id].items()):
             if sample != course.sample:
                 alike = [(other, gs) for other, gs in came_to if other is not None and other.agent == course.agent]
-                known = scores.get((course.group_id, sample))
-                told += [alike] if alike else [] if known is None else [[(None, [known])]]
+                only = scores.get((course.group_id, sample))
+                told += [alike] if alike else [] if only is None else [[(None, [only])]]
+        known = []
+        if method == "gae" and values is not None:
+            known = [values[name, turn] for turn in course.turns]
+        elif method == "gae":
+            base = _baseline(told, 0, None) if told else 0.0
+            known = [base if value is None else value for value in course.values]
         for place, turn in enumerate(course.turns):
             at, state = (0 if method == "trajectory" else place), course.states[place] if method == "state" else None
             if course.missing:
                 advantages[name, turn] = math.nan
             elif method == "gae":
-                advantages[name, turn] = _generalized(name, course, place, values, gamma, lam)
+                advantages[name, turn] = _generalized(course.rewards, known, place, gamma, lam)
             else:
                 advantages[name, turn] = returns[name][at] - _baseline(told, at, state) if told else 0.0
     return advantages
@@ -136,14 +146,11 @@ def _baseline(told: Sequence[Told], at: int, state: str | None) -> float:
     return fmean(fmean(returns[min(at, len(returns) - 1)] for _, returns in sample) for sample in told)
 
 
-def _generalized(
-    name: str, course: Course, place: int, values: Mapping[tuple[str, int], float], gamma: float, lam: float
-) -> float:
-    """Return the generalized advantage of a turn, with a critic's values of turns."""
+def _generalized(rewards: Sequence[float], values: Sequence[float], place: int, gamma: float, lam: float) -> float:
+    """Return the generalized advantage of a turn, by the values of turns."""
     total, weight = 0.0, 1.0
-    for at in range(place, len(course.turns)):
-        value = values[name, course.turns[at]]
-        following = values[name, course.turns[at + 1]] if at + 1 < len(course.turns) else 0.0
-        total += weight * (course.rewards[at] + gamma * following - value)
+    for at in range(place, len(rewards)):
+        following = values[at + 1] if at + 1 < len(values) else 0.0
+        total += weight * (rewards[at] + gamma * following - values[at])
         weight *= gamma * lam
     return total

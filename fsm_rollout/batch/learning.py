@@ -96,27 +96,29 @@ class Learnable(Columned):
         - ``trajectory``: from their first turns on; all turns of a trajectory have one advantage;
         - ``turn``: from the turn with the same number on (or from the latest, of those that had ended);
         - ``state``: from where they spoke in the same state on (as ``turn`` where none did);
-        - ``gae``: nothing of theirs; ``values`` are a critic's, laid out as ``responses``, of which each turn's first
-          trained token has the turn's, and ``lam`` is GAE's λ.
+        - ``gae``: nothing of theirs, but a value; ``values`` are a critic's, laid out as ``responses``, of which each
+          turn's first trained token has the turn's; without them, values are the scores of states (``score`` of a
+          state, the latest before the turn; before the first, what others came to). ``lam`` is GAE's λ.
 
-        All but ``gae`` with a wrong critic and ``lam`` below 1 are unbiased, also where the policy decides how many
+        All but ``gae`` with wrong values and ``lam`` below 1 are unbiased, also where the policy decides how many
         turns there are (:mod:`fsm_rollout.batch.credit`). Ask before you select: the group must be in the batch.
 
         Raises:
-            BatchError: no such method, ``gae`` without values, or rows of a scored sample are not in the batch.
+            BatchError: no such method, values for another one, or rows of a scored sample are not in the batch.
         """
         self.check_trainable()
         if method not in METHODS:
             raise BatchError(
                 f"method must be one of {', '.join(METHODS)}, got {method!r}{did_you_mean(method, METHODS)}"
             )
-        if (values is None) == (method == "gae"):
-            raise BatchError("`values` are for method='gae', which needs them: a critic's, laid out as `responses`")
+        if values is not None and method != "gae":
+            raise BatchError("`values` are for method='gae': a critic's, laid out as `responses`")
         self._check_whole()
         rows = self.rows()
         courses = courses_of(rows, tool_rewards)
-        of_turns: dict[tuple[str, int], float] = {}
+        of_turns: dict[tuple[str, int], float] | None = None
         if values is not None:
+            of_turns = {}
             for row, line in zip(rows, values.unbind(), strict=True):
                 for place in range(len(row.mask) - 1, -1, -1):
                     if row.mask[place]:

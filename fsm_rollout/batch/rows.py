@@ -105,6 +105,8 @@ class TrainingRow:
     """Seconds, calls and tokens of the trajectory; ``wall_seconds`` is ``None`` until it has ended."""
     turn_scores: list[list[float]]
     """``[turn, value]`` pairs as they were given; the turn is the index of a generation of the trajectory."""
+    state_scores: list[list[Any]]
+    """``[state, score, generations by then]`` of each visit that its state's ``score`` had an opinion of."""
     tool_rewards: list[float]
     tool_reward_turns: list[int]
     """The generation whose call each of them rewards."""
@@ -308,6 +310,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "sampling_mask": [],
         "metrics": _metrics(trajectory),
         "turn_scores": list(map(list, trajectory.turn_scores)),
+        "state_scores": list(map(list, trajectory.state_scores)),
         "tool_rewards": list(trajectory.tool_rewards),
         "tool_reward_turns": _turns_of_rewards(trajectory) if trajectory.tool_rewards else [],
         "reward_parts": dict(trajectory.reward_parts),

@@ -234,6 +234,8 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
             outcome = await _visit(live, handlers[trajectory.state], now, task)
             now = loop.time()
             if live.stop is None:  # else the handler swallowed the cancellation
+                if trajectory.state in machine.scores:
+                    outcome = machine.scored(trajectory, outcome)
                 machine.fire(trajectory, outcome, at=now, emit=live.emit)
                 if trajectory.exit is not None:
                     live.end_if_final()

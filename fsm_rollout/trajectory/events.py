@@ -273,6 +273,7 @@ class Transitioned(Event, frozen=True, kw_only=True, tag="transitioned"):
     stop_reason: str | None = None
     # Which of the agent's transitions fired, by its place in `transitions`; `None` for an implicit one.
     row: int | None = None
+    score: float | None = None  # what the `score` of the state that was left said of how things stood
     # Whose fault it is, if it is a failure: `failed`, or another trigger that no transition of the agent takes.
     failure: FailureClass | None = None
 

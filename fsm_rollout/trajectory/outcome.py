@@ -24,6 +24,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     """The error's text."""
     blame: FailureClass | None = None
     """Whose fault it is, where the trigger does not say."""
+    score: float | None = None
+    """What the state's ``score`` said of how things stand."""
 
     @property
     def failure(self) -> FailureClass | None:

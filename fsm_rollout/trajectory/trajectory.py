@@ -151,6 +151,8 @@ class Trajectory(msgspec.Struct):
     """Its score; ``None``: it has none, which is not 0."""
     turn_scores: list[tuple[int, float]] = []
     """``(generation's index, score)`` of each turn that was scored, in the order in which that was done."""
+    state_scores: list[tuple[str, float, int]] = []
+    """``(state, score, generations by then)`` of each visit that its state's ``score`` had an opinion of."""
     tool_rewards: list[float] = []
     """The rewards that tools gave with their results, in order."""
     rewarded: bool = False
@@ -309,8 +311,7 @@ class Trajectory(msgspec.Struct):
         raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
 
     def _context_opened(self, event: events.ContextOpened) -> None:
-        before = self.open_streams.get(event.context)
-        if before is not None:
+        if (before := self.open_streams.get(event.context)) is not None:
             before.open = False
         number = sum(stream.context == event.context for stream in self.streams)
         stream = Stream.begun(event, number, self.generations, before)
@@ -355,8 +356,7 @@ class Trajectory(msgspec.Struct):
             self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
-        if self.begun_calls:
-            self.begun_calls.discard(event.id)
+        self.begun_calls.discard(event.id)
         if self.snapshots and event.tries:
             self.snapshots.pop(event.name, None)  # from before this call
 
@@ -389,11 +389,11 @@ class Trajectory(msgspec.Struct):
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1
         self.visit_events, self.interrupted, self.time_up = [], False, None
-        if self.queries:
-            self.queries_before = dict(self.queries)
+        self.queries_before = dict(self.queries) if self.queries else self.queries_before
+        if event.score is not None:
+            self.state_scores.append((event.source, event.score, self.generations))
         self.state = event.dest
-        if event.stop_reason is not None:
-            self.exit = event
+        self.exit = self.exit if event.stop_reason is None else event
         self.entries[event.dest] = self.entries.get(event.dest, 0) + 1
         for limit, amount in event.spent.items():
             self.spent[limit] = self.spent.get(limit, 0) + amount

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, InteractionSpec, StateSpec
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.limits import COUNTED_LIMITS
+from fsm_rollout.agent.predicates import score_function
 from fsm_rollout.agent.rules.structure import Finding, Structure, finding
 from fsm_rollout.errors import ConfigError, ToolError, did_you_mean
 from fsm_rollout.names.objects import load_object
@@ -59,6 +60,12 @@ def _code(structure: Structure) -> Iterator[Finding]:
             check_tool(name, tool)
         except ToolError as error:
             yield Finding(14, ("tools", name), str(error))
+    for name, state in graph.states.items():
+        try:
+            if state.score is not None:
+                score_function(state.score)
+        except ConfigError as error:
+            yield finding(14, ("states", name, "score"), f": score: {error}")
     interactions: dict[ConfigPath, InteractionSpec | None] = {("interaction", "use"): graph.interaction}
     interactions |= {("states", name, "interaction", "use"): state.interaction for name, state in graph.states.items()}
     for path, interaction in interactions.items():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.errors import BatchError
-from fsm_rollout.trajectory.events import Called, Ended, NotScored, Scored
+from fsm_rollout.trajectory.events import Called, Ended, NotScored, Scored, Transitioned
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
 
@@ -24,15 +24,19 @@ GO_ON = 0.6
 MOST = 3
 STATES = ("ASKING", "ACTING", "ASKING")
 """The state of each turn."""
+STATE_SCORES = (None, 0.7, 0.4)
+"""What each visit's state was scored after it."""
 PER_TURN, AT_END = 0.25, (1.0, -0.5, 2.0)
 """What each turn but the last is given, and what a trajectory is given at its end, by its number of turns."""
 
 
 def trajectory(sample: int, turns: int) -> Trajectory:
     """A sample of so many turns, each of two tokens."""
-    events: list[Any] = [prompted(f"g/{sample}"), opened()]
+    events: list[Any] = [prompted(f"g/{sample}", initial=STATES[0]), opened()]
     for turn in range(turns):
         events.append(generated(state=STATES[turn]))
+        moved = {"source": STATES[turn], "dest": STATES[(turn + 1) % 3], "score": STATE_SCORES[turn]}
+        events.append(Transitioned(at=2.5, trigger="generated", spent={}, **moved))
         if turn < turns - 1:
             events.append(Scored(at=3.0, value=PER_TURN, turn=turn))
     return Trajectory.fold([*events, Ended(at=4.0, stop_reason="answered"), Scored(at=5.0, value=AT_END[turns - 1])])
@@ -72,10 +76,10 @@ def exact_gradient(value: Callable[[int], float] = worth) -> float:
     return sum(derivative * value(turns) for turns, derivative in enumerate(derivatives, 1))
 
 
-def ours(method: str, **options: Any) -> Callable[[Sequence[int]], list[list[float]]]:
+def ours(method: str, critic: bool = True, **options: Any) -> Callable[[Sequence[int]], list[list[float]]]:
     def advantages(lengths: Sequence[int]) -> list[list[float]]:
         batch = TrajectoryBatch.from_trajectories([trajectory(i, n) for i, n in enumerate(lengths)], pad_id=0)
-        if method == "gae":  # a critic that knows nothing but the turn
+        if method == "gae" and critic:  # one that knows nothing but the turn
             options["values"] = torch.arange(batch["responses"].shape[1]).expand(batch["responses"].shape) * 0.1
         found = batch.turn_advantages(method, **options)  # type: ignore[arg-type]
         return [found[i, : 2 * turns : 2].tolist() for i, turns in enumerate(lengths)]
@@ -107,6 +111,15 @@ def test_the_natural_form_pays_for_stopping_by_as_much_as_turns_are_given() -> N
     of_turns = exact_gradient(lambda turns: PER_TURN * (turns - 1))
     assert of_turns == pytest.approx(PER_TURN * (1 + 2 * GO_ON))
     assert mean_gradient(3, natural) - of_turns == pytest.approx(-of_turns)
+
+
+def test_states_scores_are_values_and_unbiased_whatever_they_are() -> None:
+    assert mean_gradient(3, ours("gae", critic=False)) == pytest.approx(exact_gradient(), abs=1e-6)
+    batch = TrajectoryBatch.from_trajectories([trajectory(0, 3), trajectory(1, 1)], pad_id=0)
+    assert [row.state_scores for row in batch.rows()] == [[["ACTING", 0.7, 2], ["ASKING", 0.4, 3]], []]
+    progress = batch.turn_advantages("gae", lam=0.0)[0, ::2].tolist()
+    base = AT_END[0]  # what the other came to: before the first score, and after turns that have none
+    assert progress == pytest.approx([PER_TURN + base - base, PER_TURN + 0.7 - base, AT_END[2] - 0.7])
 
 
 def test_below_lambda_1_a_wrong_critic_is_a_bias() -> None:
@@ -160,4 +173,4 @@ def test_tools_rewards_are_their_turns_and_what_has_no_score_counts_nowhere() ->
     with pytest.raises(BatchError, match="method must be one of trajectory, turn, state, gae, got 'turns'"):
         batch.turn_advantages("turns")  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="`values` are for method='gae'"):
-        batch.turn_advantages("gae")
+        batch.turn_advantages("turn", values=torch.zeros(3, 4))

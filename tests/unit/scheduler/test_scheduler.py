@@ -634,6 +634,22 @@ def test_so_does_a_predicate() -> None:
     assert ends(groups) == {"p0/0": "failed:PredicateFailed", "p1/0": "answered"}
 
 
+def test_states_are_scored_after_their_visits_and_a_score_that_raises_fails_its_trajectory() -> None:
+    frame = changed(TOOLS, PROCESSING_TOOLS={"score": "tests.custom_code:calls_so_far"})
+    echo = {"use": "tests.law_tools:echo", "timeout": 50.0}
+    script = [call("echo", "a"), call("echo", "b"), "Done."]
+    groups, bench = run(agent(frame, tools={"echo": echo}), script)
+    trajectory = only(groups)
+    assert trajectory.state_scores == [("PROCESSING_TOOLS", 1.0, 1), ("PROCESSING_TOOLS", 2.0, 2)]
+    assert Trajectory.fold(event for _, event in bench.log) == trajectory
+    frame = changed(SINGLE, PENDING={"score": "tests.custom_code:calls_so_far"})
+    assert only(run(agent(frame), ["hm"])[0]).state_scores == [], "None is no opinion"
+    frame = changed(SINGLE, GENERATING={"score": "tests.custom_code:calls_so_far"})
+    failed = only(run(agent(frame), ["broken"])[0])
+    assert (failed.stop_reason, failed.failure, failed.state_scores) == ("failed:ScoreFailed", "environment", [])
+    assert str(failed.detail).startswith("score 'tests.custom_code:calls_so_far': KeyError: 'broken'")
+
+
 class Wrong(Speaker):
     """Goes wrong in a way of its own choice."""
 
