@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.event_bytes import array_of, plain_array
-from fsm_rollout.trajectory.pictures import StoredPicture, stored
+from fsm_rollout.trajectory.picture_memory import MOST_BYTES, PictureMemory, PlainPicture
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.tokens import Ids
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
-PICTURE_BYTES = 256 * 2**20  # bytes of pictures that each end keeps per replica
-_WHOLE, _KNOWN = 1, 2  # MessagePack's codes of a picture that travels with its bytes, and of one that has
+_PICTURE = 1  # MessagePack's code of one
 
 
 class Extension(msgspec.Struct, frozen=True, array_like=True):
@@ -64,42 +64,23 @@ class Contexts:
         picture_bytes: how many bytes of pictures.
     """
 
-    def __init__(self, capacity: int = REMEMBERED, picture_bytes: int = PICTURE_BYTES) -> None:
+    def __init__(self, capacity: int = REMEMBERED, picture_bytes: int = MOST_BYTES) -> None:
         self.capacity = capacity
         self.tokens = 0
         self._ids: OrderedDict[str, Ids] = OrderedDict()
-        self._picture_capacity = picture_bytes
-        self._picture_bytes = 0
-        self._pictures: OrderedDict[str, StoredPicture] = OrderedDict()
+        self._pictures = PictureMemory(picture_bytes)
         self.encode = msgspec.msgpack.Encoder(enc_hook=self._plain).encode
         self.decode = msgspec.msgpack.Decoder(list[Extension], dec_hook=array_of, ext_hook=self._picture).decode
-
-    def _remember(self, picture: StoredPicture) -> bool:
-        """Remember a picture; say whether it was known."""
-        is_known = self._pictures.pop(picture.sha256, None) is not None
-        self._pictures[picture.sha256] = picture
-        self._picture_bytes += 0 if is_known else len(picture.data)
-        while self._picture_bytes > self._picture_capacity:
-            self._picture_bytes -= len(self._pictures.popitem(last=False)[1].data)
-        return is_known
 
     def _plain(self, value: object) -> object:
         """Return what MessagePack can have; hook of the encoder."""
         if not isinstance(value, StoredPicture):
             return plain_array(value)
-        if self._remember(value):
-            return msgspec.msgpack.Ext(_KNOWN, value.sha256.encode())
-        whole = (value.data, value.mime, value.width, value.height)
-        return msgspec.msgpack.Ext(_WHOLE, msgspec.msgpack.encode(whole))
+        return msgspec.msgpack.Ext(_PICTURE, msgspec.msgpack.encode(self._pictures.plain(value)))
 
     def _picture(self, code: int, data: memoryview) -> StoredPicture:
         """Return the picture that travels; hook of the decoder."""
-        if code == _WHOLE:
-            picture = stored(*msgspec.msgpack.decode(data, type=tuple[bytes, str, int, int]))
-        else:
-            picture = self._pictures[bytes(data).decode()]
-        self._remember(picture)
-        return picture
+        return self._pictures.picture(msgspec.msgpack.decode(data, type=PlainPicture))
 
     def get(self, session: str) -> Ids:
         """Return the session's latest input; nothing when it is not known any more."""

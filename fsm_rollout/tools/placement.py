@@ -41,7 +41,8 @@ from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import ToolContext, ToolResult
 from fsm_rollout.tools.bounded_call import RaisedElsewhere, ToolDied, invoke, is_async
 from fsm_rollout.tools.schema import Arguments, Function, parameters_of
-from fsm_rollout.trajectory.pictures import stored
+from fsm_rollout.trajectory.picture_memory import PictureMemory, PlainPicture
+from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.trace_ids import inside, traceparent
 
 LOG_AFTER = 2.0  # seconds of connecting to Ray after which a line says what is waited for
@@ -66,7 +67,7 @@ class ToolAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     text: str | None = None
     reward: float | None = None
-    shown: Sequence[str | tuple[bytes, str, int, int]] = ()  # texts and pictures, where it shows any
+    shown: Sequence[str | PlainPicture] = ()  # texts and pictures, where it shows any
     error: Sequence[str] = ()  # the names of the error's class and of its bases; none: nothing was raised
     message: str = ""
     place: str = ""  # where in the tool's code the error was raised
@@ -127,7 +128,7 @@ async def call_in_process(request: ToolRequest) -> object:
         await asyncio.shield(invoke(worker.kill, {}))
         raise
     _idle.append(worker)
-    return _result(answer)
+    return _result(*answer)
 
 
 def _decoded(answer: bytes) -> ToolAnswer:
@@ -137,12 +138,15 @@ def _decoded(answer: bytes) -> ToolAnswer:
         raise ToolDied(f"its process did not answer as it should: {error}") from error
 
 
-def _result(answer: ToolAnswer) -> object:
+def _shown(answer: ToolAnswer, memory: PictureMemory) -> list[str | StoredPicture]:
+    return [part if isinstance(part, str) else memory.picture(part) for part in answer.shown]
+
+
+def _result(answer: ToolAnswer, shown: Sequence[str | StoredPicture]) -> object:
     if answer.of_the_call:
         raise BadArguments(answer.message)
     if answer.error:
         raise RaisedElsewhere(answer.error, answer.message, answer.place)
-    shown = [part if isinstance(part, str) else stored(*part) for part in answer.shown]
     value = shown or answer.text
     return value if answer.reward is None else ToolResult(value, answer.reward)
 
@@ -156,8 +160,10 @@ class _ToolWorker:
             self.process = ChildProcess("fsm_rollout.tools.placement:serve", child_end.fileno())
         self._pipe.send_bytes(_encoder.encode(sys.path))
         self._calls = 0
+        self._pictures = PictureMemory()
 
-    def call(self, request: bytes) -> ToolAnswer:
+    def call(self, request: bytes) -> tuple[ToolAnswer, list[str | StoredPicture]]:
+        """Return the answer to a request, with what it shows; only the first time a picture travels with its bytes."""
         self._calls += 1
         try:
             self._pipe.send_bytes(request)
@@ -166,7 +172,7 @@ class _ToolWorker:
             raise ToolDied(f"its process ended without an answer (exit code {self.process.exit_code})") from error
         if answer.call != self._calls:  # a tool has written to the pipe itself
             raise ToolDied(f"its process answered call {answer.call} where call {self._calls} was made")
-        return answer
+        return answer, _shown(answer, self._pictures)
 
     def kill(self) -> None:
         """End it and everything that it started."""
@@ -196,10 +202,11 @@ def serve(descriptor: int) -> None:
     """In the worker: answer calls until the other end of the pipe is gone."""
     pipe = Connection(descriptor)
     sys.path[:] = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[str])
+    memory = PictureMemory()
     for call in itertools.count(1):
         request = pipe.recv_bytes()
         importlib.invalidate_caches()
-        pipe.send_bytes(_answer(request, call=call))
+        pipe.send_bytes(_answer(request, call=call, memory=memory))
 
 
 # -- Ray ----------------------------------------------------------------------------------------------------------
@@ -239,7 +246,8 @@ async def _connected() -> Any:
 async def _ray_result(reference: object, *, force: bool) -> object:
     ray = import_ray()
     try:
-        return _result(_decoded(await answer_to(reference)))
+        answer = _decoded(await answer_to(reference))
+        return _result(answer, _shown(answer, PictureMemory(0)))
     except asyncio.CancelledError:
         ray.cancel(reference, force=force)
         raise
@@ -294,7 +302,7 @@ class _Holder:
 # -- where the tool runs ------------------------------------------------------------------------------------------
 
 
-def _answer(block: bytes, path: Sequence[str] = (), call: int = 0) -> bytes:
+def _answer(block: bytes, path: Sequence[str] = (), call: int = 0, memory: PictureMemory | None = None) -> bytes:
     """Call a tool's function in this process, and return what it gave, or its error, in a form that can travel."""
     _look_in(path)
     try:
@@ -306,7 +314,7 @@ def _answer(block: bytes, path: Sequence[str] = (), call: int = 0) -> bytes:
             value = function(**request.hidden, **parameters.read(request.arguments), **contexts)
             if is_async(function):
                 value = asyncio.run(cast("Coroutine[object, object, object]", value))
-        answer = _returned(value)
+        answer = _returned(value, memory)
     except BaseException as error:  # whatever the tool raises, SystemExit too
         answer = _raised(error)
     return _encoder.encode(replace(answer, call=call))
@@ -321,13 +329,14 @@ def _look_in(path: Sequence[str]) -> None:
     sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
 
 
-def _returned(value: object) -> ToolAnswer:
+def _returned(value: object, memory: PictureMemory | None = None) -> ToolAnswer:
     reward = None
     if isinstance(value, ToolResult):
         reward = None if value.reward is None else float(value.reward)
         value = value.text
     text, parts = tool_messages.content(value)
-    shown = [part["text"] if part["type"] == "text" else part["image"].__reduce__()[1] for part in parts]
+    memory = memory or PictureMemory(0)
+    shown = [part["text"] if part["type"] == "text" else memory.plain(part["image"]) for part in parts]
     return ToolAnswer(text, reward, shown)
 
 

@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -28,8 +29,9 @@ from fsm_rollout.agent import graph
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession
+from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession, placement
 from fsm_rollout.trajectory.events import Called, ToolCall
+from fsm_rollout.trajectory.picture_memory import PictureMemory
 from tests.cases import FILES, table
 from tests.kit import ROOT
 from tests.programs import program
@@ -216,10 +218,18 @@ def test_pictures_come_back_from_elsewhere(placement: str) -> None:
     processor = gemma3_with_tools()
     eyes = ChatTemplate(processor.tokenizer, chat_template=processor.chat_template, processor=processor)
     (here,) = call_all({"use": f"{HERE}:paints"}, {"width": 30}, eyes=eyes)
-    (elsewhere,) = call_all({"use": f"{HERE}:paints", "placement": placement}, {"width": 30}, eyes=eyes)
-    assert here.shown == elsewhere.shown
+    elsewhere, again = call_all({"use": f"{HERE}:paints", "placement": placement}, *[{"width": 30}] * 2, eyes=eyes)
+    assert here.shown == elsewhere.shown == again.shown
     assert [part.get("text", "picture") for part in here.shown] == ["Painted:", "picture"]
     assert (here.reward, elsewhere.reward, here.result, elsewhere.result) == (0.5, 0.5, "Painted:", "Painted:")
+
+
+def test_a_process_sends_the_bytes_of_a_picture_once() -> None:
+    request = placement.packed(placement.ToolRequest(f"{HERE}:paints", {"width": 900}, {}))
+    memory = PictureMemory()
+    first, second = (placement._answer(request, memory=memory) for _ in range(2))
+    (data,) = [part[0] for part in msgspec.msgpack.decode(first)["shown"] if not isinstance(part, str)]
+    assert len(first) - len(second) > len(data) - 8
 
 
 @pytest.mark.parametrize("placement", PLACES)
