@@ -72,6 +72,9 @@ def test_it_ends_when_the_score_is_known_and_the_prompts_of_a_look_are_drawn(pla
     assert stats["score"]["high"] - stats["score"]["low"] <= 0.2
     taken = {int(name.partition("/")[0]) for name in trajectory_ids(place / "runs/sums-eval/right")}
     assert max(taken) > 40, "the first of the file would have been the easy ones"
+    # One that was cut off after its samples, before its results, ends at the same look, with the same promise.
+    (place / "runs/sums-eval/right/summary.json").unlink()
+    assert json.loads(evaluated("run.yaml", "--json", "--until", "0.1"))[0] == stats
 
 
 def test_what_is_finished_is_not_done_again_and_what_is_not_goes_on(

@@ -140,14 +140,27 @@ def test_two_samplings_of_one_policy_are_told_apart_in_5_of_100(n: int) -> None:
     assert 0.03 <= fmean(found) <= 0.07
 
 
-def test_halves_of_one_recorded_run_are_told_apart_in_5_of_100() -> None:
+# How many of four samples were right on each of 48 prompts of configs/data/arithmetic.jsonl, by `fsm-rollout eval` of
+# the embedded checkpoints at temperature 1.
+EARLY, FINAL = "310434023014440003344013340234004403444431031043", "4" * 39 + "3" + "4" * 8
+
+
+@pytest.mark.parametrize("with_replacement", [True, False])
+@pytest.mark.parametrize(("counts", "least"), [(EARLY, 0.03), (FINAL, 0.0)])
+def test_a_recorded_run_is_told_apart_from_itself_in_5_of_100(
+    counts: str, least: float, with_replacement: bool
+) -> None:
+    """The groups are sampled 1,000 times; where all but one sample are right nothing can be told apart."""
     rng = np.random.default_rng(3)
-    recorded = rng.binomial(1, rng.beta(2, 1, (64, 1)), (64, 8))
+    recorded = np.array([[1.0] * int(right) + [0.0] * (4 - int(right)) for right in counts])
     found = []
     for _ in range(1_000):
-        mixed = rng.permuted(recorded, axis=1).tolist()
-        found.append(compare(named([each[:4] for each in mixed]), named([each[4:] for each in mixed])).told_apart)
-    assert 0.03 <= fmean(found) <= 0.07
+        if with_replacement:
+            drawn = [np.take_along_axis(recorded, rng.integers(0, 4, recorded.shape), 1) for _ in range(2)]
+        else:
+            drawn = np.hsplit(rng.permuted(recorded, axis=1), 2)
+        found.append(compare(*(named(each.tolist()) for each in drawn)).told_apart)
+    assert least <= fmean(found) <= 0.07
 
 
 def test_as_many_prompts_as_it_says_show_a_difference_in_four_runs_of_five() -> None:
