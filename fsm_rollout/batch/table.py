@@ -57,7 +57,7 @@ class Columned:
     def __getattr__(self, name: str) -> Any:
         """Say what the attribute that is not there may be."""
         hint = column_like(name, COLUMNS) if not name.startswith("_") else ""
-        raise AttributeError(f"a batch has no '{name}'{hint}", name=name, obj=self)
+        raise AttributeError(f"a batch has no '{name}'{hint}", obj=self)  # with its name Python would guess, too
 
 
 OTHER_KEYS = {
@@ -71,6 +71,8 @@ OTHER_KEYS = {
 
 def column_like(word: str, keys: Iterable[str]) -> str:
     """Return ``; did you mean batch["trajectory_scores"]?`` for the column that a word may stand for, or them all."""
+    if word in ("groups", "trajectories", "samples"):
+        return "; rollout.stream(…) gives groups, with their trajectories"
     keys = list(map(str, keys))
     meant = [OTHER_KEYS[word]] if word in OTHER_KEYS else get_close_matches(word, keys, n=1)
     return f'; did you mean batch["{meant[0]}"]?' if meant else f"; its columns are {', '.join(keys)}"

@@ -37,7 +37,8 @@ def new_project(name: str, kind: str, folder: Path) -> Path:
     """
     # 1. The name is that of a module, which nothing else may have.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ConfigError(f"'{name}' is not a name for an agent; use letters, digits and _, say my_agent")
+        like = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789") or "my_agent"
+        raise ConfigError(f"'{name}' is not a name for an agent; use letters, digits and _, say {like}")
     project = folder / name
     if project.exists():
         raise ConfigError(f"{project} exists already; choose another name, or remove it")

@@ -65,10 +65,11 @@ def _run_row(run: ViewedRun) -> dict[str, Any]:
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written_at)), "error": None, "unread": 0,
             "read": True,
         }  # fmt: skip
-        if summary := run.summary:
+        summary = run.summary
+        if "trajectories" in summary:  # a server's says nothing of them
             reasons = summary.get("stop_reasons", {})
             still = sum(reasons.get(name, 0) for name in ("suspended", "unfinished"))
-            samples = summary.get("trajectories", 0)
+            samples = summary["trajectories"]
             score, error = summary.get("score_mean"), summary.get("score_error")
             row |= {"samples": samples, "ended": samples - still, "score": score, "error": error}
         else:

@@ -119,6 +119,7 @@ def test_a_batch_has_columns_by_name_and_rows_in_turn_and_says_what_was_meant(
         (lambda: batch["rewards"], r"no column 'rewards'; did you mean .*trajectory_scores"),
         (lambda: batch["zzz"], "no column 'zzz'; its columns are input_ids, "),
         (lambda: batch[0], r"batch\[0\]: a batch has columns by name; rows are batch.select"),
+        (lambda: batch.trajectories, r"no 'trajectories'; rollout.stream\(…\) gives groups, with their trajectories$"),
         (lambda: batch.scores, r"a batch has no 'scores'; did you mean batch..trajectory_scores"),
     ):
         with pytest.raises((BatchError, AttributeError), match=says):

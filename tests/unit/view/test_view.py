@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_folder import SUMMARY
 from fsm_rollout.jobs.samples import RunReader
 from fsm_rollout.report.pages import page_path
 from fsm_rollout.trajectory.events import AnyEvent
@@ -121,6 +122,13 @@ def test_what_comes_is_read_on_and_another_run_in_its_place_anew(tmp_path: Path)
     assert reader.read()
     assert list(reader.trajectories) == ["5/0"]
     assert list(reader.samples().prompts) == ["5"]
+
+
+async def test_conversations_with_a_server_that_has_ended_are_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "served", {"0/0": history("0/0")})
+    (folder / SUMMARY).write_text('{"served_seconds": 2.5}\n', "utf-8")
+    async with viewed(tmp_path / "runs") as (session, _):
+        assert '<td class="num">1</td>' in await text_of(session, "")
 
 
 async def test_pages_are_those_of_files_and_each_trajectory_has_one(tmp_path: Path) -> None:
