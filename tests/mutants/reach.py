@@ -35,7 +35,7 @@ ELSEWHERE = {
     "states/external/handler.py": ["test_foreign_programs.py"],
     "scheduler/worker": ["test_workers.py"],
     "jobs/tracking.py": ["test_trackers.py"],
-    "jobs/": ["test_cli_run.py", "test_demo_run.py", "test_cli_resume.py"],
+    "jobs/": ["test_cli_run.py", "test_demo_run.py", "test_cli_resume.py", "test_cli_eval.py"],
     "trajectory/journal/": ["test_journal_tools.py"],
 }
 """Tests of `tests/integration` for what begins so: those that start programs, which cannot be measured."""
@@ -155,6 +155,8 @@ class Reach:
         mirror = f"tests/unit/{folder}/"
         own = f"{mirror}test_{Path(file).stem}.py::"
         found = {test for test, ran in self._lines[file] if lines is None or not ran.isdisjoint(lines)}
+        if not found:  # what only runs on import
+            found = {test for test, _ in self._lines[file]}
         if lines is None:
             found.update(test for test in self.seconds if test.startswith(mirror))
         programs = tuple(

@@ -59,7 +59,7 @@ def sites(file: str) -> Iterator[Site]:
     """Yield the places of a file."""
     text = (ROOT / "fsm_rollout" / file).read_text("utf-8")
     tree, found = ast.parse(text), defaultdict(list)
-    silent = [(_start(node), _end(node)) for node in _without_effect(tree)]
+    silent = [(_start(node, 1), _end(node)) for node in _without_effect(tree)]  # a decorator with its @
     provider, nodes = OperatorProvider(), list(ast_nodes(get_ast(text)))
     for name in provider:
         operator = provider[name]
@@ -102,8 +102,8 @@ def _meaning(text: str) -> str | None:
         return None
 
 
-def _start(node: Any) -> Position:
-    return node.lineno, node.col_offset
+def _start(node: Any, before: int = 0) -> Position:
+    return node.lineno, node.col_offset - before
 
 
 def _end(node: Any) -> Position:

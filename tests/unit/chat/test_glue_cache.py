@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import Environment
 
 from fsm_rollout.chat import ChatTemplate, glue_cache
 from fsm_rollout.chat.glue_cache import MOST_CHARACTERS, Histories
@@ -256,6 +257,20 @@ def test_what_is_remembered_of_a_prompt_does_not_grow_with_its_tools() -> None:
         assert prompt == chat.reference.encode(Opening([zoo.user(text)], schemas)).ids.tolist()
     (learned,) = (template for template in chat._cache.templates.values() if template is not None)
     assert 0 < max(len(ids) for ids, _ in learned._known.values()) < 100 < len(prompt)
+
+
+def test_results_in_another_order_than_their_calls_keep_their_ids() -> None:
+    chat = chat_of("shows ids and names")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    history, new = [zoo.user(), zoo.called("k", "l")], [zoo.result("r", 1), zoo.result("s", 0)]
+    for _ in range(2):
+        said = chat.decode(chat.glue(history, new, None, **arguments))
+        assert 0 < said.index("abcdefgh1") < said.index("abcdefgh0")
+
+
+def test_texts_that_a_template_looks_for_are_found_through_names() -> None:
+    tree = Environment().parse("{% set mark = '/think' %}{{ text.replace(mark, '') }}{{ text == mark }}")
+    assert glue_cache.tested_texts([tree]) == (("/think",), frozenset({"/think"}))
 
 
 def test_a_call_nobody_answered_does_not_lend_its_id_to_a_later_turn() -> None:

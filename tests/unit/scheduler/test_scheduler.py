@@ -861,6 +861,12 @@ def test_split_history_opens_a_stream_at_each_user_turn() -> None:
     assert trajectory.trained_tokens == trajectory.response_tokens
 
 
+def test_a_split_history_goes_on_where_no_user_speaks() -> None:
+    graph = agent(TOOLS, tools=ECHOES, contexts={"main": {"history": "split"}})
+    trajectory = only(run(graph, [call("echo", "x"), "done"])[0])
+    assert (trajectory.stop_reason, len(trajectory.streams)) == ("answered", 1)
+
+
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine 'nobody' is not one of the run's"):
         Bench(agent(contexts={"main": {"engine": "nobody"}}), [])
