@@ -207,6 +207,7 @@ CONTENT_HOMES = {
     "chat.markers": "reads a tokenizer's added tokens, which are no messages",
     "states.external.chat_request": "reads the protocols' messages",
     "states.external.anthropic_dialect": "reads that protocol's blocks",
+    "states.external.response_items": "reads that protocol's items",
 }
 
 

@@ -171,6 +171,14 @@ class ChatTemplate:
         """How the model's thinking stands in its turn; ChatTemplateError ``no-thinking``: nowhere."""
         return find_thinking(self._renderer, self._encoder, self.stop_ids, self.now)
 
+    @cached_property
+    def thinks(self) -> ThinkingTags | None:
+        """The same; ``None``: nowhere."""
+        try:
+            return self.thinking
+        except ChatTemplateError:
+            return None
+
     # --- prompts and glue
 
     def prompt(self, messages: Messages, tools: Tools | None, *, now: datetime | None = None) -> list[int]:

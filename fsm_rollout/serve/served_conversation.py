@@ -44,13 +44,22 @@ class ServedConversation:
         group_id: names it.
         model: the agent's name in the run.
         graph: the agent.
-        asked: stands for all messages before its next answer.
+        asked: stands for all messages before its next answer, which are at first ``messages``.
+        caller: whom it is with.
+        instructions: whether the first of the messages is one that later calls do not inherit.
     """
 
-    def __init__(self, group_id: str, model: str, graph: AgentGraph, asked: Chain) -> None:
+    def __init__(
+        self, group_id: str, model: str, graph: AgentGraph, asked: Chain, messages: Iterable[Message], caller: str,
+        instructions: bool,
+    ) -> None:  # fmt: skip
         self.group_id, self.model = group_id, model
         self.context = shown_context(graph)
         self.asked = asked
+        self.caller = caller
+        self.instructions = instructions  # whether the first message is one that later calls do not inherit
+        self._told = list(messages)  # all messages before its next answer
+        self._opening = len(self._told)
         self.exchange: Exchange | None = None
         self.waiter: asyncio.Future[Reply] | None = None  # takes the caller's next message, while it waits for that
         self.trajectory_id: str | None = None  # that of the attempt that runs, once it has begun
@@ -68,6 +77,17 @@ class ServedConversation:
     def answered(self) -> Chain:
         """What stands for all messages, the present answer among them."""
         return extend_chain(self.asked, {"role": "assistant", "content": self.text})
+
+    @property
+    def answers(self) -> int:
+        """How many answers there were before the present one."""
+        return (len(self._told) - self._opening) // 2
+
+    def history(self, answer: int) -> list[Message] | None:
+        """Return all messages up to an answer, itself the last; ``None``: it was not given yet."""
+        end = self._opening + 2 * answer + 1
+        told = [*self._told, {"role": "assistant", "content": self.text}]
+        return told[:end] if end <= len(told) - (self.exchange is not None) else None
 
     def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
         """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
@@ -93,7 +113,9 @@ class ServedConversation:
                     if self.exchange is not None:
                         self.exchange.show(self.text)
             case UserReplied() if event.content is not None and event.context == self.context:
-                self.asked = extend_chain(self.answered, {"role": "user", "content": event.content})
+                said = {"role": "user", "content": event.content}
+                self.asked = extend_chain(self.answered, said)
+                self._told += [{"role": "assistant", "content": self.text}, said]
                 self._texts, self._prompt_tokens, self._sampled_tokens = [], 0, 0
 
     def end_exchange(self, ending: FinishReason | ProtocolError, stop_reason: str | None = None) -> None:
@@ -105,7 +127,6 @@ class ServedConversation:
             exchange.end(ending)
             return
         reply = ChatReply(
-            reply_id=f"chatcmpl-{self.trajectory_id}",
             model=exchange.chat.model,
             message={"role": "assistant", "content": self.text},
             finish_reason=ending,

@@ -24,9 +24,17 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
 from fsm_rollout.serve.strangers import is_loopback, stranger
-from fsm_rollout.states.external import anthropic_dialect, openai_dialect
+from fsm_rollout.states.external import openai_dialect
 from fsm_rollout.states.external.chat_request import ProtocolError
-from fsm_rollout.states.external.responding import chat_of, failed, key_of_caller, respond
+from fsm_rollout.states.external.responding import (
+    DIALECTS,
+    chat_of,
+    dialect_of,
+    failed,
+    key_of_caller,
+    refuse_upgrade,
+    respond,
+)
 from fsm_rollout.trajectory.journal import Recorded
 
 logger = logging.getLogger(__name__)
@@ -71,8 +79,8 @@ class Server:
     def runner(self) -> web.AppRunner:
         """Return what serves it."""
         app = web.Application(client_max_size=self.service.serving.body_bytes, middlewares=[self._guard])
-        for dialect in (openai_dialect, anthropic_dialect):
-            app.router.add_post(dialect.PATH, self._chat(dialect))
+        for path in DIALECTS:
+            app.router.add_post(path, self._chat(dialect_of(path)))
         for path, handler in (("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics)):
             app.router.add_get(path, handler)
         for path in self._page:
@@ -82,9 +90,10 @@ class Server:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and say errors in the protocol's words."""
-        dialect = anthropic_dialect if request.path == anthropic_dialect.PATH else openai_dialect
+        dialect = dialect_of(request.path)
         try:
             self._check(request)
+            refuse_upgrade(request)
             return await handler(request)
         except ProtocolError as error:
             return failed(dialect, error)
@@ -123,7 +132,9 @@ class Server:
                 caller = digest_of(key_of_caller(request)) if self._callers else ""
                 exchange = service.ask(chat, caller)
                 agent = chat.model
-                response = await respond(request, dialect, chat, exchange.parts(lambda: service.leave(exchange)))
+                response = await respond(
+                    request, dialect, exchange.chat, exchange.parts(lambda: service.leave(exchange))
+                )
                 status = exchange.ending.status if isinstance(exchange.ending, ProtocolError) else response.status
                 metrics.seconds.labels(agent).observe(exchange.seconds)
                 return response

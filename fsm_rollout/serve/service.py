@@ -13,6 +13,8 @@ import logging
 import secrets
 from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment import users
@@ -25,6 +27,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
 from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of, shown_context
 from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.external.agent_histories import COMPACT
 from fsm_rollout.states.external.chat_request import (
     Chain,
     ChatRequest,
@@ -42,6 +45,7 @@ from fsm_rollout.trajectory.events import (
     ContextOpened,
     Ended,
     Generated,
+    Message,
     Prompted,
     PromptExtended,
     ToolCall,
@@ -79,6 +83,8 @@ class Service:
         }
         self._prompts = PromptQueue()
         self._conversations: dict[str, ServedConversation] = {}  # those that have not ended, by group
+        # Those that have ended last: a caller may go on from their answers.
+        self._ended: dict[str, ServedConversation] = {}
         self._exchanges: dict[Exchange, ServedConversation] = {}  # the requests under way
         # Those that wait for their callers, the one that has waited longest first.
         self._waiting: dict[str, ServedConversation] = {}
@@ -98,8 +104,11 @@ class Service:
             model = str(trajectory.extra.get("model"))
             if trajectory.parent_id is None and not trajectory.ended and model in self.models:
                 caller, sampling = str(trajectory.extra.get("caller")), dict(trajectory.sampling)
-                asked = chain_of(caller, model, sampling, trajectory.prompt_messages)
-                conversation = ServedConversation(trajectory.group_id, model, self.models[model], asked)
+                messages = trajectory.prompt_messages
+                conversation = ServedConversation(
+                    trajectory.group_id, model, self.models[model], chain_of(caller, model, sampling, messages),
+                    messages, caller, bool(trajectory.extra.get("instructions")),
+                )  # fmt: skip
                 conversation.trajectory_id = trajectory.trajectory_id
                 so_far = Trajectory.fold(history[:1])
                 for event in history[1:]:
@@ -146,21 +155,26 @@ class Service:
             raise unsupported("tools", "is not supported: the agent has its own, which run here; leave them out")
         if chat.seed is not None:
             raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
+        if chat.truncates:
+            raise unsupported("truncation", "may be 'disabled': the agent's own limits hold; shorten the messages")
         if self.calls_under_way >= self.calls:
             message = f"{self.calls_under_way:,} requests are being answered, which is the most"
             raise ProtocolError(429, "overloaded", message, retry_after=1)
+        chat = chat.with_earlier(partial(self._history, caller))
         if chat.model not in self.seeing and any(map(media_of, chat.messages)):
             raise refuse(f"the model of agent '{chat.model}' reads text only", "unsupported_content")
         messages = [cleaned(message) for message in chat.messages]
+        if chat.compacts:
+            messages.append(COMPACT)
         sampling = chat.sampling.model_dump(exclude_none=True)
         history = chain_of(caller, chat.model, sampling, messages[:-1])
-        exchange = Exchange(chat, self.metrics.first_text.labels(chat.model).observe)
+        observe = self.metrics.first_text.labels(chat.model).observe
         # 2. The conversation that waits for it, or a new one.
         waiting = self._by_history.get(history) if messages[-1]["role"] == "user" else None
         if waiting:
             conversation = waiting[-1]
             assert conversation.waiter is not None
-            conversation.exchange = exchange
+            answer = conversation.answers + 1
             conversation.waiter.set_result(Reply(content_of(messages[-1], "")))
             self._forget(conversation)
         else:
@@ -170,6 +184,8 @@ class Service:
                 "model": chat.model,
                 "caller": caller,
             }
+            if chat.instructions:
+                fields["instructions"] = True
             if sampling:
                 fields["sampling"] = sampling
             group_id = f"chat-{secrets.token_hex(6)}"
@@ -180,12 +196,27 @@ class Service:
                     "; ".join(problem.message.removeprefix("prompts[0]: ") for problem in error.problems)
                 ) from None
             asked = chain_of(caller, chat.model, sampling, messages)
-            conversation = ServedConversation(group_id, chat.model, self.models[chat.model], asked)
-            conversation.exchange = exchange
+            conversation = ServedConversation(
+                group_id, chat.model, self.models[chat.model], asked, messages, caller, chat.instructions
+            )
+            answer = 0
             self._conversations[group_id] = conversation
             self._prompts.put(prompt)
+        # 3. The answer's name says which of which conversation it is.
+        exchange = Exchange(replace(chat, reply_id=f"{conversation.group_id}-{answer}"), observe)
+        conversation.exchange = exchange
         self._exchanges[exchange] = conversation
         return exchange
+
+    def _history(self, caller: str, reply_id: str) -> tuple[list[Message], bool]:
+        """Return the messages up to an answer that a caller has had, and whether the first of them was instructions."""
+        group_id, _, answer = reply_id.rpartition("-")
+        conversation = self._conversations.get(group_id) or self._ended.get(group_id)
+        if conversation is not None and conversation.caller == caller and answer.isdecimal():
+            history = conversation.history(int(answer))
+            if history is not None:
+                return history, conversation.instructions
+        raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
 
     def leave(self, exchange: Exchange) -> None:
         """Take note that an exchange is over, or that nobody waits for it: then its trajectory is cancelled."""
@@ -220,7 +251,9 @@ class Service:
             if conversation.abandoned:  # before it had begun; it can be cancelled as soon as it runs
                 asyncio.get_running_loop().call_soon(self._cancel, conversation)
         elif isinstance(event, Ended):
-            del self._conversations[trajectory.group_id]
+            self._ended[trajectory.group_id] = self._conversations.pop(trajectory.group_id)
+            while len(self._ended) > self.serving.waiting:
+                del self._ended[next(iter(self._ended))]
             conversation.end_exchange(ending_of(trajectory, conversation.context), event.stop_reason)
 
     async def reply(self, conversation: users.Conversation) -> Reply:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,58 @@ def test_the_examples_give_exact_rows_on_a_real_model(name: str) -> None:
     assert trajectory.stop_reason == "answered", trajectory.detail
     log.check_one_row(trajectory)
     assert name == "shell" or "31" in trajectory.text
+    assert not left_over()
+
+
+CODEX = "@openai/codex@0.169.0"
+RUN_CODEX = """
+set -e
+mkdir -p "$HOME/.codex"
+cat > "$HOME/.codex/config.toml" <<EOF
+model = "tiny"
+model_provider = "local"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+[model_providers.local]
+name = "local"
+base_url = "$OPENAI_BASE_URL"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+supports_websockets = SOCKETS
+EOF
+PROGRAM exec --skip-git-repo-check "$TASK" < /dev/null
+"""
+
+
+@pytest.fixture(scope="session")
+def codex() -> Path:
+    """The command-line agent, as npm gives it; its folder is kept for the next time."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm is not installed")
+    folder = Path(tempfile.gettempdir()) / f"fsm-rollout-{CODEX.replace('/', '-')}"
+    program = folder / "node_modules/.bin/codex"
+    if not program.exists():
+        install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), CODEX]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            pytest.skip(f"npm cannot install {CODEX}: {done.stderr[-300:]}")
+    return program
+
+
+@pytest.mark.parametrize("sockets", ["false", "true"])
+def test_codex_carries_out_a_call_and_its_row_is_exact(sockets: str, codex: Path, tmp_path: Path) -> None:
+    """Also where it may try a WebSocket first."""
+    script = tmp_path / "codex.sh"
+    script.write_text(RUN_CODEX.replace("PROGRAM", str(codex)).replace("SOCKETS", sockets))
+    call = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo 4$((1 + 1))"}}\n</tool_call>'
+    engine = scripted([f"I count. {call}", "It is 42."])
+    (trajectory,) = run(agent(f"command: [sh, '{script}'], dialect: responses"), engine)
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    check_exact([trajectory], engine)
+    (stream,) = trajectory.streams
+    assert [message["role"] for message in stream.messages[-3:]] == ["assistant", "tool", "assistant"]
+    assert "Output:\n42\n" in str(stream.messages[-2]["content"])
     assert not left_over()
 
 

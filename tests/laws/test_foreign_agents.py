@@ -4,6 +4,7 @@ behind the very ids that it was asked by; and a stream is opened only where a hi
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.states.external import responses_dialect
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
 from fsm_rollout.states.external.handler import External
@@ -60,13 +62,29 @@ class History:
     ids: list[int] = field(default_factory=list)
 
 
+def items_of(message: dict[str, Any], keep_ids: bool) -> list[dict[str, Any]]:
+    """Return a message as the items of OpenAI's responses."""
+    if message["role"] == "tool":
+        call_id = message["tool_call_id"]
+        return [{"type": "function_call_output", "call_id": call_id, "output": message["content"]}]
+    said = {"type": "message", "role": message["role"], "content": message["content"]}
+    calls = [
+        {"type": "function_call", "call_id": c["id"], "name": c["function"]["name"]}
+        | {"arguments": json.dumps(c["function"]["arguments"])}
+        | ({"id": f"fc_{message['answer']}_0"} if keep_ids and "answer" in message else {})
+        for c in message.get("tool_calls") or ()
+    ]
+    return [said, *calls] if message["content"] or not calls else calls
+
+
 class ForeignAgent(RuleBasedStateMachine):
     histories = Bundle("histories")
     broken = Bundle("broken")
     """Questions whose answers were broken off."""
 
-    @initialize(seed=st.integers(0, 2**16))
-    def begin(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 2**16), wire=st.sampled_from(["chat", "items", "items with ids", "by id"]))
+    def begin(self, seed: int, wire: str) -> None:
+        self.wire = wire
         self.loop = asyncio.new_event_loop()
         self.streams = 0
         self.calls = 0
@@ -96,14 +114,23 @@ class ForeignAgent(RuleBasedStateMachine):
         return self.loop.run_until_complete(asyncio.wait_for(work, 600))
 
     def request(self, messages: list[dict[str, Any]], tools: bool) -> ChatRequest:
-        return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])
+        """Return a call, as it is, or as the dialect with items reads it; ``by id``: after the answer last given."""
+        if self.wire == "chat":
+            return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])
+        body: dict[str, Any] = {"tools": [{"type": "function", **CALCULATOR["function"]}] if tools else []}
+        answers = [i for i, message in enumerate(messages) if "answer" in message]
+        if self.wire == "by id" and answers:
+            body["previous_response_id"] = f"resp_{messages[answers[-1]]['answer']}"
+            messages = messages[answers[-1] + 1 :]
+        items = [item for message in messages for item in items_of(message, self.wire == "items with ids")]
+        return responses_dialect.read(body | {"input": items})
 
     async def ask(self, messages: list[dict[str, Any]], tools: bool) -> History:
-        answer = await self.agent_histories.answer(self.request(messages, tools))
+        request = self.request(messages, tools)
+        answer = await self.agent_histories.answer(request)
         answer.delivered()
-        message = answer.reply.message
         assert answer.reply.finish_reason is FinishReason.STOP
-        return History([*messages, dict(message)], tools)
+        return History([*messages, dict(answer.reply.message) | {"answer": request.reply_id}], tools)
 
     def follow_up(self, history: History, word: str) -> list[dict[str, Any]]:
         calls = history.messages[-1].get("tool_calls") or ()

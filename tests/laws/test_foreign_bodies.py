@@ -21,7 +21,7 @@ from tests.foreign import CALCULATOR, agent, check_exact
 
 FUNCTION = CALCULATOR["function"]
 ARGUMENTS = {"left": 20, "operator": "+", "right": 22}
-PATHS = {"openai": "/chat/completions", "anthropic": "/v1/messages"}
+PATHS = {"openai": "/chat/completions", "responses": "/responses", "anthropic": "/v1/messages"}
 BODIES: dict[str, Any] = {
     "openai": {
         "model": "m", "temperature": 0.5, "max_tokens": 9, "tools": [CALCULATOR], "tool_choice": "auto", "stream": True,
@@ -33,6 +33,21 @@ BODIES: dict[str, Any] = {
                 "id": "c", "type": "function", "function": {"name": "calculate", "arguments": json.dumps(ARGUMENTS)},
             }]},
             {"role": "tool", "tool_call_id": "c", "content": "42"},
+        ],
+    },
+    "responses": {
+        "model": "m", "temperature": 0.5, "max_output_tokens": 9, "tool_choice": "auto", "stream": True, "store": False,
+        "tools": [{"type": "function", **FUNCTION}, {"type": "custom", "name": "note", "format": {"type": "text"}}],
+        "instructions": "Count.", "text": {"format": {"type": "text"}}, "truncation": "auto", "include": ["x"],
+        "input": [
+            {"role": "developer", "content": "Well."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "20 + 22?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+            {"type": "function_call", "call_id": "c", "name": "calculate", "arguments": json.dumps(ARGUMENTS)},
+            {"type": "custom_tool_call", "call_id": "d", "name": "note", "input": "42"},
+            {"type": "function_call_output", "call_id": "c", "output": "42"},
+            {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
         ],
     },
     "anthropic": {
@@ -105,6 +120,7 @@ async def sends(visit: ForeignVisit) -> None:
 
 @given(sent=st.one_of(*map(sent_in, PATHS)))
 @example(sent=changed("openai", "tools", 0, "function", "name", to=None))
+@example(sent=changed("responses", "tools", 0, "name", to=None))
 @example(sent=changed("anthropic", "tools", 0, "name", to=None))
 @settings(max_examples=settings().max_examples * len(PATHS))
 def test_whatever_is_sent_is_answered_or_refused_in_words(sent: tuple[str, list[Any]]) -> None:

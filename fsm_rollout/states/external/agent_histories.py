@@ -7,7 +7,9 @@ Invariants:
    same history is a branch (``main~2``), a history that shares no user's message with an earlier one is another
    conversation (``main+2``). A branch begins with the very tokens of what it shares, as its prompt, so nothing that was
    sampled is encoded again where the histories are the same, and nothing is trained twice.
-3. A call is answered once. The same call again is a retry if its answer never reached the caller: it gets that answer,
+3. Two histories are the same if their callers see them so: what the model thought before it spoke counts for nothing,
+   since callers drop it or send it back, each as it likes.
+4. A call is answered once. The same call again is a retry if its answer never reached the caller: it gets that answer,
    or the rest of it. Otherwise it asks for another answer.
 """
 
@@ -15,17 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import eq
 from typing import Any
 
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.chat_request import (
+    THOUGHT,
     Chain,
     ChatReply,
     ChatRequest,
@@ -35,12 +40,20 @@ from fsm_rollout.states.external.chat_request import (
     refuse,
 )
 from fsm_rollout.states.external.responding import Answer
+from fsm_rollout.states.external.text_stream import TextStream, split_thought
 from fsm_rollout.states.generation import OnTokens, begin_stream
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of, text_of
 from fsm_rollout.trajectory.tokens import Owner
+
+# What a caller that wants its history compacted has the model asked, as the user's message.
+COMPACT: Message = {
+    "role": "user",
+    "content": "The conversation so far will be replaced by a summary. Write it now, and nothing else: what is to be "
+    "done, what was done and found out, with names, paths and numbers, and what comes next.",
+}
 
 
 @dataclass(slots=True)
@@ -88,6 +101,9 @@ class AgentHistories:
         self._schemas = schemas
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
         self._branches: list[_Branch] = []
+        self._tags = ctx.agent.contexts[context].chat.thinks
+        # The answers by their names: where they are, and whether instructions of their calls' own stand first there.
+        self._replies: dict[str, tuple[_Branch, int, bool]] = {}
         if ctx.resumed:
             ctx.forget_recorded()
         # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
@@ -123,6 +139,37 @@ class AgentHistories:
         Raises:
             ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
+        request = request.with_earlier(self._earlier)
+        if request.compacts:
+            request = replace(request, messages=[*request.messages, COMPACT])
+        while True:
+            try:
+                return await self._answer(request, on_tokens)
+            except ProtocolError as error:
+                too_long = error.code == "context_length_exceeded"
+                shorter = request.shortened() if request.truncates and too_long else None
+                if shorter is None:
+                    raise
+                request = shorter
+
+    def _earlier(self, reply_id: str) -> tuple[list[Message], bool]:
+        """Return the history of an answer, itself the last, and whether its first message was instructions."""
+        if reply_id not in self._replies:
+            raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
+        branch, number, instructions = self._replies[reply_id]
+        stream = self.ctx.trajectory.stream(branch.name)
+        assert stream is not None
+        return stream.messages[: branch.turns[number].before + 1], instructions
+
+    def text_stream(self, pending: PendingRequest) -> TextStream:
+        """Return what reads the text of an answer that an engine is asked for."""
+        request = pending.request
+        header = request.ids[: len(request.ids) - request.of_turn]
+        inside = self._tags is not None and self._tags.opened_by(header)
+        return TextStream(self.ctx.context(request.context), self._tags, inside)
+
+    async def _answer(self, request: ChatRequest, on_tokens: OnTokens | None) -> Answer:
+        """Answer a call whose messages are all there."""
         branch = None
         if isinstance(self.failure, PictureSampled):  # after which nothing goes on
             raise _sampled(self.failure)
@@ -186,7 +233,7 @@ class AgentHistories:
         turn = branch.turns[-1]
         turn.stopped = stream.finish_reason == FinishReason.STOP
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
-        branch.chains[-1] = extend_chain(branch.chains[-2], stream.messages[-1])
+        branch.chains[-1] = extend_chain(branch.chains[-2], self._seen(stream, turn, stream.messages[-1]))
 
     def _has_turn(self, branch: _Branch) -> bool:
         """Whether something of an answer to the branch's last question stands in its stream."""
@@ -203,23 +250,47 @@ class AgentHistories:
         def delivered() -> None:
             turn.delivered = True
 
-        name = f"{self.ctx.trajectory.trajectory_id}-{branch.name}-{number}"
+        self._replies[request.reply_id] = branch, number, request.instructions
         reply = ChatReply(
-            reply_id=f"chatcmpl-{name}", model=request.model, message=stream.messages[turn.before],
+            model=request.model, message=self._seen(stream, turn, stream.messages[turn.before]),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH, prompt_tokens=turn.start,
             completion_tokens=len(ids),
         )  # fmt: skip
         return Answer(reply, delivered)
 
+    def _seen(self, stream: Stream, turn: _Turn, message: Message) -> Message:
+        """Return a turn's message as its caller sees it: what the model thought beside what it says."""
+        if self._tags is None:
+            return message
+        reach = max(0, turn.start - 256)  # tokens that hold the header's end
+        inside = self._tags.opened_by(stream.tokens.tail(reach)[: turn.start - reach])
+        thought, text = split_thought(text_of(message), self._tags, inside)
+        return message | {"content": text, THOUGHT: thought} if thought else message | {"content": text}
+
+    def _chains(self, messages: Iterable[Message]) -> list[Chain]:
+        """Return what stands for the prefixes of a history that a caller sends; it may have put thoughts back."""
+        if self._tags is not None:
+            messages = [
+                message | {"content": split_thought(text_of(message), self._tags)[1]}
+                if message["role"] == "assistant"
+                else message
+                for message in messages
+            ]
+        return chains_of(None, messages)
+
     # -- finding the stream ---------------------------------------------------------------------------------------
 
     async def _claim(self, request: ChatRequest) -> tuple[_Branch, int | None]:
         """Return the branch that a call belongs to, with its question written, and its turn if that has begun."""
-        messages, schemas = request.messages, self._shown(request.tools)
+        messages = request.messages
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
-        chains, count = chains_of(schemas, messages), len(messages)
-        asked = [branch for branch in self._branches if branch.begins_with(chains, count)]
+        chains, count = self._chains(messages), len(messages)
+        schemas = self._shown(request.tools)
+        if request.compacts and not schemas and self._branches:  # it says nothing of tools: those of what it compacts
+            schemas = max(self._branches, key=lambda branch: sum(map(eq, branch.chains, chains))).bound.tools
+        branches = [branch for branch in self._branches if branch.bound.tools == schemas]
+        asked = [branch for branch in branches if branch.begins_with(chains, count)]
         # 1. A retry: the same question, whose answer nobody has had.
         for branch in asked:
             if branch.busy:
@@ -232,7 +303,7 @@ class AgentHistories:
         # 2. What grows: the longest history of ours that it begins with, and no assistant's turn after that.
         ends = [
             (turn.before + 1, branch, number)
-            for branch in reversed(self._branches)
+            for branch in reversed(branches)
             for number, turn in enumerate(branch.turns)
             if turn.answered and branch.begins_with(chains, turn.before + 1)
         ]
@@ -353,11 +424,12 @@ class AgentHistories:
         places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
         if len(places) != len(spans) or not spans:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        chains = chains_of(bound.tools, stream.messages)
         turns = [
             _Turn(before, start, end, delivered=delivered)
             for before, (start, end) in zip(places, spans.values(), strict=True)
         ]
+        seen = {turn.before: self._seen(stream, turn, stream.messages[turn.before]) for turn in turns}
+        chains = self._chains(seen.get(place, message) for place, message in enumerate(stream.messages))
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks = stream.awaiting or bool(stream.pending)
         self._branches.append(_Branch(stream.context, bound, chains, turns, asks))

@@ -19,6 +19,8 @@ from anthropic.types import (
     RawMessageStopEvent,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
     ToolUseBlock,
     Usage,
 )
@@ -26,20 +28,22 @@ from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import (
+    THOUGHT,
     ChatReply,
     ChatRequest,
     ProtocolError,
+    Routes,
     content_of,
     refuse,
+    sampling_of,
     tool_of,
     unsupported,
 )
-from fsm_rollout.states.external.openai_dialect import sampling_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import StoredPicture
 
-PATH = "/v1/messages"
+_Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 def picture_part(picture: StoredPicture) -> dict[str, Any]:
@@ -53,8 +57,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refuse("`messages` must be a list of at least one message", param="messages")
-    for key in ("stop_sequences", "thinking", "container", "mcp_servers"):
-        if body.get(key) and (body.get(key) or {}) != {"type": "disabled"}:
+    for key in ("stop_sequences", "container", "mcp_servers"):
+        if body.get(key):
             raise unsupported(key)
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
@@ -90,7 +94,7 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    rest, calls = [], []
+    rest, calls, thoughts = [], [], list[str]()
     for block in content or ():
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_use" and role == "assistant":
@@ -106,11 +110,14 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
             tool_id = str(block.get("tool_use_id"))
             result = {"role": "tool", "content": content_of(block, where), "tool_call_id": tool_id}
             yield result | ({"name": names[tool_id]} if tool_id in names else {})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block["thinking"]))
         else:
             rest.append(block)
     text = content_of({"content": rest}, where)
     if role == "assistant":
-        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+        thought = {THOUGHT: "".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": text} | thought | ({"tool_calls": calls} if calls else {})
     elif text or not content:
         yield {"role": role, "content": text}
 
@@ -128,12 +135,14 @@ def _tool_blocks(reply: ChatReply) -> list[ToolUseBlock]:
     ]
 
 
-def whole(reply: ChatReply) -> bytes:
+def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     """Return a reply as one body."""
-    text = [TextBlock(type="text", text=reply.text)] if reply.text or not reply.calls else []
+    content: list[_Block] = [TextBlock(type="text", text=reply.text)] if reply.text or not reply.calls else []
+    if reply.thought:
+        content.insert(0, ThinkingBlock(type="thinking", thinking=reply.thought, signature=""))
     message = Reply(
-        id=reply.reply_id, type="message", role="assistant", model=reply.model, content=[*text, *_tool_blocks(reply)],
-        stop_reason=_stop_reason(reply), stop_sequence=None,
+        id=f"msg_{request.reply_id}", type="message", role="assistant", model=reply.model,
+        content=[*content, *_tool_blocks(reply)], stop_reason=_stop_reason(reply), stop_sequence=None,
         usage=Usage(input_tokens=reply.prompt_tokens, output_tokens=reply.completion_tokens),
     )  # fmt: skip
     return message.model_dump_json(exclude_unset=True).encode()
@@ -142,26 +151,41 @@ def whole(reply: ChatReply) -> bytes:
 class AnthropicEvents:
     """A reply as server-sent events."""
 
-    def __init__(self, reply_id: str, request: ChatRequest) -> None:
-        self._id, self._request = reply_id, request
-        self._has_text = False
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._blocks, self._open = 0, ""  # how many have begun, and the type of the one that has not ended
 
     def begin(self) -> Iterator[bytes]:
         """Yield what comes before any text."""
         message = Reply(
-            id=self._id, type="message", role="assistant", model=self._request.model, content=[], stop_reason=None,
-            stop_sequence=None, usage=Usage(input_tokens=0, output_tokens=0),
+            id=f"msg_{self._request.reply_id}", type="message", role="assistant", model=self._request.model,
+            content=[], stop_reason=None, stop_sequence=None, usage=Usage(input_tokens=0, output_tokens=0),
         )  # fmt: skip
         yield _sse(RawMessageStartEvent(type="message_start", message=message))
 
     def text(self, delta: str) -> Iterator[bytes]:
         """Yield a piece of the text."""
-        if not self._has_text:
-            self._has_text = True
-            block = TextBlock(type="text", text="")
-            yield _sse(RawContentBlockStartEvent(type="content_block_start", index=0, content_block=block))
-        piece = TextDelta(type="text_delta", text=delta)
-        yield _sse(RawContentBlockDeltaEvent(type="content_block_delta", index=0, delta=piece))
+        yield from self._piece(TextBlock(type="text", text=""), TextDelta(type="text_delta", text=delta))
+
+    def thought(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of what the model thinks before it speaks."""
+        empty = ThinkingBlock(type="thinking", thinking="", signature="")
+        yield from self._piece(empty, ThinkingDelta(type="thinking_delta", thinking=delta))
+
+    def _piece(self, empty: _Block, delta: TextDelta | ThinkingDelta | InputJSONDelta) -> Iterator[bytes]:
+        """Yield a piece of a block: of the one that is open, if it is of this type, else of a new one."""
+        if self._open != empty.type or empty.type == "tool_use":
+            yield from self._stop()
+            self._open, self._blocks = empty.type, self._blocks + 1
+            start = {"type": "content_block_start", "index": self._blocks - 1, "content_block": empty}
+            yield _sse(RawContentBlockStartEvent.model_validate(start))
+        piece = {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
+        yield _sse(RawContentBlockDeltaEvent.model_validate(piece))
+
+    def _stop(self) -> Iterator[bytes]:
+        if self._open:
+            self._open = ""
+            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=self._blocks - 1))
 
     def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
         """Yield nothing: the protocol has no place for it."""
@@ -169,14 +193,11 @@ class AnthropicEvents:
 
     def end(self, reply: ChatReply) -> Iterator[bytes]:
         """Yield the calls and what comes last."""
-        if self._has_text:
-            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=0))
-        for index, block in enumerate(_tool_blocks(reply), int(self._has_text)):
+        for block in _tool_blocks(reply):
             empty = ToolUseBlock(type="tool_use", id=block.id, name=block.name, input={})
-            yield _sse(RawContentBlockStartEvent(type="content_block_start", index=index, content_block=empty))
             piece = InputJSONDelta(type="input_json_delta", partial_json=json.dumps(block.input))
-            yield _sse(RawContentBlockDeltaEvent(type="content_block_delta", index=index, delta=piece))
-            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=index))
+            yield from self._piece(empty, piece)
+        yield from self._stop()
         yield _sse(
             RawMessageDeltaEvent.model_validate(
                 {
@@ -194,6 +215,7 @@ class AnthropicEvents:
 
 
 EVENTS = AnthropicEvents
+ROUTES: Routes = {"/v1/messages": read}
 
 
 def _sse(event: BaseModel) -> bytes:

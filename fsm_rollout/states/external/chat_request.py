@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from fsm_rollout.errors import PictureError
+from fsm_rollout.errors import ConfigError, PictureError
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.event_bytes import comparable
@@ -22,6 +24,8 @@ from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import is_picture, picture_of
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import media_of, text_of
+
+THOUGHT = "reasoning_content"  # the key of a message that holds what its author thought before it spoke
 
 
 class ProtocolError(Exception):
@@ -47,7 +51,7 @@ def unsupported(key: str, why: str = "is not supported; leave it out") -> Protoc
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One chat call."""
+    """One call."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI schemas, as they came
@@ -58,18 +62,44 @@ class ChatRequest:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
     notes: bool = False  # whether a stream is also to hold what happens beside the text: an extension of ours
+    previous: str = ""  # the id of the answer of ours whose history comes before the messages
+    instructions: bool = False  # whether the first message is one that what goes on from the answer does not inherit
+    truncates: bool = False  # whether the oldest messages may be left out where there is no room for all
+    compacts: bool = False  # whether it asks for a summary that takes the messages' place
+    echo: Mapping[str, Any] = field(default_factory=dict)  # what the protocol's answer says of the call again
+    reply_id: str = field(default_factory=partial(secrets.token_hex, 12))  # names the answer
+
+    def with_earlier(self, find: Callable[[str], tuple[Sequence[Message], bool]]) -> ChatRequest:
+        """Return the call with what it names of earlier answers of ours, by their ids, in its messages.
+
+        ``find`` returns the history of an answer, itself the last, and whether its first message was instructions,
+        which what goes on from the answer does not inherit, as the protocol has it.
+        """
+        said = [find(m["reference"])[0][-1] if "reference" in m else m for m in self.messages]
+        if self.previous:
+            own, (earlier, instructions) = int(self.instructions), find(self.previous)
+            said[own:own] = earlier[instructions:]
+        return replace(self, messages=named(said), previous="")
+
+    def shortened(self) -> ChatRequest | None:
+        """Return the call without the oldest message that is not the system's, and what answers it; None: no more."""
+        begun = next((i for i, message in enumerate(self.messages) if message["role"] != "system"), 0)
+        cut = begun + 1
+        while cut < len(self.messages) and self.messages[cut]["role"] in ("assistant", "tool"):
+            cut += 1
+        return replace(self, messages=self.messages[:begun] + self.messages[cut:]) if cut < len(self.messages) else None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
     """The answer to one."""
 
-    reply_id: str
     model: str
-    message: Message
+    message: Message  # what its author thought beside what it says
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
     extra: Mapping[str, object] = field(default_factory=dict)  # further fields of the answer, for those who look
 
     @property
@@ -82,6 +112,23 @@ class ChatReply:
     def text(self) -> str:
         """Its text without the calls."""
         return text_of(self.message)
+
+    @property
+    def thought(self) -> str:
+        """What the model thought before it."""
+        return str(self.message.get(THOUGHT) or "")
+
+
+# What a dialect answers: paths, each with what reads a body that is sent there.
+Routes = Mapping[str, Callable[[Mapping[str, Any]], ChatRequest]]
+
+
+def sampling_of(body: Mapping[str, Any], max_tokens: object) -> Sampling:
+    """Return what a body says of sampling, or raise ProtocolError."""
+    try:
+        return Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens)
+    except (ValueError, ConfigError) as error:
+        raise refuse(f"sampling: {error}") from None
 
 
 def content_of(message: Mapping[str, object], where: str) -> str | list[Message]:
@@ -103,8 +150,11 @@ def content_of(message: Mapping[str, object], where: str) -> str | list[Message]
                 parts.append({"type": "image", "image": picture_of(part)})
             except PictureError as error:
                 raise refuse(f"{where}: part {number}: {error}", "invalid_image") from None
-        elif kind in ("text", "input_text", "output_text") and isinstance(part["text"], str):
-            parts.append({"type": "text", "text": part["text"]})
+        elif kind in ("text", "input_text", "output_text", "refusal"):
+            said = part["refusal" if kind == "refusal" else "text"]
+            if not isinstance(said, str):
+                raise refuse(f"{where}: part {number}: its text must be text, got {type(said).__name__}")
+            parts.append({"type": "text", "text": said})
         else:
             raise refuse(
                 f"{where}: a part of type '{kind}' is not supported; only texts and pictures are", "unsupported_content"
@@ -154,6 +204,17 @@ def key_of(message: Message) -> str:
     ]
     said = comparable([{"content": message["content"]}]) if media_of(message) else text_of(message)
     return _encode([message["role"], said, calls, message.get("tool_call_id")])
+
+
+def named(messages: Sequence[Message]) -> list[Message]:
+    """Return messages where each of a tool's has the name of the tool: some templates show it."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
+    return [
+        message | {"name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names
+        else message
+        for message in messages
+    ]
 
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls

@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from types import ModuleType
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -20,7 +19,17 @@ from aiohttp import web
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
-from fsm_rollout.states.external.responding import Exchange, Parts, chat_of, failed, key_of_caller, respond
+from fsm_rollout.states.external.responding import (
+    DIALECTS,
+    Exchange,
+    Parts,
+    chat_of,
+    dialect_of,
+    failed,
+    key_of_caller,
+    refuse_upgrade,
+    respond,
+)
 from fsm_rollout.states.external.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -33,8 +42,8 @@ _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictio
 class AgentSession:
     """One visit as its foreign agent sees it."""
 
-    def __init__(self, histories: AgentHistories, dialect: ModuleType, model: str) -> None:
-        self.histories, self.dialect, self.model = histories, dialect, model
+    def __init__(self, histories: AgentHistories, model: str) -> None:
+        self.histories, self.model = histories, model
         self.tasks: set[asyncio.Task[object]] = set()  # the calls under way
 
 
@@ -82,7 +91,7 @@ class Gateway:
                 await runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        """Answer one HTTP request; what is wrong with it is said in the words of the session's protocol."""
+        """Answer one HTTP request; what is wrong with it is said in the words of its path's protocol."""
         session = self._sessions.get(key_of_caller(request))
         if session is None:
             error = {"message": "no such key; it is that of one visit, while it lasts", "type": "authentication_error"}
@@ -93,13 +102,13 @@ class Gateway:
         try:
             return await self._call(request, session)
         except ProtocolError as error:
-            return failed(session.dialect, error)
+            return failed(dialect_of(request.path), error)
         except (web.HTTPException, ConnectionError):
             raise
         except Exception as error:
             logger.exception("a call of a foreign agent could not be answered")
             message = f"the call could not be answered: {type(error).__name__}: {error}"
-            return failed(session.dialect, ProtocolError(500, "internal_error", message))
+            return failed(dialect_of(request.path), ProtocolError(500, "internal_error", message))
         finally:
             session.tasks.discard(task)
 
@@ -110,11 +119,13 @@ class Gateway:
             seeing = [session.model] if session.histories.sees else []
             body = openai_dialect.models([session.model], seeing)
             return web.Response(body=body, content_type="application/json")
-        if request.path != session.dialect.PATH or request.method != "POST":
-            message = f"there is no {request.method} {request.path} here; there is POST {session.dialect.PATH}"
+        refuse_upgrade(request)
+        if request.path not in DIALECTS or request.method != "POST":
+            message = f"there is no {request.method} {request.path} here; there is POST {', POST '.join(DIALECTS)}"
             raise ProtocolError(404, "not_found", message)
-        chat = await chat_of(request, session.dialect)
-        return await respond(request, session.dialect, chat, _parts(session.histories, chat))
+        dialect = dialect_of(request.path)
+        chat = await chat_of(request, dialect)
+        return await respond(request, dialect, chat, _parts(session.histories, chat))
 
 
 async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
@@ -126,9 +137,9 @@ async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
 
     def on_tokens(pending: PendingRequest) -> None:
         if not streams:
-            streams.append(TextStream(histories.ctx.context(pending.request.context)))
+            streams.append(histories.text_stream(pending))
         if streams[0].new(pending):
-            exchange.show(streams[0].shown)
+            exchange.show(streams[0].shown, streams[0].thought)
 
     async def work() -> None:
         try:

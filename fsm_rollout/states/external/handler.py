@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,7 +87,9 @@ class External(State):
 
         command: tuple[str, ...] | None = Field(None, min_length=1, description="a program with its arguments")
         use: ImportPath | None = Field(None, description="`module:function`, sync or async, of a ForeignVisit")
-        dialect: Literal["openai", "anthropic"] = Field("openai", description="the protocol that it speaks")
+        dialect: Literal["openai", "responses", "anthropic"] = Field(
+            "openai", description="the protocol that it speaks; the first two are OpenAI's, and have the same address"
+        )
         env: dict[str, str] = Field(default_factory=dict, description="for the program; `$NAME` is read here")
 
         @model_validator(mode="after")
@@ -106,21 +109,19 @@ class External(State):
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Serve the agent, run it, and see how it ended."""
-        try:
-            dialect = import_module(f"fsm_rollout.states.external.{self.options.dialect}_dialect")
-        except ImportError as error:
-            raise ConfigError(
-                f"a foreign agent needs the package `{self.options.dialect}`: pip install 'fsm-rollout[external]'"
-            ) from error
+        anthropic = self.options.dialect == "anthropic"
+        if find_spec(package := "anthropic" if anthropic else "openai") is None:
+            raise ConfigError(f"a foreign agent needs the package `{package}`: pip install 'fsm-rollout[external]'")
         from fsm_rollout.states.external.agent_histories import AgentHistories
         from fsm_rollout.states.external.gateway import AgentSession, gateway  # a server: only for those who need one
 
         histories = AgentHistories(ctx, self.spec.context, self._schemas)
-        session = AgentSession(histories, dialect, trajectory.agent)
+        session = AgentSession(histories, trajectory.agent)
         async with gateway().session(session) as (url, key):
+            dialect = import_module(f"fsm_rollout.states.external.{self.options.dialect}_dialect")
             messages = [in_form(message, dialect.picture_part) for message in trajectory.prompt_messages]
             visit = ForeignVisit(
-                base_url=f"{url}/v1" if self.options.dialect == "openai" else url, api_key=key, model=trajectory.agent,
+                base_url=url if anthropic else f"{url}/v1", api_key=key, model=trajectory.agent,
                 task=text_of(messages[-1]), messages=messages, extra=trajectory.extra,
             )  # fmt: skip
             if self.options.command is not None:

@@ -19,23 +19,24 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
 from openai.types.shared import ErrorObject
 
-from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external.chat_request import (
+    THOUGHT,
     ChatReply,
     ChatRequest,
     ProtocolError,
+    Routes,
     arguments_of,
     content_of,
+    named,
     refuse,
+    sampling_of,
     tool_of,
     unsupported,
 )
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import openai_part
-from fsm_rollout.trajectory.settings import Sampling
 
-PATH = "/v1/chat/completions"
 picture_part = openai_part  # a picture as the protocol's clients send it
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What is refused unless it has one of these values.
@@ -69,7 +70,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
             raise unsupported(f"tools[{i}]", "must be a tool of type 'function': no other is supported")
         tool_of(tool.get("function"), f"tools[{i}].function", "parameters")
     return ChatRequest(
-        messages=_named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
+        messages=named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
         tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
@@ -78,14 +79,6 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         seed=body.get("seed"),
         notes=body.get("notes") is True,
     )
-
-
-def sampling_of(body: Mapping[str, Any], max_tokens: object) -> Sampling:
-    """Return what a body says of sampling, or raise ProtocolError."""
-    try:
-        return Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens)
-    except (ValueError, ConfigError) as error:
-        raise refuse(f"sampling: {error}") from None
 
 
 def _message(message: object, where: str) -> Message:
@@ -98,6 +91,8 @@ def _message(message: object, where: str) -> Message:
         read["tool_call_id"] = str(message.get("tool_call_id") or "")
     if message.get("name"):
         read["name"] = str(message["name"])
+    if role == "assistant" and isinstance(message.get(THOUGHT), str):
+        read[THOUGHT] = message[THOUGHT]
     if role == "assistant" and message.get("tool_calls"):
         read["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return read
@@ -114,19 +109,15 @@ def _call(call: Any, where: str) -> Message:
     }  # fmt: skip
 
 
-def _named(messages: list[Message]) -> list[Message]:
-    """Give each tool message the name of the tool that it answers: some templates show it."""
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
-    for message in messages:
-        if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names:
-            message["name"] = names[message["tool_call_id"]]
-    return messages
-
-
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """Return what holds a thought, in the words of those servers that give it; nothing where there is none."""
+    return {THOUGHT: text} if text else {}
 
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -145,7 +136,7 @@ def _usage(reply: ChatReply) -> CompletionUsage:
     )
 
 
-def whole(reply: ChatReply) -> bytes:
+def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     """Return a reply as one body."""
     calls = [
         ChatCompletionMessageFunctionToolCall(
@@ -155,11 +146,13 @@ def whole(reply: ChatReply) -> bytes:
         )
         for call in reply.calls
     ]
-    message = ChatCompletionMessage(role="assistant", content=reply.text or None, tool_calls=cast(Any, calls or None))
+    message = ChatCompletionMessage(
+        role="assistant", content=reply.text or None, tool_calls=cast(Any, calls or None), **_thought(reply.thought)
+    )
     choice = Choice(index=0, message=message, finish_reason=_finish(reply))
     completion = ChatCompletion(
-        id=reply.reply_id, object="chat.completion", created=int(time.time()), model=reply.model, choices=[choice],
-        usage=_usage(reply), **cast(Any, dict(reply.extra)),
+        id=f"chatcmpl-{request.reply_id}", object="chat.completion", created=int(time.time()), model=reply.model,
+        choices=[choice], usage=_usage(reply), **cast(Any, dict(reply.extra)),
     )  # fmt: skip
     return completion.model_dump_json(exclude_unset=True).encode()
 
@@ -167,8 +160,8 @@ def whole(reply: ChatReply) -> bytes:
 class OpenAIEvents:
     """A reply as server-sent events."""
 
-    def __init__(self, reply_id: str, request: ChatRequest) -> None:
-        self._id, self._request, self._created = reply_id, request, int(time.time())
+    def __init__(self, request: ChatRequest) -> None:
+        self._request, self._created = request, int(time.time())
 
     def begin(self) -> Iterator[bytes]:
         """Yield what comes before any text."""
@@ -177,6 +170,10 @@ class OpenAIEvents:
     def text(self, delta: str) -> Iterator[bytes]:
         """Yield a piece of the text."""
         yield self._event(ChoiceDelta(content=delta))
+
+    def thought(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of what the model thinks before it speaks."""
+        yield self._event(ChoiceDelta(**_thought(delta)))
 
     def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
         """Yield what happens beside the text, if it is asked for: a chunk without choices that has a ``note``."""
@@ -207,8 +204,8 @@ class OpenAIEvents:
         self, choices: list[ChunkChoice], usage: CompletionUsage | None = None, **extra: object
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=self._id, object="chat.completion.chunk", created=self._created, model=self._request.model,
-            choices=choices, usage=usage, **cast(Any, extra),
+            id=f"chatcmpl-{self._request.reply_id}", object="chat.completion.chunk", created=self._created,
+            model=self._request.model, choices=choices, usage=usage, **cast(Any, extra),
         )  # fmt: skip
 
     @staticmethod
@@ -217,6 +214,7 @@ class OpenAIEvents:
 
 
 EVENTS = OpenAIEvents
+ROUTES: Routes = {"/v1/chat/completions": read}
 
 
 def failure(error: ProtocolError) -> bytes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -31,7 +31,13 @@ class Answer:
     delivered: Callable[[], object] = lambda: None  # to be called when the caller has it
 
 
-# An answer as it comes: pieces of its text, notes for those who asked for them, and at the end the whole.
+class Thought(str):
+    """A piece of what the model thinks before it speaks."""
+
+    __slots__ = ()
+
+
+# An answer as it comes: pieces of what is thought and of the text, notes for those who asked, and at the end the whole.
 Parts = AsyncGenerator["str | Mapping[str, object] | Answer", None]
 
 
@@ -45,7 +51,7 @@ class Exchange:
         self.chat = chat
         self.begun_at = asyncio.get_running_loop().time()
         self.ending: Answer | Exception | None = None  # how it has ended
-        self._shown = ""
+        self._shown = self._thought = ""
         self._on_first = on_first
         self._parts: deque[str | Mapping[str, object]] = deque()
         self._changed = asyncio.Event()
@@ -55,15 +61,20 @@ class Exchange:
         """How long it has taken so far."""
         return asyncio.get_running_loop().time() - self.begun_at
 
-    def show(self, text: str) -> None:
-        """Send what of the text so far was not sent; it may not change what was."""
-        new = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        if new:
-            if not self._shown:
-                self._on_first(self.seconds)
-            self._shown += new
-            self._parts.append(new)
-            self._changed.set()
+    def show(self, text: str, thought: str = "") -> None:
+        """Send what was not sent of the thought and the text so far; they may not change what was."""
+        if len(thought) > len(self._thought) and thought.startswith(self._thought) and not self._shown:
+            self._send(Thought(thought[len(self._thought) :]))
+            self._thought = thought
+        if len(text) > len(self._shown) and text.startswith(self._shown):
+            self._send(text[len(self._shown) :])
+            self._shown = text
+
+    def _send(self, piece: str) -> None:
+        if not (self._shown or self._thought):
+            self._on_first(self.seconds)
+        self._parts.append(piece)
+        self._changed.set()
 
     def note(self, **note: object) -> None:
         """Send what happens beside the text, to those who asked for it."""
@@ -75,7 +86,7 @@ class Exchange:
         """End it; only the first end counts."""
         if self.ending is None:
             if isinstance(ending, Answer):
-                self.show(ending.reply.text)
+                self.show(ending.reply.text, ending.reply.thought)
             self.ending = ending
             self._changed.set()
 
@@ -103,20 +114,20 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
         if not chat.stream:
             async for part in parts:
                 if isinstance(part, Answer):
-                    response = web.Response(body=dialect.whole(part.reply), content_type="application/json")
+                    body = dialect.whole(part.reply, chat)
+                    response = web.Response(body=body, content_type="application/json")
                     await response.prepare(request)
                     await response.write_eof()
                     part.delivered()
             return response
         # 2. As it comes. What fails before the first piece is an error like any other.
         part = await anext(parts)
-        stream, streamed = web.StreamResponse(headers=SSE), dialect.EVENTS(f"chatcmpl-{secrets.token_hex(8)}", chat)
+        stream, streamed = web.StreamResponse(headers=SSE), dialect.EVENTS(chat)
         await stream.prepare(request)
         await stream.write(b"".join(streamed.begin()))
         try:
             while not isinstance(part, Answer):
-                pieces: Iterator[bytes] = streamed.text(part) if isinstance(part, str) else streamed.note(part)
-                await stream.write(b"".join(pieces))
+                await stream.write(b"".join(_streamed(streamed, part)))
                 part = await anext(parts)
         except ProtocolError as error:
             await stream.write(b"".join(streamed.failed(error)))
@@ -126,6 +137,13 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
         await stream.write_eof()
         part.delivered()
         return stream
+
+
+def _streamed(events: Any, part: str | Mapping[str, object]) -> Iterator[bytes]:
+    """Return the events of a part."""
+    if isinstance(part, str):
+        return cast(Iterator[bytes], events.thought(part) if isinstance(part, Thought) else events.text(part))
+    return cast(Iterator[bytes], events.note(part))
 
 
 def key_of_caller(request: web.Request) -> str:
@@ -146,17 +164,36 @@ async def body_of(request: web.Request) -> dict[str, object]:
     return body
 
 
+# The paths that are answered, each with the protocol that it is of: its module is loaded when somebody asks there.
+DIALECTS = {
+    "/v1/chat/completions": "openai", "/v1/responses": "responses", "/v1/responses/compact": "responses",
+    "/v1/messages": "anthropic",
+}  # fmt: skip
+
+
+def dialect_of(path: str) -> ModuleType:
+    """Return the protocol of a path; OpenAI's for those that are of none. ImportError: its package is not here."""
+    return import_module(f"fsm_rollout.states.external.{DIALECTS.get(path, 'openai')}_dialect")
+
+
 async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
     """Return what a request asks for, or raise ProtocolError for one that is not as its protocol has it."""
     body = await body_of(request)
     try:
-        if b'"image' in await request.read():  # pictures are decoded, in a thread
-            return cast(ChatRequest, await asyncio.to_thread(dialect.read, body))
-        chat: ChatRequest = dialect.read(body)
+        read = dialect.ROUTES[request.path]
+        if b'"image' in (sent := await request.read()) or b'"input_image' in sent:  # pictures are decoded, in a thread
+            return cast(ChatRequest, await asyncio.to_thread(read, body))
+        chat: ChatRequest = read(body)
     # Something in it is of another kind, or missing, or has a picture in a picture in a picture.
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise refuse(f"the body is not as the protocol has it: {type(error).__name__}: {error}") from None
     return chat
+
+
+def refuse_upgrade(request: web.Request) -> None:
+    """Raise the ProtocolError that has a client fall back from a WebSocket to HTTP, if it asks for one."""
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        raise ProtocolError(426, "websocket_not_supported", "there are no WebSockets here; send the request by POST")
 
 
 def failed(dialect: ModuleType, error: ProtocolError) -> web.Response:

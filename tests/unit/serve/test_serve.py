@@ -16,6 +16,7 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from agents import Agent, OpenAIResponsesModel, Runner, set_tracing_disabled
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
@@ -33,7 +34,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.foreign import CALL, check_exact
 from tests.kit import CONFIGS
-from tests.vision import gemma3_with_tools
+from tests.unit.report.test_pictures import picture
+from tests.vision import gemma3, gemma3_with_tools
 
 CHATTING = FILES["chats"]
 SINGLE = FILES["single"]
@@ -214,6 +216,88 @@ async def test_anthropic_s_client_is_answered_too_and_streamed_to() -> None:
         with pytest.raises(anthropic.NotFoundError, match="did you mean 'chatting'"):
             await client.messages.create(**question | {"model": "chating"})
         await client.close()
+
+
+async def test_the_default_protocol_of_openai_s_client_is_answered_and_streamed_to() -> None:
+    turns = [CALL, Turn(text="It is forty-two, I think.", chunks=4, delay=0.01)]
+    async with served(turns) as server, server.openai() as client:
+        question: Any = {"model": "chatting", "input": "?", "instructions": "Count."}
+        whole = await client.responses.create(**question)
+        async with client.responses.stream(**question) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert whole.output_text == final.output_text == "It is forty-two, I think."
+        texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert ("".join(texts), len(texts) > 1) == (whole.output_text, True)
+        assert whole.usage == final.usage
+        assert events[0].type == "response.created"
+        with pytest.raises(openai.NotFoundError, match="did you mean 'chatting'"):
+            await client.responses.create(**question | {"model": "chating"})
+        with pytest.raises(openai.BadRequestError, match="may be 'disabled'") as error:
+            await client.responses.create(**question, truncation="auto")
+        assert error.value.param == "truncation"
+
+
+async def test_an_agent_of_the_agents_sdk_may_be_one_of_ours() -> None:
+    set_tracing_disabled(True)
+    async with served(lambda request: f"answer {request.turn}") as server, server.openai() as client:
+        ours: Any = Agent("ours", "Be brief.", model=OpenAIResponsesModel("chatting", client))
+        first = await Runner.run(ours, "one")
+        second = await Runner.run(ours, [*first.to_input_list(), {"role": "user", "content": "two"}])
+        assert (first.final_output, second.final_output) == ("answer 0", "answer 1")
+        assert len(server.trajectories) == 1
+
+
+@pytest.mark.parametrize("agents", [CHATTING, SINGLE])
+async def test_an_answer_s_id_names_its_history_for_who_had_it(agents: str) -> None:
+    model = loads(agents).agent
+    async with served(lambda request: f"answer {request.turn}", agents=agents, keys=("a", "b")) as server:
+        async with server.openai("a") as client:
+            first = await client.responses.create(model=model, input="one", instructions="Count.")
+            more: Any = {"model": model, "instructions": "Count."}
+            second = await client.responses.create(input="two", previous_response_id=first.id, **more)
+            # The first answer can be gone on from again, and that is another trajectory.
+            third = await client.responses.create(input="three", previous_response_id=first.id, **more)
+            fourth = await client.responses.create(input="four", previous_response_id=second.id, **more)
+            with pytest.raises(openai.BadRequestError, match="there is no answer"):
+                await client.responses.create(input="x", previous_response_id="resp_chat-0-x", **more)
+        async with server.openai("b") as other:
+            with pytest.raises(openai.BadRequestError, match="there is no answer"):
+                await other.responses.create(input="two", previous_response_id=second.id, **more)
+        told = [[m["content"] for m in t.messages if m["role"] != "system"] for t in server.trajectories.values()]
+        answers = [response.output_text for response in (first, second, third, fourth)]
+        last = ["one", answers[0], "two", answers[1], "four", answers[3]]
+        assert ["one", answers[0], "three", answers[2]] in told
+        assert last in told
+        assert len(told) == (2 if agents == CHATTING else 4)
+
+
+async def test_a_conversation_is_compacted_to_an_item_that_is_gone_on_from() -> None:
+    async with served(lambda request: f"answer {request.turn}") as server, server.openai() as client:
+        first = await client.responses.create(model="chatting", input="one")
+        body = {"model": "chatting", "previous_response_id": first.id}
+        kept: Any = await client.post("/responses/compact", body=body, cast_to=object)
+        assert [item["type"] for item in kept["output"]] == ["compaction"]
+        await client.responses.create(model="chatting", input=[*kept["output"], {"role": "user", "content": "two"}])
+        before, after = server.trajectories.values()
+        assert (before.generations, after.generations) == (2, 1)
+        assert str(after.prompt_messages[0]["content"]).endswith("answer 1")
+
+
+async def test_a_picture_in_a_request_is_shown_in_any_protocol() -> None:
+    uri = picture(1, 40, 30).data_uri()
+    async with served(lambda request: "A cat.", agents=SINGLE, processor=gemma3()) as server:
+        model = loads(SINGLE).agent
+        await server.ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}], model=model)
+        async with server.openai() as client:
+            content: Any = [{"type": "input_image", "image_url": uri, "detail": "auto"}]
+            await client.responses.create(model=model, input=[{"role": "user", "content": content}])
+        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": uri.split(",")[1]}}
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+            messages: Any = [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}]
+            await other.messages.create(model=model, max_tokens=9, messages=messages)
+        shown = [trajectory.streams[0].media for trajectory in server.trajectories.values()]
+        assert [[span.picture for span in media] for media in shown] == [[picture(1, 40, 30)]] * 3
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
@@ -440,7 +524,7 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
                 async with http.get(path) as answer:
                     assert answer.status == status
                     told = (await answer.json())["error"]["message"]
-                    assert "there is POST /v1/chat/completions, POST /v1/messages, GET /v1/models, " in told
+                    assert "there is POST /v1/chat/completions, POST /v1/responses, " in told
             async with http.post("/v1/messages", data=b"{") as answer:
                 assert (answer.status, (await answer.json())["type"]) == (400, "error")
             for wrong in (

@@ -32,10 +32,12 @@ def _fresh() -> None:
 
 
 def run(
-    graph: AgentGraph | str, turns: Any, prompt: Any = "What is 20 + 22?", n: int = 1, **options: Any
-) -> tuple[list[Trajectory], ScriptedEngine]:
+    graph: AgentGraph | str, turns: Any, prompt: Any = "What is 20 + 22?", n: int = 1, processor: Any = None,
+    **options: Any,
+) -> tuple[list[Trajectory], ScriptedEngine]:  # fmt: skip
     """Run a foreign agent (the name of a function here), and hold its rows to the engine's log."""
-    engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer(), log=True)
+    tokenizer = embedded_tokenizer() if processor is None else processor.tokenizer
+    engine = ScriptedEngine(turns, tokenizer=tokenizer, processor=processor, log=True)
     if isinstance(graph, str):
         graph = agent(f"use: '{HERE}:{graph}'")
     trajectories: list[Trajectory] = []
@@ -261,7 +263,8 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
         ({"stop": ["x"]}, "`stop` is not supported"),
         ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
         ({"tool_choice": "required"}, "forcing a call is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds no picture: it has type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "a part of type 'input_audio'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
         ({"temperature": -1}, "sampling"),
         ({"tools": ["x"]}, r"^`tools\[0\]` must be a tool of type"),

@@ -1,0 +1,327 @@
+"""OpenAI's responses, by the ``openai`` package's types: an agent asks in items, and is answered in items.
+
+Invariants: an answer's items are its thought, its text and its calls, in this order, and their ids say whose answer
+they are of; its events begin with ``response.created``, end with ``response.completed``, ``response.incomplete`` or
+``response.failed``, and are numbered without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from openai.types import responses
+from openai.types.responses import (
+    Response,
+    ResponseCustomToolCall,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+    ResponseUsage,
+)
+from openai.types.responses.response_reasoning_item import Content
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel
+
+from fsm_rollout.states.external.chat_request import (
+    ChatReply,
+    ChatRequest,
+    ProtocolError,
+    Routes,
+    content_of,
+    named,
+    refuse,
+    sampling_of,
+    unsupported,
+)
+from fsm_rollout.states.external.openai_dialect import failure as failure
+from fsm_rollout.states.external.response_items import Items, answer_of, summary_item, tools_of
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.pictures import StoredPicture
+
+# What is refused unless it has one of these values.
+_UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "background": (None, False), "conversation": (None,), "prompt": (None,), "context_management": (None, []),
+    "top_logprobs": (None, 0),
+}  # fmt: skip
+# What an answer says of its call again.
+_ECHOED = (
+    "instructions", "metadata", "parallel_tool_calls", "previous_response_id", "prompt_cache_key", "reasoning", "store",
+    "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "user",
+)  # fmt: skip
+
+
+def picture_part(picture: StoredPicture) -> dict[str, Any]:
+    """Return a picture as the protocol's clients send it."""
+    return {"type": "input_image", "image_url": picture.data_uri(), "detail": "auto"}
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def read(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in a body, or raise ProtocolError."""
+    for key, served in _UNSERVED.items():
+        if body.get(key) not in served:
+            raise unsupported(key)
+    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
+        raise unsupported("text.format", "is not supported; ask for text")
+    if "message.output_text.logprobs" in (body.get("include") or ()):
+        raise unsupported("include", "may not ask for logprobs: they are in the journal")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
+    if body.get("truncation") not in (None, "auto", "disabled"):
+        raise refuse("`truncation` must be 'auto' or 'disabled'", param="truncation")
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
+    previous = body.get("previous_response_id")
+    if not isinstance(items, list) or not (items or previous or body.get("instructions")):
+        raise refuse("`input` must be text, or a list of at least one item", param="input")
+    compacts = bool(items) and isinstance(items[-1], Mapping) and items[-1].get("type") == "compaction_trigger"
+    reader = Items()
+    if body.get("instructions"):
+        reader.messages.append(
+            {"role": "system", "content": content_of({"content": body["instructions"]}, "instructions")}
+        )
+    for i, item in enumerate(items[:-1] if compacts else items):
+        reader.take(item, f"input[{i}]")
+    tools = [] if choice == "none" else [schema for schema, _ in tools_of(body).values()]
+    return ChatRequest(
+        messages=named(reader.messages),
+        tools=tools,
+        model=str(body.get("model") or ""),
+        stream=bool(body.get("stream")),
+        sampling=sampling_of(body, body.get("max_output_tokens")),
+        previous=answer_of(previous) or str(previous or ""),
+        instructions=bool(body.get("instructions")),
+        truncates=body.get("truncation") == "auto",
+        compacts=compacts,
+        echo={key: body[key] for key in _ECHOED if body.get(key) is not None},
+    )
+
+
+def read_compaction(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in the body of a call that has its history compacted, or raise ProtocolError."""
+    items = body.get("input") or []
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    echo = {"compacted": [item for item in items if isinstance(item, Mapping) and item.get("role") == "user"]}
+    chat = read({**body, "input": [*items, {"type": "compaction_trigger"}], "stream": False})
+    return ChatRequest(
+        chat.messages, chat.tools, chat.model, previous=chat.previous, instructions=chat.instructions, compacts=True,
+        echo=echo,
+    )  # fmt: skip
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+_Item = ResponseReasoningItem | ResponseOutputMessage | ResponseFunctionToolCall | ResponseCustomToolCall | BaseModel
+
+
+def _thought_item(request: ChatRequest, thought: str) -> ResponseReasoningItem:
+    content = [Content(type="reasoning_text", text=thought)]
+    return ResponseReasoningItem(id=f"rs_{request.reply_id}", type="reasoning", summary=[], content=content)
+
+
+def _text_item(request: ChatRequest, text: str | None, status: Any = "completed") -> ResponseOutputMessage:
+    content = [] if text is None else [_text_part(text)]
+    return ResponseOutputMessage(
+        id=f"msg_{request.reply_id}", type="message", role="assistant", status=status, content=cast(Any, content)
+    )
+
+
+def _text_part(text: str) -> ResponseOutputText:
+    return ResponseOutputText(type="output_text", text=text, annotations=[])
+
+
+def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunctionToolCall | ResponseCustomToolCall]:
+    tools = tools_of(request.echo)
+    for i, call in enumerate(reply.calls):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        came = tools[name][1] if name in tools else {"kind": "function", "name": name, "namespace": ""}
+        facts = {"call_id": call["id"], "name": came["name"]}
+        if came["kind"] == "custom" and isinstance(arguments.get("input"), str):
+            item_id = f"ctc_{request.reply_id}_{i}"
+            yield ResponseCustomToolCall(type="custom_tool_call", id=item_id, input=arguments["input"], **facts)
+        else:
+            facts |= {"namespace": came["namespace"]} if came["namespace"] else {}
+            yield ResponseFunctionToolCall(
+                type="function_call", id=f"fc_{request.reply_id}_{i}", arguments=json.dumps(arguments),
+                status="completed", **cast(Any, facts),
+            )  # fmt: skip
+
+
+def _compaction_item(request: ChatRequest, reply: ChatReply) -> BaseModel:
+    # The package has a type for it in later versions alone.
+    return Response.construct(None, **summary_item(request.reply_id, reply))
+
+
+def _items(request: ChatRequest, reply: ChatReply) -> list[_Item]:
+    if request.compacts:
+        return [_compaction_item(request, reply)]
+    items: list[_Item] = [_thought_item(request, reply.thought)] if reply.thought else []
+    if reply.text or not reply.calls:
+        items.append(_text_item(request, reply.text, _status(reply)))
+    return [*items, *_call_items(request, reply)]
+
+
+def _status(reply: ChatReply) -> str:
+    return "incomplete" if reply.finish_reason == FinishReason.LENGTH else "completed"
+
+
+def _usage(reply: ChatReply) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=reply.prompt_tokens, input_tokens_details=InputTokensDetails(cached_tokens=0),
+        output_tokens=reply.completion_tokens, output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        total_tokens=reply.prompt_tokens + reply.completion_tokens,
+    )  # fmt: skip
+
+
+def _response(request: ChatRequest, status: str, created: int, **facts: object) -> Response:
+    """Return the object that a call is answered with, as far as it is known."""
+    said = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "output": [], "error": None}
+    said |= {"incomplete_details": None} | dict(request.echo) | {"id": f"resp_{request.reply_id}", "object": "response"}
+    return Response.construct(
+        None, **{**said, "created_at": created, "model": request.model, "status": status, **facts}
+    )
+
+
+def _ended(request: ChatRequest, reply: ChatReply, created: int) -> Response:
+    status = _status(reply)
+    cut = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
+    return _response(
+        request, status, created, output=_items(request, reply), usage=_usage(reply), **cut, **dict(reply.extra)
+    )
+
+
+def _json(model: BaseModel) -> str:
+    return model.model_dump_json(exclude_unset=True, warnings=False)  # tools are as they came, of whichever type
+
+
+def whole(reply: ChatReply, request: ChatRequest) -> bytes:
+    """Return a reply as one body."""
+    if (compacted := request.echo.get("compacted")) is not None:
+        answer = Response.construct(
+            id=f"resp_{request.reply_id}", object="response.compaction", created_at=int(time.time()),
+            output=[*compacted, *_items(request, reply)], usage=_usage(reply),
+        )  # fmt: skip
+        return _json(answer).encode()
+    return _json(_ended(request, reply, int(time.time()))).encode()
+
+
+class ResponsesEvents:
+    """A reply as server-sent events."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request, self._created = request, int(time.time())
+        self._number = self._index = 0
+        self._open = ""  # which item has begun and not ended: thought or text
+        self._said = ""  # what of it was sent
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield what comes before any text."""
+        response = _response(self._request, "in_progress", self._created)
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def text(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of the text."""
+        if self._request.compacts:
+            return
+        if self._open != "text":
+            yield from self._close()
+            self._open = "text"
+            yield self._event("response.output_item.added", item=_text_item(self._request, None, "in_progress"))
+            yield self._of_item("response.content_part.added", content_index=0, part=_text_part(""))
+        self._said += delta
+        yield self._of_item("response.output_text.delta", content_index=0, delta=delta, logprobs=[])
+
+    def thought(self, delta: str) -> Iterator[bytes]:
+        """Yield a piece of what the model thinks before it speaks."""
+        if self._request.compacts:
+            return
+        if not self._open:
+            self._open = "thought"
+            empty = ResponseReasoningItem(id=f"rs_{self._request.reply_id}", type="reasoning", summary=[])
+            yield self._event("response.output_item.added", item=empty)
+        self._said += delta
+        yield self._of_item("response.reasoning_text.delta", content_index=0, delta=delta)
+
+    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+        """Yield nothing: the protocol has no place for it."""
+        yield from ()
+
+    def end(self, reply: ChatReply) -> Iterator[bytes]:
+        """Yield the calls and what comes last."""
+        ended = _ended(self._request, reply, self._created)
+        if not (self._open or reply.calls):
+            yield from self.text("")
+        yield from self._close(_status(reply))
+        for item in ended.output[self._index :]:
+            yield from self._whole_item(item)
+        yield self._event(f"response.{ended.status}", response=ended)
+
+    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+        """Yield an error that comes after the beginning."""
+        told = {"code": error.code, "message": error.message}
+        yield self._event("response.failed", response=_response(self._request, "failed", self._created, error=told))
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """End the item that is open."""
+        kind, said, self._open, self._said = self._open, self._said, "", ""
+        if kind == "text":
+            yield self._of_item("response.output_text.done", kind, content_index=0, text=said, logprobs=[])
+            yield self._of_item("response.content_part.done", kind, content_index=0, part=_text_part(said))
+            yield self._done(_text_item(self._request, said, status))
+        elif kind == "thought":
+            yield self._of_item("response.reasoning_text.done", kind, content_index=0, text=said)
+            yield self._done(_thought_item(self._request, said))
+
+    def _whole_item(self, item: Any) -> Iterator[bytes]:
+        """Yield an item that is there as a whole."""
+        place = {"item_id": item.id, "output_index": self._index}
+        if item.type == "function_call":
+            yield self._event("response.output_item.added", item=item.model_copy(update={"arguments": ""}))
+            yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
+            yield self._event(
+                "response.function_call_arguments.done", **place, arguments=item.arguments, name=item.name
+            )
+        elif item.type == "custom_tool_call":
+            yield self._event("response.output_item.added", item=item.model_copy(update={"input": ""}))
+            yield self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
+            yield self._event("response.custom_tool_call_input.done", **place, input=item.input)
+        else:
+            yield self._event("response.output_item.added", item=item)
+        yield self._done(item)
+
+    def _done(self, item: BaseModel) -> bytes:
+        event = self._event("response.output_item.done", item=item)
+        self._index += 1
+        return event
+
+    def _of_item(self, kind: str, open_item: str = "", **facts: object) -> bytes:
+        """Return an event of the item that is open."""
+        prefix = "msg" if (open_item or self._open) == "text" else "rs"
+        return self._event(kind, item_id=f"{prefix}_{self._request.reply_id}", **facts)
+
+    def _event(self, kind: str, **facts: object) -> bytes:
+        """Return an event of the package's type for it."""
+        if "response" not in facts:
+            facts.setdefault("output_index", self._index)
+        event = _EVENTS[kind].construct(type=kind, sequence_number=self._number, **facts)
+        self._number += 1
+        return f"event: {kind}\ndata: {_json(event)}\n\n".encode()
+
+
+def _event_types() -> Iterator[tuple[str, Any]]:
+    for name in dir(responses):
+        if name.endswith("Event") and (fields := getattr(getattr(responses, name), "model_fields", None)):
+            yield from ((kind, getattr(responses, name)) for kind in getattr(fields["type"].annotation, "__args__", ()))
+
+
+_EVENTS: Mapping[str, Any] = dict(_event_types())
+EVENTS = ResponsesEvents
+ROUTES: Routes = {"/v1/responses": read, "/v1/responses/compact": read_compaction}
