@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
 import fsm_rollout as fr
@@ -30,7 +31,6 @@ from fsm_rollout.jobs.export_spans import send_spans
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
 from fsm_rollout.report.metrics import RunMetrics
-from fsm_rollout.report.otlp import encoded
 from fsm_rollout.report.telemetry import SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.trajectory.events import AnyEvent, Generated
@@ -102,7 +102,7 @@ def main() -> None:
     listen(TracedRun(maker, spans.append))
     made = of_each(lambda: listen(TracedRun(maker, lambda span: None)), len(spans))
     batches: Sequence[Any] = [spans[start : start + 512] for start in range(0, len(spans), 512)]
-    written = of_each(lambda: [encoded(batch) for batch in batches], len(spans))
+    written = of_each(lambda: [encode_spans(batch).SerializeToString() for batch in batches], len(spans))
     generations = sum(isinstance(event, Generated) for _, event in heard)
     counted = of_each(lambda: listen(RunMetrics({})), generations)
     print(f"a span: made in {made:.1f} µs, encoded in {written:.1f} µs; {len(spans) / generations:.1f} a generation")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,17 +21,9 @@ class Collector:
         status: what it answers.
         hangs: it answers nobody before it is closed.
         without: paths that it does not have.
-        opened: makes what it keeps of a body that was compressed.
     """
 
-    def __init__(
-        self,
-        status: int = 200,
-        *,
-        hangs: bool = False,
-        without: Collection[str] = (),
-        opened: Callable[[bytes], bytes] = gzip.decompress,
-    ) -> None:
+    def __init__(self, status: int = 200, *, hangs: bool = False, without: Collection[str] = ()) -> None:
         self.requests: list[tuple[str, Mapping[str, str], bytes]] = []
         closing = threading.Event()
 
@@ -39,7 +31,7 @@ class Collector:
             def do_POST(handler) -> None:  # noqa: N805
                 body = handler.rfile.read(int(handler.headers["content-length"]))
                 if handler.headers.get("content-encoding") == "gzip":
-                    body = opened(body)
+                    body = gzip.decompress(body)
                 self.requests.append((handler.path, dict(handler.headers), body))
                 if hangs:
                     closing.wait()

@@ -83,7 +83,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "trackio": ("report.readers", "report.trackio_spans"),
     "opentelemetry": (
         "report.meter",
-        "report.otlp",
         "report.telemetry",
         "report.tracer",
         "report.trackio_spans",

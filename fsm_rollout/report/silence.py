@@ -23,14 +23,13 @@ class Exporter(Protocol[Batch, Result]):
 class Silent(logging.Filter, Generic[Batch, Result]):
     """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure, or raise.
 
-    ``failed`` is what :meth:`export` returns where the exporter raises; ``logs_as`` of an exporter names its logger, if
-    that is not its module's.
+    ``failed`` is what :meth:`export` returns where the exporter raises.
     """
 
     def __init__(self, exporter: Exporter[Batch, Result], failed: Result) -> None:
         super().__init__()
         self._exporter, self._failed, self._thread, self.why = exporter, failed, 0, ""
-        self._log = logging.getLogger(getattr(exporter, "logs_as", type(exporter).__module__))
+        self._log = logging.getLogger(type(exporter).__module__)
         self._log.addFilter(self)
 
     def export(self, batch: Batch) -> Result:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -22,7 +23,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
-from fsm_rollout.report.otlp import SpansToCollector
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
@@ -103,7 +103,8 @@ def exporter_of(tracing: Tracing, *, later: bool = False) -> tuple[SpanExporter,
     """
     to = tracing.destination()
     if to.trackio is None:
-        return SpansToCollector(to.endpoint or None, to.headers, _seconds("TRACES")), to.endpoint or "its collector"
+        exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=_seconds("TRACES"))
+        return exporter, to.endpoint or "its collector"
     try:
         return SpansToTrackio(to.trackio, to.endpoint or None, later=later), f"trackio's project '{to.trackio}'"
     except ImportError as error:

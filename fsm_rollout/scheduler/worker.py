@@ -34,8 +34,9 @@ from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_traje
 from fsm_rollout.scheduler.worker_link import Link, SocketLink
 from fsm_rollout.states.active_trajectory import ActiveTrajectory, Stop
 from fsm_rollout.tools.tool_messages import clean
-from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.event_bytes import encode, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, PromptExtended
+from fsm_rollout.trajectory.picture_memory import PictureMemory
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trace_ids import RunNow
@@ -81,6 +82,7 @@ class HandedTrajectories(TrajectoryStarter):
         # Numbers of the entries of chat templates' caches, by which the run knows them.
         self._entries: dict[object, int] = {}
         self._told: dict[str, int] = {}  # how many entries of a trajectory were told
+        self._pictures = PictureMemory()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(
@@ -173,7 +175,10 @@ class HandedTrajectories(TrajectoryStarter):
             if len(used) != self._told.get(trajectory_id, 0):
                 self._told[trajectory_id] = len(used)
                 entries = [self._entries.setdefault(entry, len(self._entries)) for entry in used]
-        self._link.send("event", trajectory_id, encode(event) if payload is None else payload, entries)
+        payload = encode(event) if payload is None else payload
+        for picture in pictures_in(payload):
+            self._link.send("picture", self._pictures.plain(picture))
+        self._link.send("event", trajectory_id, payload, entries)
 
     def report_mismatch(self, mismatch: GlueMismatchError) -> None:
         """Leave it to the run, which knows who else has such tokens."""

@@ -30,6 +30,7 @@ from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.event_bytes import decode
 from fsm_rollout.trajectory.events import Generated, Prompted
+from fsm_rollout.trajectory.picture_memory import PictureMemory
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class _Worker:
     sample_of: dict[str, _Running] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)  # samples that were set aside, and whose tools are open there
     contexts: dict[str, Contexts] = field(default_factory=dict)  # what it has sent to each engine
+    pictures: PictureMemory = field(default_factory=PictureMemory)  # those of its events
     # Its requests under way, by engine and number.
     requests: dict[tuple[str, int], PendingRequest] = field(default_factory=dict)
     # Those that have ended in this pass of the loop.
@@ -307,6 +309,8 @@ class WorkerPool:
                 worker.ready.set_exception(EngineError(f"a rollout worker could not start: {parts[0]}"))
             case "event":
                 self._event(worker, *parts)
+            case "picture":  # the next event names it
+                worker.pictures.picture(parts[0])
             case "over":
                 self._over(worker, *parts)
             case "submit":

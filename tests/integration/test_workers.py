@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.routing import RoutingEngine, experts_at
 
 pytestmark = pytest.mark.process
 COUNT, TURNS = 6, 3
+VISION = {"kind": "transformers", "model": "embedded:vision", "threads": 1}
 EARLY = {"kind": "transformers", "model": "embedded:early", "threads": 1}
 
 
@@ -85,6 +87,18 @@ def test_what_tokens_were_sampled_from_comes_through_workers() -> None:
     for row in several:
         assert (row.sampling_mask_counts > 0).tolist() == (row.mask == 1).tolist()
         assert row.sampling_mask_counts.sum() == len(row.sampling_mask)
+
+
+def test_pictures_of_tools_come_through_workers() -> None:
+    """The real model zooms in: what it is shown there exists in a worker first, and the run has it by its hash."""
+    parts = []
+    for workers in (2, 1):  # in this order: afterwards this process has the pictures anyway
+        with Rollout(load_agent(CONFIGS / "agents/look.yaml"), VISION, seed=7, workers=workers) as rollout:
+            batch = rollout.run(import_module("sums_in_pictures").prompts(3), n=2)
+            rows = enumerate(batch.rows())
+            parts.append([(row.trajectory_id, row.response_ids.tolist(), batch.media(at)) for at, row in rows])
+    assert parts[0] == parts[1]
+    assert any(len(media) > 1 for _, _, media in parts[0]), "beside the prompt's picture"
 
 
 def test_routed_experts_come_through_workers() -> None:
