@@ -62,7 +62,8 @@ def courses_of(rows: Sequence[TrainingRow], tool_rewards: float) -> dict[str, Co
             trained = row.mask == 1
             for turn, state in zip(row.turn_ids[trained].tolist(), row.state_ids[trained].tolist(), strict=True):
                 states.setdefault(turn, row.state_names[state])
-        turns = sorted(states)
+        if not (turns := sorted(states)):
+            continue  # its mask was taken away: it counts by its score
         # 2. What each was given; a turn that is trained nowhere gives what it was given to the one before it.
         first = own[0]
         given = [(int(turn), value) for turn, value in first.turn_scores]

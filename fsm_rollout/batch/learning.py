@@ -104,7 +104,8 @@ class Learnable(Columned):
         turns there are (:mod:`fsm_rollout.batch.credit`). Ask before you select: the group must be in the batch.
 
         Raises:
-            BatchError: no such method, values for another one, or rows of a scored sample are not in the batch.
+            BatchError: no such method, values for another one or laid out otherwise, or rows of a scored sample are not
+                in the batch.
         """
         self.check_trainable()
         if method not in METHODS:
@@ -113,6 +114,8 @@ class Learnable(Columned):
             )
         if values is not None and method != "gae":
             raise BatchError("`values` are for method='gae': a critic's, laid out as `responses`")
+        if values is not None:
+            self._check_laid_out("values", values)
         self._check_whole()
         rows = self.rows()
         courses = courses_of(rows, tool_rewards)
@@ -171,11 +174,8 @@ class Learnable(Columned):
         """
         if level not in (levels := ("token", "turn", "sequence")):
             raise BatchError(f"level must be one of {', '.join(levels)}, got {level!r}{did_you_mean(level, levels)}")
+        self._check_laid_out("log_probs", log_probs)
         responses = self["responses"]
-        if log_probs.is_nested != self.packed or (not self.packed and log_probs.shape != responses.shape):
-            raise BatchError(
-                f"log_probs must be laid out as `responses`, {tuple(responses.shape)}, got {tuple(log_probs.shape)}"
-            )
         keys = ("rollout_log_probs", "response_mask", "turn_ids", "weight_versions")
         engine, mask, turns, versions = (self._flat(self[key]) for key in keys)
         if self.packed:
@@ -190,6 +190,17 @@ class Learnable(Columned):
         found = correct(flat, engine, mask, segments, versions, **bounds)  # type: ignore[arg-type]
         ratios, weights, kept = map(self._as_responses, (found.ratios, found.weights, found.kept))
         return OffPolicy(ratios, weights, kept, found.figures, found.by_version)
+
+    def _check_laid_out(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise BatchError unless a tensor has a value wherever ``responses`` have a token."""
+        responses = self["responses"]
+        alike = tensor.is_nested == self.packed
+        if alike and self.packed:
+            alike = torch.equal(tensor.offsets().cpu(), responses.offsets().cpu())  # type: ignore[attr-defined]
+        if not alike or (not self.packed and tensor.shape != responses.shape):
+            raise BatchError(
+                f"{name} must be laid out as `responses`, {tuple(responses.shape)}, got {tuple(tensor.shape)}"
+            )
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what is laid out as responses end to end, padding included."""

@@ -7,8 +7,8 @@ scaffold, which no loss is ever given.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ POLICY = "policy"  # the loss of what was sampled: the others' is cross-entropy
 Weights = Mapping[str, float | Literal["policy"]]
 """The loss of each role's tokens: ``policy``, or the weight of their cross-entropy. Roles left out get none."""
 
+_LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS: Mapping[str, int] = {role: number for number, role in enumerate(ROLES)}
 _SAMPLED, _MEDIA = _NUMBERS[Role.SAMPLED], _NUMBERS[Role.MEDIA]
 _NOTICE, _INTERACTION = _NUMBERS[Role.NOTICE], _NUMBERS[Role.INTERACTION]
@@ -71,7 +72,7 @@ def tables_of(weights: Weights) -> tuple[npt.NDArray[np.float32], npt.NDArray[np
                 why = "was not sampled, so no policy gradient is of it"
                 raise BatchError(f"'{role}' {why}; give the weight of a cross-entropy, as 0.02")
             policy[_SAMPLED] = 1.0
-        elif isinstance(weight, str) or not (math.isfinite(weight) and weight >= 0):
+        elif not isinstance(weight, Real) or not 0 <= weight <= _LARGEST:
             raise BatchError(f"the weight of '{role}' must be 'policy' or a finite number from 0 on, got {weight!r}")
         else:
             cross_entropy[_NUMBERS[role]] = weight

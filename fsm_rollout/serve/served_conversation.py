@@ -61,7 +61,7 @@ class ServedConversation:
         self._told = list(messages)  # all messages before its next answer
         self._opening = len(self._told)
         self.exchange: Exchange | None = None
-        self.waiter: asyncio.Future[Reply] | None = None  # takes the caller's next message, while it waits for that
+        self.waiter: asyncio.Future[Reply] | None = None  # takes the caller's next message, until it has come
         self.trajectory_id: str | None = None  # that of the attempt that runs, once it has begun
         self.abandoned = False  # whether nobody waits for its answer any more
         self._texts: list[str] = []
@@ -87,7 +87,8 @@ class ServedConversation:
         """Return all messages up to an answer, itself the last; ``None``: it was not given yet."""
         end = self._opening + 2 * answer + 1
         told = [*self._told, {"role": "assistant", "content": self.text}]
-        return told[:end] if end <= len(told) - (self.exchange is not None) else None
+        answers = self.exchange is not None and self.waiter is None
+        return told[:end] if end <= len(told) - answers else None
 
     def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
         """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
@@ -101,6 +102,8 @@ class ServedConversation:
 
     def take(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in what happened."""
+        if isinstance(event, UserReplied):
+            self.waiter = None
         match event:
             case Generated():
                 if not self._sampled_tokens and (stream := trajectory.stream(event.context)) is not None:

@@ -51,6 +51,7 @@ class Items:
 
     messages: list[Message] = field(default_factory=list)
     _turn: Message | None = None  # the assistant's message that has not ended yet
+    _of: str = ""  # the answer of ours that it is of, as far as is known
     _turns: dict[str, Message] = field(default_factory=dict)  # those of answers of ours, by the answer
 
     def take(self, item: object, where: str) -> None:
@@ -64,8 +65,7 @@ class Items:
                 if role == "assistant":
                     turn = self._assistant(item)
                     if turn["content"]:  # its second
-                        self._turn = None
-                        turn = self._assistant({})
+                        turn = self._go_on(None, answer_of(item.get("id")))
                     turn["content"] = content
                 else:
                     said = {"role": role, "content": content}
@@ -83,9 +83,7 @@ class Items:
             case "compaction" | "compaction_summary":
                 said = {"role": "user", "content": _summary_of(item, where)}
             case "item_reference" if answer := answer_of(item.get("id")):
-                if answer not in self._turns:
-                    self._turn = self._turns[answer] = {"role": "assistant", "content": "", "reference": answer}
-                    self.messages.append(self._turn)
+                self._go_on(self._turns.get(answer), answer)["reference"] = answer  # what else came of it is in that
             case _:
                 raise refuse(f"{where}: an item of type '{kind}' is not supported", "unsupported_content", where)
         if said is not None:
@@ -95,11 +93,19 @@ class Items:
     def _assistant(self, item: Mapping[str, Any]) -> Message:
         """Return the message that an item of the assistant's is part of."""
         answer = answer_of(item.get("id"))
-        if (turn := self._turns.get(answer, self._turn)) is None:
+        turn = self._turns.get(answer)
+        if turn is None and not (answer and self._of):
+            turn = self._turn
+        return self._go_on(turn, answer)
+
+    def _go_on(self, turn: Message | None, answer: str) -> Message:
+        """Return a message to go on with, or a new one; it is of an answer of ours if that is named."""
+        if turn is None:
             self.messages.append(turn := {"role": "assistant", "content": ""})
+            self._of = ""
+        self._turn, self._of = turn, answer or self._of
         if answer:
             self._turns[answer] = turn
-        self._turn = turn
         return turn
 
     def _call(self, item: Mapping[str, Any], kind: str, where: str) -> None:

@@ -198,7 +198,8 @@ def _ended(request: ChatRequest, reply: ChatReply, created: int) -> Response:
 
 
 def _json(model: BaseModel) -> str:
-    return model.model_dump_json(exclude_unset=True, warnings=False)  # tools are as they came, of whichever type
+    # Tools are as they came, of whichever type, and texts that are said again may be no valid Unicode.
+    return json.dumps(model.model_dump(exclude_unset=True, warnings=False))
 
 
 def whole(reply: ChatReply, request: ChatRequest) -> bytes:

@@ -172,5 +172,10 @@ def test_tools_rewards_are_their_turns_and_what_has_no_score_counts_nowhere() ->
     assert TrajectoryBatch.from_trajectories(made[:1], pad_id=0).turn_advantages().tolist() == [[0.0] * 4]
     with pytest.raises(BatchError, match="method must be one of trajectory, turn, state, gae, got 'turns'"):
         batch.turn_advantages("turns")  # type: ignore[arg-type]
+    batch["response_mask"][1] = 0  # a sample whose tokens its trainer takes out counts by its score
+    assert batch.turn_advantages("turn", tool_rewards=0.5)[0].equal(found[0])
+    for values in (torch.zeros(3, 4 + batch["prompts"].shape[1]), torch.zeros(3)):
+        with pytest.raises(BatchError, match=r"values must be laid out as `responses`, \(3, 4\)"):
+            batch.turn_advantages("gae", values=values)
     with pytest.raises(BatchError, match="`values` are for method='gae'"):
         batch.turn_advantages("turn", values=torch.zeros(3, 4))

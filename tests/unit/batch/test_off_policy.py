@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.off_policy import correct
-from fsm_rollout.batch.rows import TrainingRow
+from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.histories import several_trajectories
+from tests.unit.batch.test_credit import trajectory
 
 LEVELS = st.sampled_from(["token", "turn", "sequence"])
 differences = st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=7)
@@ -134,6 +135,9 @@ def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) ->
     assert message in str(raised.value)
     with pytest.raises(BatchError, match=r"laid out as `responses`, \(0, 0\), got \(0, 3\)"):
         batch.off_policy(torch.zeros(0, 3))
+    packed = TrajectoryBatch.from_rows(rows([trajectory(0, 2), trajectory(1, 1)]), pad_id=0, packed=True)
+    with pytest.raises(BatchError, match="log_probs must be laid out as `responses`"):
+        packed.off_policy(packed["input_ids"].double())
     one = torch.tensor([math.nan])
     with pytest.raises(BatchError, match="1 trained tokens have log-probs that are not finite"):
         correct(one, one, torch.ones(1), torch.ones(1), torch.ones(1), bound="mask", low=None, high=2, geometric=False)

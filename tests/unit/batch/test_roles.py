@@ -49,6 +49,8 @@ def test_each_token_has_its_role_s_weight(
         ({"scaffold": 0.1}, "scaffold is the chat template's own and never gets a loss"),
         ({"tool": "policy"}, "'tool' was not sampled, so no policy gradient is of it"),
         ({"tool": -1.0}, "the weight of 'tool' must be 'policy' or a finite number from 0 on, got -1.0"),
+        ({"tool": 1e39}, "got 1e+39"),
+        ({"tool": None}, "got None"),
         ({"tool": float("nan")}, "got nan"),
         ({"sampled": "cross"}, "got 'cross'"),
     ],

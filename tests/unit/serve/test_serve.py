@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.jobs.run_config import ServeConfig
-from fsm_rollout.serve.server import listening
+from fsm_rollout.serve.server import digest_of, listening
 from fsm_rollout.serve.service import Service
-from fsm_rollout.states.external import anthropic_dialect
+from fsm_rollout.states.external import anthropic_dialect, responses_dialect
+from fsm_rollout.states.external.responding import Answer
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated
 from fsm_rollout.trajectory.journal import Journal, recordings
@@ -270,6 +272,12 @@ async def test_an_answer_s_id_names_its_history_for_who_had_it(agents: str) -> N
         assert ["one", answers[0], "three", answers[2]] in told
         assert last in told
         assert len(told) == (2 if agents == CHATTING else 4)
+        # Two at once, before the first has reached its trajectory.
+        body = {"input": "five", "previous_response_id": fourth.id, **more}
+        service, caller = server.service, digest_of("a")
+        for exchange in [service.ask(responses_dialect.read(body), caller) for _ in range(2)]:
+            parts = [part async for part in exchange.parts(partial(service.leave, exchange))]
+            assert isinstance(parts[-1], Answer)
 
 
 async def test_a_conversation_is_compacted_to_an_item_that_is_gone_on_from() -> None:
@@ -282,6 +290,11 @@ async def test_a_conversation_is_compacted_to_an_item_that_is_gone_on_from() -> 
         before, after = server.trajectories.values()
         assert (before.generations, after.generations) == (2, 1)
         assert str(after.prompt_messages[0]["content"]).endswith("answer 1")
+        # What is said again may be no valid Unicode, as it came.
+        async with aiohttp.ClientSession(server.url) as http:
+            for path, body in (("/compact", {"input": "\ud800"}), ("", {"input": "x", "instructions": "\ud800"})):
+                async with http.post(f"/v1/responses{path}", json={"model": "chatting", **body}) as answer:
+                    assert (answer.status, "\\ud800" in await answer.text()) == (200, True)
 
 
 async def test_a_picture_in_a_request_is_shown_in_any_protocol() -> None:

@@ -13,6 +13,7 @@ from agents import Agent, FunctionTool, OpenAIResponsesModel, RunContextWrapper,
 
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.states.external.response_items import Items
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import CALCULATOR, CALL, agent, client
@@ -165,7 +166,8 @@ def test_what_was_answered_is_named_by_its_id() -> None:
             second = await ask(model="m", input=[result], instructions="Count.", **after)
             (text,) = [item.id for item in second.output if item.type == "message"]
             # Its items by reference, as clients do that have the server store them.
-            by_name = [{"type": "item_reference", "id": item.id} for item in first.output]
+            thought, call_of_it = first.output
+            by_name = [thought.model_dump(), {"type": "item_reference", "id": call_of_it.id}]
             items = [{"role": "user", "content": "one"}, *by_name, result, {"type": "item_reference", "id": text}]
             third = await ask(
                 model="m", input=[*items, {"role": "user", "content": "two"}], tools=[TOOL], instructions="Count."
@@ -191,6 +193,15 @@ def test_what_was_answered_is_named_by_its_id() -> None:
     trajectory = visits(visitor, turns)
     assert names(trajectory) == ["main", "main+2"]
     assert [m["content"] for m in trajectory.streams[1].messages[:1]] == ["one"]
+
+
+def test_answers_behind_one_another_are_messages_of_their_own() -> None:
+    items, (a, b) = Items(), ("a" * 24, "b" * 24)
+    said: Any = {"type": "message", "role": "assistant", "content": "A", "id": f"msg_{a}"}
+    call = {"type": "function_call", "id": f"fc_{b}_0", "name": "f", "call_id": "1"}
+    for item in (said, {"type": "reasoning", "id": f"rs_{b}"}, said | {"content": "B", "id": f"msg_{b}"}, call):
+        items.take(item, "input[0]")
+    assert [(message["content"], "tool_calls" in message) for message in items.messages] == [("A", False), ("B", True)]
 
 
 @pytest.mark.parametrize("how", ["endpoint", "trigger"])
