@@ -77,6 +77,8 @@ class _Branch:
     chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
     turns: list[_Turn] = field(default_factory=list)
     asks: bool = True  # whether its last message waits for an answer
+    left: _Branch | None = None  # the branch that it forks off,
+    shares: int = 0  # and how many messages they share
     busy: bool = False
 
     def begins_with(self, chains: Sequence[Chain], count: int) -> bool:
@@ -157,9 +159,15 @@ class AgentHistories:
         if reply_id not in self._replies:
             raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
         branch, number, instructions = self._replies[reply_id]
-        stream = self.ctx.trajectory.stream(branch.name)
-        assert stream is not None
-        return stream.messages[: branch.turns[number].before + 1], instructions
+        end, source, said = branch.turns[number].before + 1, branch, list[Message]()
+        while True:  # each message as its caller sees it, forks' from the branches that they left
+            stream, turns = self.ctx.trajectory.stream(source.name), {turn.before: turn for turn in source.turns}
+            assert stream is not None
+            own = enumerate(stream.messages[source.shares : end], source.shares)
+            said[:0] = [self._seen(stream, turns[at], m) if at in turns else m for at, m in own]
+            if source.left is None:
+                return said, instructions
+            source, end = source.left, min(source.shares, end)
 
     def text_stream(self, pending: PendingRequest) -> TextStream:
         """Return what reads the text of an answer that an engine is asked for."""
@@ -359,7 +367,7 @@ class AgentHistories:
         bound = self._bind(BRANCH, bound.tools)
         number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
         begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
-        return self._begun(bound, chains)
+        return self._begun(bound, chains, branch, shared)
 
     async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
         """Open a history by rendering it in full; ChatTemplateError where that shows nothing of its tools."""
@@ -384,9 +392,9 @@ class AgentHistories:
         """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
         return bool(self.ctx.agent.contexts[self.context].tools)
 
-    def _begun(self, bound: BoundContext, chains: list[Chain]) -> _Branch:
+    def _begun(self, bound: BoundContext, chains: list[Chain], left: _Branch | None = None, shares: int = 0) -> _Branch:
         """Note a branch that has its first question to answer."""
-        self._branches.append(branch := _Branch(bound.name, bound, chains))
+        self._branches.append(branch := _Branch(bound.name, bound, chains, left=left, shares=shares))
         return branch
 
     def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:

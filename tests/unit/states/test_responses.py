@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import aiohttp
@@ -17,7 +18,9 @@ from fsm_rollout.states.external.response_items import Items
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import CALCULATOR, CALL, agent, client
+from tests.laws.test_thinking import PREFILLED
 from tests.unit.report.test_pictures import picture
+from tests.unit.states import test_external
 from tests.unit.states.test_external import run
 from tests.vision import gemma3
 
@@ -193,6 +196,27 @@ def test_what_was_answered_is_named_by_its_id() -> None:
     trajectory = visits(visitor, turns)
     assert names(trajectory) == ["main", "main+2"]
     assert [m["content"] for m in trajectory.streams[1].messages[:1]] == ["one"]
+
+
+def test_an_answer_whose_thought_the_header_opens_is_found_by_its_id_in_forks_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = deepcopy(test_external.embedded_tokenizer())
+    tokenizer.chat_template = PREFILLED
+    monkeypatch.setattr(test_external, "embedded_tokenizer", lambda: tokenizer)
+
+    async def visitor(visit: ForeignVisit) -> None:
+        async with client(visit) as api:
+            one = await api.responses.create(model="m", input="one")
+            assert [item.type for item in one.output] == ["reasoning", "message"]
+            two = await api.responses.create(model="m", input="two", previous_response_id=one.id)
+            await api.responses.create(model="m", input="three", previous_response_id=two.id)
+            fork = await api.responses.create(model="m", input="other", previous_response_id=two.id)
+            last = await api.responses.create(model="m", input="more", previous_response_id=fork.id)
+            assert last.output_text == "main~2 1"
+
+    trajectory = visits(visitor, lambda request: f"hm\n</think>\n\n{request.context} {request.turn}")
+    assert names(trajectory) == ["main", "main~2"]
 
 
 def test_answers_behind_one_another_are_messages_of_their_own() -> None:
