@@ -234,6 +234,7 @@ class Learnable(Columned):
         what tools answered to a cross-entropy with the weight 0.02. Roles that are not named get none, scaffold never
         does, and neither do padding and the first token of a row, which nothing predicts. The weights are those of the
         tokens themselves: token ``i`` is predicted by ``logits[:, i - 1]``. Jagged in a packed batch.
+        They follow from ``roles`` alone: what you take out of ``response_mask`` yourself, take out of them too.
 
         Raises:
             BatchError: there is no such role, or a weight is neither ``policy`` nor a finite number from 0 on.
