@@ -6,7 +6,7 @@ and its spans go to a server in a process of its own, which reads and forgets th
 - microseconds of CPU time for each span, apart: folding events and making spans (on the event loop), encoding them (in
   the exporter's thread), and the metrics of each generation;
 - the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced: the median
-  of several pairs;
+  of several pairs, less what tracing costs each run once (a run of one trajectory that is not traced, likewise);
 - how long it takes to send the spans of so many trajectories later, from the journal.
 """
 
@@ -113,15 +113,19 @@ def main() -> None:
         # 2. Runs, in turns: each is compared with the untraced one beside it, so a machine's moods meet both.
         count, share = arguments.trajectories, {"none": 0.0, "1 of 20": 0.05, "all": 1.0}
         run(count, tokenizer, tracing=False)
-        plain, more = list[float](), {name: list[float]() for name in share}
+        plain, once, more = list[float](), list[float](), {name: list[float]() for name in share}
         for _ in range(arguments.rounds):
             for name, sample in share.items():
                 plain.append(run(count, tokenizer, tracing=False))
                 more[name].append(run(count, tokenizer, tracing={"endpoint": endpoint, "sample": sample}) - plain[-1])
+                alone = run(1, tokenizer, tracing=False)
+                once.append(run(1, tokenizer, tracing={"endpoint": endpoint, "sample": 0.0}) - alone)
         each = 1e6 / count / len(TURNS)
         print(f"a run untraced: {median(plain) * each:.0f} µs of CPU time for each generation")
-        for name, seconds in more.items():
-            print(f"traced, {name}: {median(seconds) * each:.0f} µs more ({median(seconds) / median(plain):+.1%})")
+        print(f"tracing, once a run: {median(once) * 1e3:.1f} ms")
+        for name, pairs in more.items():
+            seconds = median(pairs) - median(once)
+            print(f"traced, {name}: {seconds * each:.0f} µs more ({seconds / median(plain):+.1%})")
         # 3. Later.
         with tempfile.TemporaryDirectory() as folder:
             with Journal(Path(folder) / "journal.sqlite") as journal:
