@@ -278,6 +278,10 @@ class WeightSource(Protocol):
     def names(self) -> frozenset[str] | None:
         """Those of the tensors, once they were loaded; ``None``: all that a model has."""
 
+    @property
+    def touched(self) -> frozenset[str] | None:
+        """Tensors that engines may have of it, also where it has failed; ``None``: any that a model has."""
+
     def check(self) -> None:
         """Check what can be checked before any engine is touched; EngineError if it cannot be right."""
 

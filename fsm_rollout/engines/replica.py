@@ -64,6 +64,11 @@ class Placement:
         source.check()
         return source
 
+    @property
+    def starts_afresh(self) -> bool:
+        """Whether a replica that starts again has the weights that it was built with; a server of others has others."""
+        return True
+
     def admit(self, url: str | None) -> None:
         """Have a place for one more replica, a server at ``url`` or one that is started; EngineError: there is none."""
         raise EngineError("this pool is of one engine that was given; give an engine's spec to have replicas that come")
@@ -89,6 +94,11 @@ class LocalPlacement(Placement):
 
     def __init__(self, build: Callable[[str], TokenSource], urls: list[str] | None = None) -> None:
         self._build, self._urls = build, urls
+
+    @property
+    def starts_afresh(self) -> bool:
+        """See :class:`Placement`."""
+        return self._urls is None
 
     def admit(self, url: str | None) -> None:
         """See :class:`Placement`."""
@@ -151,6 +161,7 @@ class Replica(ReplicaView):
     last_active: float = 0.0  # when it last sent a chunk, was given a request, or was resumed
     worked: float = 0.0  # seconds of work in which it sampled `sampled` tokens, the older ones counted less
     sampled: float = 0.0
+    mixed: frozenset[str] | None = frozenset()  # tensors that it may have of an update that failed; `None`: any
     load_failed: bool = False  # whether it was logged that its engine does not say how busy it is
 
     @property
@@ -207,6 +218,10 @@ class Replica(ReplicaView):
             logger.warning("%s did not close, and is left behind: %s", self.name, describe(error))
         if self.engine is engine:
             self.live_on(None)
+
+    def mix(self, names: frozenset[str] | None) -> None:
+        """Learn that it may have some of these tensors of an update that failed."""
+        self.mixed = None if names is None or self.mixed is None else self.mixed | names
 
     def measure_pace(self, tokens: int, now: float) -> None:
         """Learn how fast it works: it has just sent ``tokens``."""

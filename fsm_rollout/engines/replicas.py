@@ -19,7 +19,7 @@ from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.orders import Orders, first_of
-from fsm_rollout.engines.protocol import ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, ping
 from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
 from fsm_rollout.errors import EngineError, did_you_mean
@@ -128,7 +128,16 @@ class Replicas(Orders):
         if not replicas and not self._asleep:
             raise ReplicaLost("no replica took the weights, so nothing has changed: all were lost meanwhile")
         lives = [(replica, replica.live) for replica in replicas]
-        failed = self._failed(lives, await source.deliver([engine for _, engine in lives], number, self.times.update))
+        try:
+            results = await source.deliver([engine for _, engine in lives], number, self.times.update)
+        except WeightsGone as gone:
+            if not source.touched:
+                raise
+            results = [HalfLoaded(str(gone))] * len(lives)  # what came before the tensor that has changed may be there
+        for replica, error in zip(replicas, results, strict=True):
+            if isinstance(error, ReplicaLost):
+                replica.mix(source.touched)
+        failed = self._failed(lives, results)
         if failed and len(failed) == len(replicas):
             if not self.placement.restarts:
                 raise next(iter(failed.values()))
@@ -140,7 +149,9 @@ class Replicas(Orders):
             self._weights = self._weights.with_update(source, number)
         # 2. Whoever waited for weights that nobody has any more is as the others now, if these are all that it needs.
         if len(self._weights.updates) == 1:
-            self._unfilled = [replica for replica in self._unfilled if replica in failed]
+            self._unfilled = [
+                replica for replica in self._unfilled if replica in failed or not self._weights.cover(replica.mixed)
+            ]
             self._news.set()
         for replica, error in failed.items():
             self.lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
@@ -225,6 +236,7 @@ class Replicas(Orders):
             return
         if not self.placement.restarts and replica.failure is None:
             return  # it is the only one, and all that there is to hope for
+        half = half and (not self.placement.starts_afresh or self._weights.cover(replica.mixed))
         logger.warning("%s is lost: %s; %d request(s) go on in another", replica.name, why, replica.in_flight)
         self._move("starting", replica)
         replica.cause = why
@@ -270,6 +282,7 @@ class Replicas(Orders):
             try:
                 if not half:
                     await replica.open(self.placement, self.times.start)
+                    replica.mixed = frozenset() if self.placement.starts_afresh else replica.mixed
                 held, half = half, False
                 await self._join(replica, held)
             except Exception as error:  # whatever an engine raises is the engine's failure
@@ -364,6 +377,8 @@ class Replicas(Orders):
         while True:
             weights = self._weights
             try:
+                if not weights.cover(replica.mixed):
+                    raise WeightsGone("it has a part of an update that failed, which no later one has replaced")
                 await weights.fill(replica.live, self.times.update)
             except WeightsGone as error:
                 logger.warning("%s waits for the next update: %s", replica.name, error)
@@ -378,6 +393,7 @@ class Replicas(Orders):
                     if self._asleep and isinstance(replica.live, Sleeper):
                         await replica.live.sleep()
                 replica.begin(asyncio.get_running_loop().time())
+                replica.mixed = frozenset()
                 self._move("up", replica)
                 return
 

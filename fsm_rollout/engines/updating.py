@@ -39,7 +39,7 @@ class Addressed(BucketSink, Protocol):
 class _Elsewhere:
     """The source of such weights: engines are told that an update begins and ends; nothing of it comes from here."""
 
-    names = None
+    names = touched = None
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -58,6 +58,8 @@ class _Elsewhere:
             raise EngineError("an engine of these is no server that a trainer could reach; give its weights as Tensors")
         results = await answers([engine.begin_update({}, local=False) for engine in able], seconds)
         going = [engine for engine, result in zip(able, results, strict=True) if result is None]
+        if not going:
+            return results
         self.held.set_result([engine.address for engine in going])
         well = await self.loaded
         ends: list[Any] = [HalfLoaded("the trainer's own update has failed")] * len(going)

@@ -140,12 +140,18 @@ class Tensors:
         self._named = tensors if isinstance(tensors, Mapping) else None
         self._read = False
         self._sums: dict[str, int] = {}  # of the tensors of the first whole pass
+        self._touched: set[str] = set()
         self._cuda_device = _current_cuda_device()
 
     @property
     def names(self) -> frozenset[str]:
         """What was loaded, once it was."""
         return frozenset(self._sums)
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """What engines may have of it, also if it has failed."""
+        return frozenset(self._touched)
 
     def check(self) -> None:
         """Check what can be checked before anything is loaded; EngineError if it is not finite."""
@@ -192,6 +198,7 @@ class Tensors:
                     bucket, other = other, bucket
                 bucket.clear(max(most, tensor.nbytes), partial(self._memory, like=tensor))
             bucket.add(name, tensor)
+            self._touched.add(name)
             sums[name] = self._same(name, bucket.tensors[name])
         if bucket.pieces:
             yield bucket
@@ -292,6 +299,7 @@ class Loaded:
 
     def __init__(self, weights: Weights, names: frozenset[str] | None = None) -> None:
         self.weights, self.names = weights, names
+        self.touched = names
 
     def check(self) -> None:
         """Leave it to the engines, which know what the folder must have."""
@@ -321,6 +329,11 @@ class PresentWeights:
                 needed.insert(0, update)
                 replaced |= names or frozenset()
         return PresentWeights(tuple(needed))
+
+    def cover(self, names: frozenset[str] | None) -> bool:
+        """Say whether they replace all these tensors; ``None``: any that a model has."""
+        known = [source.names for source, _ in self.updates]
+        return None in known or (names is not None and names <= frozenset().union(*filter(None, known)))
 
     async def fill(self, engine: TokenSource, seconds: float) -> None:
         """Load them; WeightsGone: some are there no more; or the engine's own error."""

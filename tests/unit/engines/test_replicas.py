@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fsm_rollout.engines import replicas as replicas_module
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Engine
+from fsm_rollout.engines.protocol import Engine, HalfLoaded
 from fsm_rollout.engines.replica import LocalPlacement, Placement
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.weight_sources import Bucket, Tensors
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
 from tests.embedded import tokenizer
@@ -268,6 +271,62 @@ async def test_a_replica_whose_weights_are_gone_waits_for_the_next_ones(client: 
     assert len(place.lives["replica-0"]) == 2, "the life that has waited"
     assert place.last().weight_version == 2
     assert [len(life.asked) for life in place.lives["replica-0"]] == [0, 0]
+
+
+class Bucketed(Fragile):
+    """Takes weights in buckets, and has a number for each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.is_mixed = {"v": 0.0, "w": 0.0}, False
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        """Nothing has to be told."""
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        self.model |= {name: tensor.item() for name, tensor in bucket.tensors.items()}
+        self.is_mixed = True
+
+    async def end_update(self, version: int | None) -> None:
+        if version is None and self.is_mixed:
+            raise HalfLoaded("a part")
+        self.is_mixed, self._weight_version = False, version or 0
+
+
+def of(**values: float) -> Tensors:
+    """Return new weights that are known only as they are read, a bucket each."""
+    return Tensors(lambda: {name: torch.tensor([value]) for name, value in values.items()}, bucket_bytes=4)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_an_update_that_failed_has_left_is_never_sampled_from(ours: bool) -> None:
+    """A process of ours starts again; a server of others waits for weights that replace all that was mixed up."""
+    place = Place(lambda _: Bucketed())
+    place._urls = None if ours else ["a", "b"]
+
+    def models() -> list[dict[str, float]]:
+        return [cast(Bucketed, place.last(index)).model for index in range(2)]
+
+    async def main(client: EngineClient) -> None:
+        await answers(client, "warm")
+        assert await client.update_weights(of(v=1.0)) == 1
+        with pytest.raises(EngineError, match="not finite"):
+            await client.update_weights(of(w=2.0, v=2.0, u=math.nan))
+        await asyncio.sleep(NOTICED)
+        if ours:
+            assert (models(), states(client)) == ([{"v": 1.0, "w": 0.0}] * 2, ["up", "up"])
+            return
+        assert states(client) == ["starting", "starting"], "what `w` was, nobody knows"
+        await client.update_weights(of(v=3.0))
+        await asyncio.sleep(NOTICED)
+        assert states(client) == ["starting", "starting"], "and still nobody does"
+        await client.update_weights(of(v=4.0, w=4.0))
+        await asyncio.sleep(1)
+        assert (models(), states(client)) == ([{"v": 4.0, "w": 4.0}] * 2, ["up", "up"])
+        for answer in await answers(client, *map(str, range(4))):
+            right(answer)
+
+    run(place, main, 2)
 
 
 @pooled(2)
