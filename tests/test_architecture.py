@@ -55,6 +55,7 @@ ORDER = (
     ("batch",),
     ("diagrams", "report"),
     ("rollout",),
+    ("shard",),
     ("engines", "adapters", "jobs", "testing"),
     ("serve", "view"),
     ("cli",),

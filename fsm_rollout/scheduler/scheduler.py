@@ -144,13 +144,14 @@ class Scheduler:
         deliver_at_end: bool = False,
         step: int | None = None,
         trace: TraceIds | None = None,
+        watch: Watch | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Arguments are those of :meth:`fsm_rollout.Rollout.stream`, with prompts that were checked. ``deliver_at_end``
         delivers all groups at the end: whatever weights have changed until then, none of them is older than
         ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none. ``trace``: how the
-        spans of its trajectories are called, if anybody traces them.
+        spans of its trajectories are called, if anybody traces them; ``watch``: what says when too much has failed.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume``, then the
         prompts. A prompt with the id and messages of a resumed group starts none. A prompt id that is under way
@@ -176,7 +177,7 @@ class Scheduler:
         self._mark_delivered()
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
-            frozenset(self.groups), Watch(self.failures), self.recorder.journal, self._cut_off,
+            frozenset(self.groups), watch or Watch(self.failures), self.recorder.journal, self._cut_off,
         )  # fmt: skip
         self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
         if histories := list(resume):
@@ -296,7 +297,7 @@ class Scheduler:
         died = DeadProcess(trajectories, self.agents)
         self.starter.careful |= died.careful
         self.starter.given_up |= died.given_up
-        self.samples.alone = died.suspects
+        self.samples.alone |= died.suspects
         for trajectory in died.in_its_hands:  # until they go on, the next death is none of theirs
             event = Suspended(at=trajectory.latest_at, reason=DIED)
             trajectory.apply(event)
@@ -343,6 +344,29 @@ class Scheduler:
             for group_id in self._delivered:
                 self.recorder.journal.delivered(group_id)
         self._delivered.clear()
+
+    # -- as a shard of another scheduler ------------------------------------------------------------------------
+
+    def take_up(self, histories: Sequence[History]) -> None:
+        """Let groups go on in the present run, as those do that it began with."""
+        assert self._run is not None
+        self._resume(self._run, list(histories))
+        self._run.resumed.clear()  # no prompt of theirs comes here
+        self._run.changed.set()
+
+    def set_aside(self) -> None:
+        """Come to the end of the present run soon; what is open goes on in the next one."""
+        if self._run is not None:
+            self.samples.stop_run(self._run, keep=True)
+
+    def forget_delivered(self) -> None:
+        """Leave it to somebody else to mark in a journal what was delivered."""
+        self._delivered.clear()
+
+    def changed(self) -> None:
+        """Have the present run look again at what there is."""
+        if self._run is not None:
+            self._run.changed.set()
 
     def _renew(self, group: Group) -> bool:
         """Restart the ended samples of a group that are too old; return whether that changes anything."""

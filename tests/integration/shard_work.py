@@ -1,8 +1,9 @@
-"""What workers run in these tests: an agent with a tool that tells which process it ran in, and a scripted engine."""
+"""What shards run in these tests: an agent with a tool that tells which process it ran in, and a scripted engine."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -13,8 +14,11 @@ from fsm_rollout import AgentGraph, Prompt, ScriptedEngine, load_agent
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests import embedded
 from tests.kit import ROOT
+from tests.routing import RoutingEngine
 
+_calls = itertools.count(1)
 CALL = '<tool_call>\n{"name": "where", "arguments": {"number": %d}}\n</tool_call>'
 
 
@@ -24,8 +28,10 @@ def where(number: int) -> str:
     Args:
         number: of the turn.
     """
-    if folder := os.environ.get("WORKER_PIDS"):
+    if folder := os.environ.get("SHARD_PIDS"):
         (Path(folder) / str(os.getpid())).write_text(f"{gc.get_freeze_count()} {'torch' in sys.modules}", "ascii")
+    if (at := os.environ.get("SHARD_DIES_AT")) and next(_calls) == int(at) and _first(Path(os.environ["SHARD_DIED"])):
+        os._exit(9)
     return f"answer {number}"
 
 
@@ -56,3 +62,52 @@ def rows(trajectories: list[Trajectory]) -> dict[str, tuple[Any, ...]]:
         )
         for t in trajectories
     }
+
+
+SLOW = 0.05  # seconds of a generation, where something is to happen meanwhile
+
+
+def engine_of(turns: int = 3, delay: float = 0.0) -> ScriptedEngine:
+    """Return the engine with the embedded model's tokenizer; as the variables say, the process ends instead."""
+    once = os.environ.get("SHARD_DIES_ONCE")
+    if os.environ.get("SHARD_DIES") or (once and _first(Path(once))):
+        os._exit(9)
+    return engine(embedded.tokenizer(), turns, delay)
+
+
+def _first(path: Path) -> bool:
+    """Whether nobody has asked before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def routing() -> RoutingEngine:
+    """Return an engine that says its routed experts."""
+    return RoutingEngine(engine(embedded.tokenizer(), 3, 0.0)._script, tokenizer=embedded.tokenizer())
+
+
+def spec(delay: float = 0.0) -> dict[str, Any]:
+    """Return how shards make that engine."""
+    return {"kind": f"{__name__}:engine_of", "delay": delay}
+
+
+def seeded(trajectory: Trajectory) -> float:
+    """Return a score that its seed decides."""
+    return trajectory.seed % 3 / 2
+
+
+def turned_down(trajectories: list[Trajectory]) -> bool:
+    """Keep nothing."""
+    return False
+
+
+def fails(number: int) -> str:
+    """Fail.
+
+    Args:
+        number: of the turn.
+    """
+    raise OSError("the tool is broken")
