@@ -33,13 +33,15 @@ from fsm_rollout.errors import ConfigError, EngineError, about, check_names, che
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
-from fsm_rollout.scheduler.leases import LeasedGroup, LeasedScheduler
+from fsm_rollout.scheduler.leased_group import packed_parts
+from fsm_rollout.scheduler.leases import LeasedScheduler
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.run_agents import state_names
 from fsm_rollout.scheduler.run_state import PromptQueue, one_by_one
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
-from fsm_rollout.scheduler.shard_setup import ShardSetups
+from fsm_rollout.scheduler.shard_setup import leased_scheduler
 from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
@@ -160,38 +162,22 @@ class Rollout(OwnLoop):
             "reward": Reward(reward) if reward is not None else None,
         }
         # 4. Engines and the scheduler, or shards that have both; if one fails, what was started is closed again.
-        graphs = [each for graph in self.agents.values() for each in graph.with_sub_agents()]
-        self.state_names = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
+        self.state_names = state_names(self.agents.values())
         """The states that are numbered in each batch, alike in every step."""
         self.engines: dict[str, EnginePool] = {}
         self._shards: Shards | None = None
         limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts}
         try:
             if start is not None:
-                if any(not hasattr(listener, "counted") for listener in on_event):
-                    raise ConfigError(
-                        f"on_event: events stay in their shards, and with workers={workers} nobody hears of them here; "
-                        "read the journal, or give none"
-                    )
-                arguments = {
+                arguments: dict[str, Any] = {
                     "agent": self.agents, "engine": specs.pop(POLICY), "engines": specs, "seed": seed,
                     "sampling": sampling, "validate": validate, "validation_sampling": validation_sampling,
-                    "reward": reward, "queue_timeout": queue_timeout, "failures": policy, "group_filter": group_filter,
-                    "concurrency": -(-concurrency // workers), "tracing": tracing, "base": base, "progress": False,
-                    **limits,
+                    "reward": reward, "concurrency": concurrency, "queue_timeout": queue_timeout, "failures": policy,
+                    "group_filter": group_filter, "tracing": tracing, "base": base, "progress": False, **limits,
                 }  # fmt: skip
-                setups = ShardSetups(arguments, workers)
-                self._shards = Shards(workers, start, setups.of)
-                self.scheduler: Scheduler = LeasedScheduler(
-                    self._shards,
-                    concurrency=concurrency,
-                    failures=policy,
-                    shared=setups.shared,
-                    filter_name=getattr(group_filter, "__name__", str(group_filter)),
-                    **limits,
-                )
-                self.scheduler.recorder.listeners = tuple(on_event)  # that show counts
-                self.clients: dict[str, EngineClient] = {}
+                leased = leased_scheduler(start, workers, arguments, on_event)
+                self.scheduler: Scheduler = leased
+                self._shards, self.clients = leased.shards, {}
                 engines_described = self._shards.facts["engines"]
             else:
                 for name, spec in specs.items():
@@ -288,10 +274,7 @@ class Rollout(OwnLoop):
         self._check_open()
         if isinstance(scheduler, LeasedScheduler):
             # What a target carries over may be asked for later.
-            scheduler.histories = histories or target_groups is not None
-            scheduler.batch_options = dict(batch or {})
-            journal = scheduler.recorder.journal
-            await scheduler.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
+            await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
         for name, client in scheduler.clients.items():
             client.check_loop(name)
         groups_in_all = target_groups
@@ -362,9 +345,8 @@ class Rollout(OwnLoop):
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
         # Shards cut rows where that is asked for; who fits all of them into a width sees it here.
         options |= {"step": step, "deliver_at_end": True}
-        options["batch"] = (
-            {} if batch.get("overflow", "error") == "error" else {k: batch[k] for k in CUT & batch.keys()}
-        )
+        if batch.get("overflow", "error") != "error":
+            options["batch"] = {key: batch[key] for key in CUT & batch.keys()}
         async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as stream:
             groups = [group async for group in stream]
         if self._shards is None:  # else they have said so
@@ -382,8 +364,7 @@ class Rollout(OwnLoop):
         known: dict[str, Any] = {"state_names": self.state_names}
         if self._shards is not None:
             groups = list(groups)
-            packed = {id(group.part): group.part for group in groups if isinstance(group, LeasedGroup)}
-            parts = list(map(part_from_bytes, packed.values()))
+            parts = list(map(part_from_bytes, packed_parts(groups)))
             known |= {"pad_id": self._shards.facts["pad_id"], "parts": parts, "processor": None}
         else:
             facts = self.engines[POLICY].facts

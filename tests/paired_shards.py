@@ -17,7 +17,7 @@ from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.shard_placement import Started
 from fsm_rollout.scheduler.shards import Shards
-from fsm_rollout.shard import Shard
+from fsm_rollout.jobs.shard import Shard
 from fsm_rollout.testing.simulation.simulate import Around
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.trajectory.events import AnyEvent

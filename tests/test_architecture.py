@@ -55,7 +55,6 @@ ORDER = (
     ("batch",),
     ("diagrams", "report"),
     ("rollout",),
-    ("shard",),
     ("engines", "adapters", "jobs", "testing"),
     ("serve", "view"),
     ("cli",),

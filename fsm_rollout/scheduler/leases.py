@@ -12,27 +12,27 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
-from fsm_rollout.engines.protocol import Weights
+from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.errors import ConfigError, EngineError, JournalError, TargetNotReached, check_at_least
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History, prompt_of
-from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.shards import Shard, Shards, error_of
+from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
-from fsm_rollout.trajectory.event_bytes import encode, pack, pictures_in, unpacker
+from fsm_rollout.trajectory.event_bytes import encode, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.journal import recordings
 from fsm_rollout.trajectory.pictures import stored
@@ -42,56 +42,6 @@ from fsm_rollout.trajectory.trace_ids import NO_RUN
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-PackedHistory = list[bytes]  # the events of one trajectory, encoded
-_unpack = unpacker()
-
-
-class AttemptEnd(NamedTuple):
-    """An attempt that has ended in a shard, as :class:`~fsm_rollout.scheduler.run_state.Watch` looks at it."""
-
-    trajectory_id: str
-    failure: FailureClass | None
-    stop_reason: str
-    detail: str
-
-
-class LeasedGroup(Group):
-    """A group that runs, or has run, in a shard; its trajectories are made of their events when they are asked for."""
-
-    shard: Shard | None = None
-    """Who has it."""
-    histories: Sequence[PackedHistory] = ()
-    """What is known of it before it goes on: the events of its trajectories, if there are any."""
-    part: bytes = b""
-    """Its packed rows, with those of others that came back with it."""
-    oldest: int | None = None
-    """The oldest weights among its trained tokens."""
-    came_back_ended = False
-    """Whether all its samples have ended, once it is back."""
-    packed: Sequence[Sequence[PackedHistory]] = ()
-    """The events of its samples, of sub-agents and of discarded attempts, if the caller asked for them."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Make the trajectories, of which the fields are left unset."""
-        if name not in ("trajectories", "children", "discarded"):
-            raise AttributeError(name)
-        kinds = (*self.packed, (), (), ())[:3]
-        for field, histories in zip(("trajectories", "children", "discarded"), kinds, strict=True):
-            setattr(self, field, [Trajectory.fold(_unpack(pack(history))) for history in histories])
-        return object.__getattribute__(self, name)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every sample that was begun has ended."""
-        return self.came_back_ended
-
-    @classmethod
-    def of(cls, group_id: str, index: int, prompt: Prompt, n: int) -> LeasedGroup:
-        """Return one that is nowhere yet."""
-        group = cls(group_id, index, prompt, cast(RunnableAgent, None), n)
-        del group.trajectories, group.children, group.discarded
-        return group
 
 
 class Leases:
@@ -104,7 +54,7 @@ class Leases:
         self._prompts = count()
         self.number = -1
         self._run: RunState | None = None
-        self._open: set[Shard] = set()  # the shards in which the run has not ended
+        self._open: set[ShardHandle] = set()  # the shards in which the run has not ended
         self._error: Exception | None = None
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -140,7 +90,7 @@ class Leases:
             run.feeding = False
             run.changed.set()
 
-    def _begin(self, shard: Shard) -> None:
+    def _begin(self, shard: ShardHandle) -> None:
         scheduler = self.scheduler
         if shard in self._open:
             return
@@ -228,8 +178,8 @@ class Leases:
 
     # -- what shards say ----------------------------------------------------------------------------------------------
 
-    def receive(self, shard: Shard, kind: str, *parts: Any) -> None:
-        """See :class:`~fsm_rollout.scheduler.shards.Run`."""
+    def receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
+        """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
         run = self._run
         assert run is not None
         match kind:
@@ -263,7 +213,7 @@ class Leases:
                 self._ended(shard, *parts)
         run.changed.set()
 
-    def _ended(self, shard: Shard, error: Sequence[Any] | None, carried: Sequence[str], stats: Any) -> None:
+    def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], stats: Any) -> None:
         """Take in that the run has ended in a shard, which goes on with some groups in the next one."""
         self._open.discard(shard)
         shard.stats = stats
@@ -279,7 +229,7 @@ class Leases:
         cast(LeasedGroup, group).shard = None
         self.scheduler.groups.put_first([group], GroupState.WAITING)
 
-    def _groups_came(self, run: RunState, shard: Shard, headers: Sequence[Sequence[Any]], part: bytes) -> None:
+    def _groups_came(self, run: RunState, shard: ShardHandle, headers: Sequence[Sequence[Any]], part: bytes) -> None:
         scheduler = self.scheduler
         scheduler.shards.deaths = 0
         for group_id, reason, ended, errors, oldest, scores, histories, pictures in headers:
@@ -305,8 +255,8 @@ class Leases:
                 if self._run is not None:
                     self._run.counted.discard(group_id)
 
-    def lost(self, shard: Shard) -> None:
-        """See :class:`~fsm_rollout.scheduler.shards.Run`."""
+    def lost(self, shard: ShardHandle) -> None:
+        """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
         self._open.discard(shard)
         lost = [cast(LeasedGroup, group) for group in shard.groups.values() if group.state is GroupState.RUNNING]
         for group, histories in zip(lost, self.histories_of(shard, lost), strict=True):
@@ -316,7 +266,7 @@ class Leases:
         if self._run is not None:
             self._run.changed.set()
 
-    def histories_of(self, shard: Shard, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:
+    def histories_of(self, shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:
         """Return what a shard that died has kept of some groups."""
         found: dict[str, list[PackedHistory]] = {group.group_id: [] for group in groups}
         if shard.journal is not None and groups:
@@ -389,8 +339,15 @@ class LeasedScheduler(Scheduler):
         self.batch_options: dict[str, Any] = {}
         """How rows are to be made."""
         self._delivered: list[str] = []
+        self.marks = True
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
+
+    async def prepare(self, *, histories: bool, batch_options: Mapping[str, Any]) -> None:
+        """Be ready for a run: whether events come back with their groups, how rows are cut, and where journals are."""
+        self.histories, self.batch_options, journal = histories, dict(batch_options), self.recorder.journal
+        if self.evaluation is None:
+            await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
 
     async def check_in_shard(self, prompts: Sequence[Prompt]) -> None:
         """Do what :meth:`check` does, where agents are bound to engines."""
@@ -445,7 +402,7 @@ class LeasedScheduler(Scheduler):
         run.changed.set()
         return True
 
-    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
         """Load new policy weights, while no shard samples anything, and return their version.
 
         Each shard loads them into its own replicas. Servers that all share are loaded by one of them, once they have
@@ -462,7 +419,7 @@ class LeasedScheduler(Scheduler):
                 self._renew(group)
         return version
 
-    async def _load(self, weights: Weights, version: int | None) -> int:
+    async def _load(self, weights: Weights | WeightSource, version: int | None) -> int:
         if self.shared:
             version = int(await self.shards.call_one("load", weights, version))
             self.shards.present = ({}, version)  # the servers have them, so a shard that joins is only told so

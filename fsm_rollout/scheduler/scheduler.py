@@ -122,6 +122,7 @@ class Scheduler:
         self.samples = SampleRunner(self.starter, self.groups, self.scoring, self.staleness, failures, concurrency)
         # Groups that were delivered and are not marked yet: the caller has not asked for more.
         self._delivered: list[str] = []
+        self.marks = True  # whether the journal is told of them; the driver of shards does that itself
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
@@ -340,7 +341,7 @@ class Scheduler:
 
     def _mark_delivered(self) -> None:
         """Mark the delivered groups in the journal: the caller has asked for more."""
-        if self.recorder.journal is not None:
+        if self.recorder.journal is not None and self.marks:
             for group_id in self._delivered:
                 self.recorder.journal.delivered(group_id)
         self._delivered.clear()
@@ -359,14 +360,10 @@ class Scheduler:
         if self._run is not None:
             self.samples.stop_run(self._run, keep=True)
 
-    def forget_delivered(self) -> None:
-        """Leave it to somebody else to mark in a journal what was delivered."""
-        self._delivered.clear()
-
-    def changed(self) -> None:
-        """Have the present run look again at what there is."""
-        if self._run is not None:
-            self._run.changed.set()
+    def take_back(self, group: Group) -> None:
+        """Let a group that was delivered run again, as far as it is too old by now, and deliver it again."""
+        self.groups.put(group, GroupState.DONE)
+        self._renew(group)
 
     def _renew(self, group: Group) -> bool:
         """Restart the ended samples of a group that are too old; return whether that changes anything."""

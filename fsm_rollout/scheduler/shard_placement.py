@@ -27,7 +27,7 @@ from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least
 from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_messages
 
 WorkerPlacement = Literal["local", "ray"]
-SHARD = "fsm_rollout.shard"  # the module that is a shard; it stands to the right of this one
+SHARD = "fsm_rollout.jobs.shard"  # the module that is a shard; it stands to the right of this one
 SECRET_BYTES = 32
 CONNECT_SECONDS = 60.0  # how long an actor of Ray may take to start and to call back
 START_SECONDS = 600.0  # how long a shard may take to be ready: it imports what its agents name, and loads engines

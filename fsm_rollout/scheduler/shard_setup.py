@@ -10,13 +10,17 @@ import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.common_keys import EngineSpec
 from fsm_rollout.engines.specs import ServersSpec, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.names.objects import looked_in
+from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.recorder import Listener
+from fsm_rollout.scheduler.shard_placement import Start
+from fsm_rollout.scheduler.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +105,29 @@ def _share(spec: Mapping[str, Any], place: int, count: int) -> Mapping[str, Any]
     if faults(spec) or isinstance(checked := _checked(spec), ServersSpec) or checked.replicas == 1:
         return spec
     return {**spec, "replicas": checked.replicas // count + (place < checked.replicas % count)}
+
+
+def leased_scheduler(
+    start: Start, count: int, arguments: Mapping[str, Any], listeners: Sequence[object]
+) -> LeasedScheduler:
+    """Return the driver of so many shards that are started, each of a rollout with these arguments.
+
+    Raises:
+        ConfigError: an argument cannot be had in another process, or a listener wants to hear of events.
+        EngineError: no shard can start.
+    """
+    if any(not hasattr(listener, "counted") for listener in listeners):
+        raise ConfigError(
+            f"on_event: events stay in their shards, and with workers={count} nobody hears of them here; read the "
+            "journal, or give none"
+        )
+    concurrency, group_filter = arguments["concurrency"], arguments["group_filter"]
+    setups = ShardSetups({**arguments, "concurrency": -(-concurrency // count)}, count)
+    scheduler = LeasedScheduler(
+        Shards(count, start, setups.of),
+        shared=setups.shared,
+        filter_name=getattr(group_filter, "__name__", str(group_filter)),
+        **{name: arguments[name] for name in ("concurrency", "failures", "max_staleness", "max_restarts")},
+    )
+    scheduler.recorder.listeners = tuple(cast(Sequence[Listener], listeners))  # that show counts
+    return scheduler

@@ -38,19 +38,19 @@ def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Excepti
     return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
 
 
-class Run(Protocol):
+class LeasedRun(Protocol):
     """A run of the driver's, as shards speak of it."""
 
-    def receive(self, shard: Shard, kind: str, *parts: Any) -> None:
+    def receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
         """Take in what a shard says of it."""
 
-    def lost(self, shard: Shard) -> None:
+    def lost(self, shard: ShardHandle) -> None:
         """Take in that a shard has died."""
 
 
 @dataclass(slots=True, eq=False)
-class Shard:
-    """One of them."""
+class ShardHandle:
+    """One of them, as its driver knows it."""
 
     number: int
     started: Started
@@ -96,7 +96,7 @@ class Shards:
         """How many have died since a group last came to its end."""
         self.present: tuple[Any, int] | None = None
         """The policy's present weights and their version, which a shard that joins is told; ``None``: the first."""
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, LeasedRun] = {}
         """The runs under way, by number."""
         self._base: Path | None = None  # where the run's journal is
         self._run_id = ""
@@ -110,7 +110,7 @@ class Shards:
         """What the first has said of its engines."""
 
     @property
-    def alive(self) -> list[Shard]:
+    def alive(self) -> list[ShardHandle]:
         """Those that live."""
         return [shard for shard in self.all if shard.alive]
 
@@ -130,14 +130,14 @@ class Shards:
                     raise
                 logger.warning("%s; another is started", error)
 
-    def _shard(self, numbered: tuple[int, Started]) -> Shard:
+    def _shard(self, numbered: tuple[int, Started]) -> ShardHandle:
         number, started = numbered
-        shard = Shard(number, started)
+        shard = ShardHandle(number, started)
         started.link.receive = lambda *message: self._receive(shard, *message)
         started.link.lost = lambda: self._lost(shard)
         return shard
 
-    async def here(self) -> list[Shard]:
+    async def here(self) -> list[ShardHandle]:
         """Belong to the running event loop, and return the shards that live; one at least."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -202,7 +202,7 @@ class Shards:
 
     # -- what all are told ------------------------------------------------------------------------------------------
 
-    async def call(self, shard: Shard, name: str, *arguments: Any) -> Any:
+    async def call(self, shard: ShardHandle, name: str, *arguments: Any) -> Any:
         """Have a shard do something and return its answer; EngineError where it dies meanwhile."""
         number = next(self._calls)
         answer = shard.calls[number] = asyncio.get_running_loop().create_future()
@@ -238,7 +238,7 @@ class Shards:
         for shard in await self.here():
             await self._keep_journal(shard)
 
-    async def _keep_journal(self, shard: Shard) -> None:
+    async def _keep_journal(self, shard: ShardHandle) -> None:
         path = None
         if self._base is not None:
             number = shard.number
@@ -253,7 +253,7 @@ class Shards:
 
     # -- what they say ----------------------------------------------------------------------------------------------
 
-    def _receive(self, shard: Shard, kind: str, *parts: Any) -> None:
+    def _receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
         match kind:
             case "log":
                 log(shard.number, *parts)
@@ -270,7 +270,7 @@ class Shards:
                 if (run := self.runs.get(number)) is not None:
                     run.receive(shard, kind, *rest)
 
-    def _lost(self, shard: Shard) -> None:
+    def _lost(self, shard: ShardHandle) -> None:
         if not shard.alive:
             return
         shard.alive = False

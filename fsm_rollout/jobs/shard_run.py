@@ -1,40 +1,30 @@
-"""A shard: a whole rollout in a process of its own, which runs the groups that it is given.
+"""A run of a driver's, in one of its shards: the groups that it was leased, from their first event until they go back.
 
-Invariant: a shard decides nothing about targets and order: it begins the groups that it was leased, in turn, and gives
-each back when it is scored. All else is as in a run of one process: its own engines, tools, rewards, journal and spans.
-What it says is plain data; rows are made here, and travel packed.
+Invariant: what is said in one pass of the event loop travels as one message of its kind; rows are made here, of all
+groups that have ended in one pass, and travel packed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import pickle
-import socket
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.batch.part import part_of, part_to_bytes
-from fsm_rollout.concurrency.steady_loop import SteadyLoop
-from fsm_rollout.errors import ConfigError, EngineError, GlueMismatchError
-from fsm_rollout.model.folders import plain_tokenizers
-from fsm_rollout.names.objects import look_in
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.scheduler.group import Group, GroupState, log_failures
-from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_block
+from fsm_rollout.scheduler.group import Group, log_failures
+from fsm_rollout.scheduler.link import Link
 from fsm_rollout.scheduler.run_state import PromptQueue, Watch
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.shard_setup import ShardSetup
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.event_bytes import decode, encode, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
-from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -42,6 +32,16 @@ logger = logging.getLogger(__name__)
 
 HELD = "weights change in all shards"
 TELL_EVERY = 0.25  # seconds between two messages that say how far it is
+
+
+class ShardHost(Protocol):
+    """Where a run is: what all runs of a shard have in common."""
+
+    link: Link
+    rollout: Rollout
+    events: dict[str, list[bytes]]
+    """The events of trajectories that are to come back with their groups."""
+    runs: dict[int, ShardRun]
 
 
 class LeaseQueue(PromptQueue):
@@ -97,7 +97,7 @@ class TellingWatch(Watch):
 class ShardRun:
     """A run of the driver's, here."""
 
-    shard: Shard
+    host: ShardHost
     number: int
     scheduler: Scheduler
     asked: Mapping[str, Any]
@@ -125,13 +125,13 @@ class ShardRun:
         """Run what is leased, until the driver ends it."""
         scheduler, asked, error = self.scheduler, self.asked, None
         scheduler.starter.run_number = asked["run_number"] - 1
+        scheduler.marks = False  # the driver says what was delivered
         watch = TellingWatch(self, scheduler.failures)
         try:
-            async with self.shard.rollout.opened(scheduler) as trace:
+            async with self.host.rollout.opened(scheduler) as trace:
                 stream = scheduler.run(self.queue, asked["n"], step=asked["step"], trace=trace, watch=watch)
                 async with aclosing(stream) as groups:
                     async for group in groups:
-                        scheduler.forget_delivered()  # the driver says what was delivered
                         self._finished(group)
         except asyncio.CancelledError:
             pass
@@ -144,12 +144,12 @@ class ShardRun:
         journal = scheduler.recorder.journal
         if journal is not None:
             journal.flush()
-        self.send("ended", None if error is None else told(error), carried, self.shard.rollout.engine_stats())
-        self.shard.runs.pop(self.number, None)
+        self.send("ended", None if error is None else told(error), carried, self.host.rollout.engine_stats())
+        self.host.runs.pop(self.number, None)
 
     def send(self, kind: str, *parts: Any) -> None:
         """Say something of this run."""
-        self.shard.link.send(kind, self.number, *parts)
+        self.host.link.send(kind, self.number, *parts)
 
     def tell(self, kind: str, what: Any) -> None:
         """Say something with all that is said in this pass of the loop."""
@@ -177,8 +177,8 @@ class ShardRun:
                     self.task.cancel()
 
     def _give_back(self, groups: Sequence[Group]) -> None:
-        known: dict[str, Any] = {"state_names": self.shard.rollout.state_names}
-        known["processor"] = self.shard.rollout.engines[POLICY].facts.processor
+        known: dict[str, Any] = {"state_names": self.host.rollout.state_names}
+        known["processor"] = self.host.rollout.engines[POLICY].facts.processor
         part = part_to_bytes(part_of(groups, **known, **self.asked["batch"]))
         headers = []
         for group in groups:
@@ -199,7 +199,7 @@ class ShardRun:
 
     def _histories(self, group: Group) -> tuple[list[list[list[bytes]]], list[tuple[bytes, str, int, int]]]:
         """Return the events of a group's trajectories, and the pictures in them."""
-        kept = self.shard.events
+        kept = self.host.events
         if not self.asked["histories"]:
             return [], []
         kinds = [
@@ -220,7 +220,7 @@ class ShardRun:
                 assert isinstance(history[0], Prompted)
                 name = history[0].trajectory_id
                 # What the journal does not have yet is recorded as it is taken up, and so heard of again.
-                self.shard.events[name] = list(packed) if journal is not None and name in journal else []
+                self.host.events[name] = list(packed) if journal is not None and name in journal else []
             if self.under_way:
                 self.scheduler.take_up(events)
             else:
@@ -238,9 +238,7 @@ class ShardRun:
         """Let a group that was given back run again, where it is too old by now."""
         group = self.given_back.get(group_id)
         if group is not None:
-            self.scheduler.groups.put(group, GroupState.DONE)
-            self.scheduler._renew(group)
-            self.scheduler.changed()
+            self.scheduler.take_back(group)
 
     def end(self, keep: bool) -> None:
         """Come to the end: set aside what runs, or cut it off."""
@@ -254,118 +252,7 @@ class ShardRun:
             self.task.cancel()
 
 
-class Shard:
-    """What answers a driver's messages on one link."""
-
-    def __init__(self, link: Link, rollout: Rollout, count: int) -> None:
-        self.link, self.rollout = link, rollout
-        self.runs: dict[int, ShardRun] = {}
-        self.events: dict[str, list[bytes]] = {}
-        """The events of trajectories that are to come back with their groups."""
-        self.gone = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._counts = Counts(link)
-        for agent in rollout.scheduler.agents.all:
-            agent.toolbox.share = count
-        link.receive, link.lost = self._receive, self.gone.set
-
-    def _receive(self, kind: str, number: int = -1, *parts: Any) -> None:
-        run = self.runs.get(number)
-        match kind:
-            case "run":
-                self._begin(number, *parts)
-            case "lease" if run is not None:
-                group_id, prompt, histories, _ = parts
-                run.lease(group_id, prompt, histories)
-            case "give_back" if run is not None:
-                run.give_back(*parts)
-            case "renew" if run is not None:
-                run.renew(*parts)
-            case "end" if run is not None:
-                run.end(*parts)
-            case "call":
-                self._do(self._call(number, *parts))
-            case "bye":
-                self.gone.set()
-
-    def _do(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _begin(self, number: int, asked: Mapping[str, Any]) -> None:
-        scheduler = self.rollout.scheduler
-        if asked["evaluation"] is not None:
-            scheduler = self.rollout.evaluation_scheduler(asked["evaluation"])
-        run = self.runs[number] = ShardRun(self, number, scheduler, asked)
-        recorder = scheduler.recorder
-        others = [each for each in recorder.listeners if not isinstance(each, Counts | Kept)]
-        self._counts.number = number
-        recorder.listeners = (*others, self._counts, *([Kept(self.events)] if asked["histories"] else []))
-        report = scheduler.starter.report_mismatch
-
-        def mismatch(error: GlueMismatchError) -> None:
-            before = {name for name, group in run.given_back.items() if not group.dropped}
-            report(error)
-            dropped = [(name, str(group.drop_reason)) for name, group in run.given_back.items() if group.dropped]
-            run.send("dropped", [each for each in dropped if each[0] in before])
-
-        scheduler.starter.report_mismatch = mismatch
-        run.task = self._do(run.run())
-
-    async def _call(self, number: int, name: str, *arguments: Any) -> None:
-        try:
-            self.link.send("answer", number, None, await getattr(self, f"_{name}")(*arguments))
-        except Exception as error:  # it is the driver's
-            self.link.send("answer", number, told(error), None)
-
-    async def _check(self, prompts: Sequence[Prompt]) -> None:
-        self.rollout.scheduler.check(prompts)
-
-    async def _journal(self, path: str | None, run_id: str) -> None:
-        if (earlier := self.rollout.journal) is not None:
-            self.rollout.scheduler.recorder.journal = None
-            earlier.close()
-        if path is not None:
-            journal = Journal(path, {"run_id": run_id}, append=os.path.exists(path))  # noqa: ASYNC240
-            self.rollout.scheduler.recorder.journal = journal
-
-    async def _drop(self, group_id: str) -> None:
-        group = self.rollout.scheduler.groups.get(group_id)
-        if group is not None:
-            await self.rollout.scheduler._drop(group)
-
-    async def _stats(self) -> dict[str, dict[str, int]]:
-        return self.rollout.engine_stats()
-
-    async def _sleep(self) -> None:
-        await self.rollout.send_to_sleep()
-
-    async def _wake(self) -> None:
-        await self.rollout.wake_up()
-
-    async def _hold(self) -> None:
-        await self.rollout.clients[POLICY].pause(HELD)
-
-    async def _load(self, weights: Any, version: int | None) -> int:
-        return await self.rollout.aupdate_weights(weights, version)
-
-    async def _release(self) -> None:
-        await self.rollout.clients[POLICY].resume(HELD)
-
-    async def aclose(self) -> None:
-        """End what runs, and close what is open."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        journal = self.rollout.journal
-        await self.rollout.aclose()
-        if journal is not None:
-            journal.close()
-
-
-class Counts:
+class ShardCounts:
     """Listens, and says now and then how far the trajectories are."""
 
     def __init__(self, link: Link) -> None:
@@ -403,7 +290,7 @@ class Counts:
         self._link.send("progress", self.number, states, self._done, self._tokens)
 
 
-class Kept:
+class KeptEvents:
     """Listens, and keeps events by trajectory."""
 
     def __init__(self, events: dict[str, list[bytes]]) -> None:
@@ -419,72 +306,3 @@ def told(error: BaseException) -> tuple[str, list[tuple[Any, ...]], str]:
     problems = error.problems if isinstance(error, ConfigError) else ()
     listed = [(problem.message, problem.file and str(problem.file), problem.line, problem.rule) for problem in problems]
     return type(error).__name__, listed, clean(str(error))
-
-
-# -- the process ----------------------------------------------------------------------------------------------------
-
-
-class _LogSender(logging.Handler):
-    """Tells the driver what is logged here."""
-
-    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._link, self._loop = link, loop
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = clean(self.format(record))
-            self._loop.call_soon_threadsafe(self._link.send, "log", record.name, record.levelno, text)
-        except RuntimeError:  # the loop is closed
-            self.handleError(record)
-
-
-def main(descriptor: int) -> None:
-    """Be a shard of the driver at the other end of the socket."""
-    serve(socket.socket(fileno=descriptor))
-
-
-def serve(connection: socket.socket) -> None:
-    """Be a shard on a connection, the first blocks on which say what it is, until the driver has no need of it."""
-    path = pickle.loads(read_block(connection))  # where modules are, by which the rest can be read
-    sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
-    plain_tokenizers()  # of which the setup may have one
-    from fsm_rollout.scheduler.link import _encode  # the form of what a shard says
-
-    try:
-        setup: ShardSetup = pickle.loads(read_block(connection))
-        for folder in setup.folders:
-            look_in(folder)
-        logging.getLogger("fsm_rollout").setLevel(setup.log_level)
-        rollout = Rollout(**setup.rollout)
-    except (EOFError, OSError):
-        raise
-    except Exception as error:  # the user's code, imported here
-        kind, problems, text = told(error)
-        if not isinstance(error, ConfigError | EngineError):
-            text = f"{kind}: {text}"
-        connection.sendall(framed(_encode([("failed", kind, problems, text)])))
-        return
-    policy = rollout.engines[POLICY].facts
-    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "sees": policy.processor is not None}
-    connection.sendall(framed(_encode([("ready", facts)])))
-    loop = SteadyLoop()
-    try:
-        loop.run_until_complete(_serve(connection, rollout, setup))
-    finally:
-        loop.close()
-
-
-async def _serve(connection: socket.socket, rollout: Rollout, setup: ShardSetup) -> None:
-    loop = asyncio.get_running_loop()
-    connection.setblocking(False)
-    link = SocketLink(shard=True)
-    package = logging.getLogger("fsm_rollout")
-    package.addHandler(_LogSender(link, loop))
-    package.propagate = False
-    shard = Shard(link, rollout, setup.count)
-    await loop.create_connection(lambda: link, sock=connection)
-    await shard.gone.wait()
-    await shard.aclose()
-    link.close()
-    await asyncio.sleep(0)
