@@ -309,6 +309,9 @@ class Rollout(OwnLoop):
         await scheduler.agents.prepare_tools()
         lasts = scheduler is self.scheduler
         try:
+            if not self._tracing:
+                yield None
+                return
             with self._tracing.listens(scheduler.recorder, self.description, lasts=lasts) as trace:
                 yield trace
         finally:
