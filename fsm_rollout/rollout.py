@@ -13,8 +13,9 @@ Invariant: a rollout owns what it builds (engines named by a spec, its event loo
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.leased_group import packed_parts
 from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_agents import state_names
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
     from fsm_rollout.report.notebook import Page
     from fsm_rollout.report.tracing import TracingLike
-    from fsm_rollout.trajectory.trace_ids import TraceIds
 
 PromptLike = Prompt | Mapping[str, object] | str
 Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
@@ -178,7 +179,7 @@ class Rollout(OwnLoop):
                 leased = leased_scheduler(start, workers, arguments, on_event)
                 self.scheduler: Scheduler = leased
                 self._shards, self.clients = leased.shards, {}
-                engines_described = self._shards.facts["engines"]
+                engines_described, pad_id, processor = (self._shards.facts[key] for key in FACTS)
             else:
                 for name, spec in specs.items():
                     with about(f"engine '{name}'"):
@@ -197,6 +198,8 @@ class Rollout(OwnLoop):
                     **self._common,
                 )
                 engines_described = {name: described(self.engines[name], spec) for name, spec in specs.items()}
+                pad_id, processor = self.engines[POLICY].facts.pad_id, self.engines[POLICY].facts.processor
+            self._of_batches = {"state_names": self.state_names, "pad_id": pad_id, "processor": processor}
             self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": engines_described,
@@ -272,23 +275,19 @@ class Rollout(OwnLoop):
         histories: bool = False, batch: Mapping[str, Any] | None = None, **options: Any,
     ) -> AsyncGenerator[Group, None]:  # fmt: skip
         self._check_open()
-        if isinstance(scheduler, LeasedScheduler):
-            # What a target carries over may be asked for later.
-            await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
-        for name, client in scheduler.clients.items():
-            client.check_loop(name)
+        # What a target carries over may be asked for later.
+        await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
         groups_in_all = target_groups
         if isinstance(prompts, PromptQueue):
             checked: Iterable[Prompt] = prompts
         elif target_groups is None or isinstance(prompts, Sequence | Path):
             checked = (every := as_prompts(prompts, named=False))
-            await self.acheck(every, scheduler)
+            await scheduler.acheck(every)
             groups_in_all = min(len(every), target_groups or len(every))
         else:
-            leased = isinstance(scheduler, LeasedScheduler)  # shards check what they are given
-            checked = one_by_one(prompts, (lambda _: None) if leased else scheduler.check)
+            checked = one_by_one(prompts, scheduler.check)
         shown = self._progress or (self._progress is None and "IPython" in sys.modules)
-        async with self.opened(scheduler) as trace:
+        async with scheduler.opened(self.listens_to(scheduler)) as trace:
             if trace is not None:
                 options["trace"] = trace
             with ExitStack() as meanwhile:
@@ -300,30 +299,11 @@ class Rollout(OwnLoop):
                     async for group in groups:
                         yield group
 
-    @asynccontextmanager
-    async def opened(self, scheduler: Scheduler) -> AsyncIterator[TraceIds | None]:
-        """Have tools ready for a run, and its spans sent; yields how these are called. Shards do so themselves."""
-        if isinstance(scheduler, LeasedScheduler):
-            yield None
-            return
-        await scheduler.agents.prepare_tools()
+    def listens_to(self, scheduler: Scheduler) -> Listens | None:
+        """Return what sends the spans of a scheduler's runs; ``None``: nobody traces them."""
         lasts = scheduler is self.scheduler
-        try:
-            if not self._tracing:
-                yield None
-                return
-            with self._tracing.listens(scheduler.recorder, self.description, lasts=lasts) as trace:
-                yield trace
-        finally:
-            await scheduler.agents.close_tools()
-
-    async def acheck(self, prompts: Sequence[Prompt], scheduler: Scheduler | None = None) -> None:
-        """Raise ConfigError, all problems at once, for prompts that do not fit the agents and the reward."""
-        scheduler = scheduler or self.scheduler
-        if isinstance(scheduler, LeasedScheduler):
-            await scheduler.check_in_shard(prompts)
-        else:
-            scheduler.check(prompts)
+        listens = partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts)
+        return listens if self._tracing else None
 
     async def arun(
         self,
@@ -364,15 +344,9 @@ class Rollout(OwnLoop):
         from fsm_rollout.batch.part import part_from_bytes
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        known: dict[str, Any] = {"state_names": self.state_names}
-        if self._shards is not None:
-            groups = list(groups)
-            parts = list(map(part_from_bytes, packed_parts(groups)))
-            known |= {"pad_id": self._shards.facts["pad_id"], "parts": parts, "processor": None}
-        else:
-            facts = self.engines[POLICY].facts
-            known |= {"pad_id": facts.pad_id, "processor": facts.processor}
-        return batch_of(groups, **known | options)
+        groups = list(groups)
+        parts = list(map(part_from_bytes, packed_parts(groups)))
+        return batch_of(groups, parts=parts, **self._of_batches | options)
 
     run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
@@ -414,12 +388,7 @@ class Rollout(OwnLoop):
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""
-        if self._shards is not None:
-            return self._shards.engine_stats()
-        return {
-            name: {"requests": c.pool.requests, "dispatches": c.pool.dispatches, "weight_version": c.weight_version}
-            for name, c in self.clients.items()
-        }
+        return self.scheduler.engine_stats()
 
     @property
     def weight_version(self) -> int:
@@ -443,20 +412,14 @@ class Rollout(OwnLoop):
 
     async def send_to_sleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
-        if self._shards is not None:
-            await self._shards.call_all("sleep")
-        for client in self.clients.values():
-            await client.sleep()
+        await self.scheduler.send_to_sleep()
 
     sleep = plain(send_to_sleep)
     """Do what :meth:`send_to_sleep` does and wait for it."""
 
     async def wake_up(self) -> None:
         """Make the engines ready again, and let what waits for them go on."""
-        if self._shards is not None:
-            await self._shards.call_all("wake")
-        for client in self.clients.values():
-            await client.wake()
+        await self.scheduler.wake_up()
 
     wake = plain(wake_up)
     """Do what :meth:`wake_up` does and wait for it."""
@@ -513,6 +476,7 @@ class Rollout(OwnLoop):
         await self.aclose()
 
 
+FACTS = ("engines", "pad_id", "processor")  # what shards say of theirs; pictures' tensors are not made from here
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 CUT = {"prompt_width", "response_width", "overflow"}
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")

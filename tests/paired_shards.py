@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.jobs.shard import Shard
 from fsm_rollout.scheduler.leases import LeasedScheduler
 from fsm_rollout.scheduler.link import PairedLink
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.shard_placement import Started
 from fsm_rollout.scheduler.shards import Shards
-from fsm_rollout.jobs.shard import Shard
 from fsm_rollout.testing.simulation.simulate import Around
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
 from fsm_rollout.trajectory.events import AnyEvent
@@ -32,13 +32,8 @@ class PairedRollout:
         self.engines = {POLICY: scheduler.clients[POLICY].pool}
         self.clients, self.state_names = scheduler.clients, ()
 
-    @asynccontextmanager
-    async def opened(self, scheduler: Scheduler) -> AsyncIterator[None]:
-        await scheduler.agents.prepare_tools()
-        try:
-            yield
-        finally:
-            await scheduler.agents.close_tools()
+    def listens_to(self, scheduler: Scheduler) -> None:
+        return None
 
     @property
     def journal(self) -> Any:

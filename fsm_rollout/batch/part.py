@@ -168,7 +168,7 @@ def joined_parts(
         BatchError: tokens have routed experts in several shapes.
     """
     facts = {group_id: fact for part in parts for group_id, fact in part.facts.items()}
-    if len(parts) == 1 and list(parts[0].facts) == list(order):
+    if len(parts) == 1 and list(parts[0].facts) == list(order) and not (leave_out and parts[0].rows.facts):
         return parts[0].rows, list(facts.values())
     # 1. All rows of all parts end to end, states numbered alike.
     names = parts[0].rows.state_names if parts else tuple(state_names)

@@ -11,7 +11,10 @@ from operator import attrgetter
 from typing import Any
 
 from fsm_rollout.batch.batch import TrajectoryBatch
+from fsm_rollout.batch.columns import Along
+from fsm_rollout.batch.fitting import check_fit
 from fsm_rollout.batch.part import BatchPart, figures_of, joined_parts, part_of
+from fsm_rollout.batch.rows import RowId
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
 
@@ -31,10 +34,15 @@ def batch_of(
     if len(set(order)) < len(order):
         twice = next(name for name in order if order.count(name) > 1)
         raise BatchError(f"group {twice} was given twice; each token has one row at most")
-    if not parts:
-        parts = [part_of(ordered, state_names=state_names, processor=processor, **widths)]
-    rows, facts = joined_parts(parts, order, state_names, processor, leave_out=dropped)
+    made_here = [] if parts else [part_of(ordered, state_names=state_names, processor=processor, **widths)]
+    rows, facts = joined_parts(parts or made_here, order, state_names, processor, leave_out=dropped)
     widths.pop("overflow", None)
+    if parts:  # which were made before anybody knew the widths
+        prompts, responses = (rows.lengths[along].tolist() for along in (Along.PROMPTS, Along.RESPONSES))
+        ids = (RowId(row["trajectory_id"], row["stream"]) for row in rows.facts)
+        check_fit(
+            list(zip(ids, prompts, responses, strict=True)), widths.get("prompt_width"), widths.get("response_width")
+        )
     batch = TrajectoryBatch.from_flat(rows, pad_id=pad_id, packed=packed, processor=processor, **widths)
     kept = [fact for fact in facts if fact.group_id not in dropped]
     batch.sample_scores = tuple(score for fact in kept for score in fact.scores)

@@ -228,7 +228,7 @@ async def _run(
     looks = Looks(prompts, config.until, config.seed)
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
-        await rollout.acheck(prompts)
+        await rollout.scheduler.acheck(prompts)
         if earlier is None:
             clear(config.out)
         tracking = Tracking(_tracker(config), len(prompts))

@@ -191,7 +191,7 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(framed(_encode([("failed", kind, problems, text)])))
         return
     policy = rollout.engines[POLICY].facts
-    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "sees": policy.processor is not None}
+    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": None}
     connection.sendall(framed(_encode([("ready", facts)])))
     loop = SteadyLoop()
     try:

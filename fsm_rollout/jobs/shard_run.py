@@ -128,7 +128,7 @@ class ShardRun:
         scheduler.marks = False  # the driver says what was delivered
         watch = TellingWatch(self, scheduler.failures)
         try:
-            async with self.host.rollout.opened(scheduler) as trace:
+            async with scheduler.opened(self.host.rollout.listens_to(scheduler)) as trace:
                 stream = scheduler.run(self.queue, asked["n"], step=asked["step"], trace=trace, watch=watch)
                 async with aclosing(stream) as groups:
                     async for group in groups:

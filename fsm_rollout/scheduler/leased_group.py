@@ -7,13 +7,17 @@ of it (whether it has ended, whether it is dropped, its rows) came back with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
+from fsm_rollout.errors import JournalError, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunnableAgent
+from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.shards import ShardHandle
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.event_bytes import pack, unpacker
+from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
+from fsm_rollout.trajectory.journal import recordings
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -71,3 +75,24 @@ class LeasedGroup(Group):
 def packed_parts(groups: Iterable[Group]) -> list[bytes]:
     """Return the packed rows of some groups, those that came back together once."""
     return list({id(group.part): group.part for group in groups if isinstance(group, LeasedGroup)}.values())
+
+
+def histories_of(shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:
+    """Return what a shard that died has kept of some groups."""
+    found: dict[str, list[PackedHistory]] = {group.group_id: [] for group in groups}
+    if shard.journal is not None and groups:
+        with suppress(JournalError):  # it has not begun
+            for trajectory, events in recordings(shard.journal):
+                if trajectory.group_id in found:
+                    found[trajectory.group_id].append(list(map(encode, events)))
+    return list(found.values())
+
+
+def target_not_reached(name: str, run: RunState, counted: int, scores: Sequence[float | None]) -> TargetNotReached:
+    """Return the error of a run whose filter has turned down too much; so many groups count by then."""
+    return TargetNotReached(
+        f"the group filter '{name}' has turned down {run.filtered:,} groups, and {counted:,} of "
+        f"the {run.target:,} that were asked for are there (the last one's scores: "
+        f"{scores}); use other prompts, lower target_groups, or raise max_filtered (how "
+        "many groups may be turned down for each of target_groups)"
+    )

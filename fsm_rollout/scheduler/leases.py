@@ -12,17 +12,18 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.engines.protocol import Weights, WeightSource
-from fsm_rollout.errors import ConfigError, EngineError, JournalError, TargetNotReached, check_at_least
+from fsm_rollout.errors import ConfigError, EngineError, check_at_least
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory
+from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, histories_of, target_not_reached
+from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History, prompt_of
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
@@ -34,7 +35,6 @@ from fsm_rollout.states.active_trajectory import CARRIED, Stop
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.event_bytes import encode, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
-from fsm_rollout.trajectory.journal import recordings
 from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -245,7 +245,7 @@ class Leases:
                 run.filtered += 1
                 if run.filtered > run.most_filtered and run.stopped_by is None:
                     counted = run.counts_with(scheduler.groups.by_state[GroupState.DONE].values())
-                    run.stopped_by = _target_not_reached(scheduler.filter_name, run, counted, scores)
+                    run.stopped_by = target_not_reached(scheduler.filter_name, run, counted, scores)
 
     def _dropped(self, group_id: str, reason: DropReason) -> None:
         """Drop a group that has come back already."""
@@ -259,22 +259,12 @@ class Leases:
         """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
         self._open.discard(shard)
         lost = [cast(LeasedGroup, group) for group in shard.groups.values() if group.state is GroupState.RUNNING]
-        for group, histories in zip(lost, self.histories_of(shard, lost), strict=True):
+        for group, histories in zip(lost, histories_of(shard, lost), strict=True):
             group.histories = histories or group.histories
             self._waits_again(group)
         shard.groups.clear()
         if self._run is not None:
             self._run.changed.set()
-
-    def histories_of(self, shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:
-        """Return what a shard that died has kept of some groups."""
-        found: dict[str, list[PackedHistory]] = {group.group_id: [] for group in groups}
-        if shard.journal is not None and groups:
-            with suppress(JournalError):  # it has not begun
-                for trajectory, events in recordings(shard.journal):
-                    if trajectory.group_id in found:
-                        found[trajectory.group_id].append(list(map(encode, events)))
-        return list(found.values())
 
     # -- stopping -----------------------------------------------------------------------------------------------------
 
@@ -291,15 +281,6 @@ class Leases:
     def stop_one(self, trajectory_id: str, stop: Stop) -> bool:
         """Stop one trajectory soon."""
         raise EngineError("a trajectory that runs in a shard cannot be stopped by itself; run with workers=1")
-
-
-def _target_not_reached(name: str, run: RunState, counted: int, scores: Sequence[float | None]) -> TargetNotReached:
-    return TargetNotReached(
-        f"the group filter '{name}' has turned down {run.filtered:,} groups, and {counted:,} of "
-        f"the {run.target:,} that were asked for are there (the last one's scores: "
-        f"{scores}); use other prompts, lower target_groups, or raise max_filtered (how "
-        "many groups may be turned down for each of target_groups)"
-    )
 
 
 class LeasedScheduler(Scheduler):
@@ -343,15 +324,35 @@ class LeasedScheduler(Scheduler):
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
 
-    async def prepare(self, *, histories: bool, batch_options: Mapping[str, Any]) -> None:
-        """Be ready for a run: whether events come back with their groups, how rows are cut, and where journals are."""
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Leave it to the shards, which check what they are given."""
+
+    async def acheck(self, prompts: Sequence[Prompt]) -> None:
+        """See there."""
+        await self.shards.call_one("check", list(prompts))
+
+    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
+        """See there."""
         self.histories, self.batch_options, journal = histories, dict(batch_options), self.recorder.journal
         if self.evaluation is None:
             await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
 
-    async def check_in_shard(self, prompts: Sequence[Prompt]) -> None:
-        """Do what :meth:`check` does, where agents are bound to engines."""
-        await self.shards.call_one("check", list(prompts))
+    @asynccontextmanager
+    async def opened(self, listens: Listens | None) -> AsyncIterator[None]:
+        """See there."""
+        yield
+
+    def engine_stats(self) -> dict[str, dict[str, int]]:
+        """See there."""
+        return self.shards.engine_stats()
+
+    async def send_to_sleep(self) -> None:
+        """See there."""
+        await self.shards.call_all("sleep")
+
+    async def wake_up(self) -> None:
+        """See there."""
+        await self.shards.call_all("wake")
 
     def _resume(self, run: RunState, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn."""

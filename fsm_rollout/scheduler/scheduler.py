@@ -39,6 +39,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.orders import SchedulerOrders
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
@@ -65,7 +66,7 @@ MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
 
 
-class Scheduler:
+class Scheduler(SchedulerOrders):
     """Runs prompts through agents on engines.
 
     Arguments that :class:`fsm_rollout.Rollout` has too mean the same here; a ``reward`` and a ``group_filter`` are
@@ -126,10 +127,6 @@ class Scheduler:
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
-        self.agents.check(prompts, self.scoring.reward)
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -442,14 +439,6 @@ class Scheduler:
             f" (but those of {delivered} were delivered before: leave out of your batch what is `dropped` now)"
             if delivered else "", mismatch,
         )  # fmt: skip
-
-    def cancel(self, trajectory_id: str) -> bool:
-        """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return self.samples.stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
-
-    def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
-        """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""
-        return self.samples.stop_one(trajectory_id, Suspension(reason))
 
     def stop(self, suspend: str | None = None) -> None:
         """Stop everything: running and waiting trajectories end as ``cancelled``, or are suspended for a reason.

@@ -130,6 +130,16 @@ def test_a_shard_that_dies_loses_nothing(
         assert rows(list(journal.read(path))) == single
 
 
+class Counted:
+    """Hears how far shards are."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted = counted
+
+    def __call__(self, *told: object) -> None:
+        raise AssertionError("events stay in their shards")
+
+
 def test_a_shard_that_dies_while_it_starts_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARD_DIES_ONCE", str(tmp_path / "died"))
     with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
@@ -207,6 +217,8 @@ def test_new_weights_reach_all_shards_at_once() -> None:
             versions = [row.versions[row.mask == 1] for row in batch.rows()]
             assert {version for of_row in versions for version in of_row.tolist()} <= {0, 3}
             assert all((np.diff(of_row) >= 0).all() for of_row in versions)
+            after = await rollout.arun(prompts(COUNT), 2)
+            assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {3}
 
     asyncio.run(main())
 
@@ -214,9 +226,10 @@ def test_new_weights_reach_all_shards_at_once() -> None:
 def test_no_trained_token_is_older_than_allowed() -> None:
     async def main() -> None:
         async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, max_staleness=0) as rollout:
+            back = asyncio.Event()
+            rollout.scheduler.recorder.listeners = (Counted(lambda number, states, done, tokens: done and back.set()),)
             running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
-            while not rollout.scheduler.groups.by_state["done"] and not running.done():
-                await asyncio.sleep(0.01)
+            await back.wait()
             await rollout.aupdate_weights({}, 1)
             batch = await running
             assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
