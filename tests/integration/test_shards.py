@@ -225,7 +225,9 @@ def test_new_weights_reach_all_shards_at_once() -> None:
 
 def test_no_trained_token_is_older_than_allowed() -> None:
     async def main() -> None:
-        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, max_staleness=0) as rollout:
+        # Four run at a time, so some are back, and told to be, long before the others.
+        options: dict[str, Any] = {"seed": 7, "workers": 2, "max_staleness": 0, "concurrency": 4}
+        async with Rollout(agent(), spec(delay=0.2), **options) as rollout:
             back = asyncio.Event()
             rollout.scheduler.recorder.listeners = (Counted(lambda number, states, done, tokens: done and back.set()),)
             running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
