@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.sound import AgentLike, sound_agents
-from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
+from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, pool_of
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import TokenSource, Weights, WeightSource
+from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.updating import ServerAddress, updating
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
+from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
@@ -45,6 +45,7 @@ from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAM
 from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
 from fsm_rollout.scheduler.shard_setup import leased_scheduler
 from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling, as_sampling
@@ -59,7 +60,7 @@ PromptLike = Prompt | Mapping[str, object] | str
 Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
 
 
-class Rollout(OwnLoop):
+class Rollout(TrainerOrders):
     """Runs prompts through one or more agents.
 
     Args:
@@ -179,7 +180,8 @@ class Rollout(OwnLoop):
                 leased = leased_scheduler(start, workers, arguments, on_event)
                 self.scheduler: Scheduler = leased
                 self._shards, self.clients = leased.shards, {}
-                engines_described, pad_id, processor = (self._shards.facts[key] for key in FACTS)
+                engines_described, pad_id, folder = (self._shards.facts[key] for key in FACTS)
+                processor = None if folder is None else load_processor(Path(folder))
             else:
                 for name, spec in specs.items():
                     with about(f"engine '{name}'"):
@@ -287,7 +289,7 @@ class Rollout(OwnLoop):
         else:
             checked = one_by_one(prompts, scheduler.check)
         shown = self._progress or (self._progress is None and "IPython" in sys.modules)
-        async with scheduler.opened(self.listens_to(scheduler)) as trace:
+        async with scheduler.opened(self._listens_to(scheduler)) as trace:
             if trace is not None:
                 options["trace"] = trace
             with ExitStack() as meanwhile:
@@ -299,10 +301,10 @@ class Rollout(OwnLoop):
                     async for group in groups:
                         yield group
 
-    def listens_to(self, scheduler: Scheduler) -> Listens | None:
+    def _listens_to(self, scheduler: Scheduler, **of_driver: Any) -> Listens | None:
         """Return what sends the spans of a scheduler's runs; ``None``: nobody traces them."""
         lasts = scheduler is self.scheduler
-        listens = partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts)
+        listens = partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts, **of_driver)
         return listens if self._tracing else None
 
     async def arun(
@@ -367,7 +369,8 @@ class Rollout(OwnLoop):
             **batch: as for :meth:`arun`.
         """
         check_names("evaluate", batch, ("n", "sampling", *BATCH_OPTIONS))
-        scheduler = self.evaluation_scheduler(as_sampling(sampling, "sampling").over(self._evaluation_samplings[n > 1]))
+        single_or_several = self._evaluation_samplings[n > 1]
+        scheduler = self._evaluation_scheduler(as_sampling(sampling, "sampling").over(single_or_several))
         named = [
             prompt.model_copy(update={"prompt_id": f"evaluation/{prompt.prompt_id or index}"})
             for index, prompt in enumerate(as_prompts(prompts, named=False))
@@ -375,7 +378,7 @@ class Rollout(OwnLoop):
         async with aclosing(self._groups_of(scheduler, named, n, deliver_at_end=True)) as groups:
             return self.batch([group async for group in groups], **batch)
 
-    def evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
+    def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
         """Return what runs an evaluation beside the training."""
         if self._shards is not None:
             limits = {"concurrency": self.scheduler.concurrency, "failures": self._common["failures"]}
@@ -385,44 +388,6 @@ class Rollout(OwnLoop):
 
     evaluate = plain(aevaluate)
     """Do what :meth:`aevaluate` does and wait for it."""
-
-    def engine_stats(self) -> dict[str, dict[str, int]]:
-        """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""
-        return self.scheduler.engine_stats()
-
-    @property
-    def weight_version(self) -> int:
-        """How many updates the policy's present weights have had."""
-        return self.scheduler.staleness.version()
-
-    async def aupdate_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
-        """Load new policy weights (a folder, tensors by name, :class:`fsm_rollout.Tensors`) and return their version.
-
-        May be called while trajectories run: generations pause and go on, each token carries the version that sampled
-        it, tools and interactions notice nothing. EngineError: they cannot be loaded; it goes on with the old ones.
-        """
-        return await self.scheduler.update_weights(weights, version)
-
-    def updating(self, version: int | None = None) -> AbstractAsyncContextManager[Sequence[ServerAddress]]:
-        """Hold the policy's servers while the trainer loads new weights into them by means of its own."""
-        return updating(lambda source: self.aupdate_weights(source, version))
-
-    update_weights = plain(aupdate_weights)
-    """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
-
-    async def send_to_sleep(self) -> None:
-        """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
-        await self.scheduler.send_to_sleep()
-
-    sleep = plain(send_to_sleep)
-    """Do what :meth:`send_to_sleep` does and wait for it."""
-
-    async def wake_up(self) -> None:
-        """Make the engines ready again, and let what waits for them go on."""
-        await self.scheduler.wake_up()
-
-    wake = plain(wake_up)
-    """Do what :meth:`wake_up` does and wait for it."""
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
@@ -476,7 +441,7 @@ class Rollout(OwnLoop):
         await self.aclose()
 
 
-FACTS = ("engines", "pad_id", "processor")  # what shards say of theirs; pictures' tensors are not made from here
+FACTS = ("engines", "pad_id", "processor")  # what shards say of theirs; of a processor, where it was loaded from
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
 CUT = {"prompt_width", "response_width", "overflow"}
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")

@@ -32,7 +32,7 @@ class PairedRollout:
         self.engines = {POLICY: scheduler.clients[POLICY].pool}
         self.clients, self.state_names = scheduler.clients, ()
 
-    def listens_to(self, scheduler: Scheduler) -> None:
+    def _listens_to(self, scheduler: Scheduler, **of_driver: Any) -> None:
         return None
 
     @property

@@ -78,7 +78,7 @@ class Shard:
     def _begin(self, number: int, asked: Mapping[str, Any]) -> None:
         scheduler = self.rollout.scheduler
         if asked["evaluation"] is not None:
-            scheduler = self.rollout.evaluation_scheduler(asked["evaluation"])
+            scheduler = self.rollout._evaluation_scheduler(asked["evaluation"])
         run = self.runs[number] = ShardRun(self, number, scheduler, asked)
         recorder = scheduler.recorder
         others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
@@ -191,7 +191,8 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(framed(_encode([("failed", kind, problems, text)])))
         return
     policy = rollout.engines[POLICY].facts
-    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": None}
+    processor = policy.processor and str(policy.processor.tokenizer.name_or_path)
+    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": processor}
     connection.sendall(framed(_encode([("ready", facts)])))
     loop = SteadyLoop()
     try:

@@ -109,6 +109,8 @@ class ShardRun:
     under_way: bool = False  # whether the scheduler has begun it
     to_take_up: list[list[AnyEvent]] = field(default_factory=list)  # what goes on once it has
     ending: bool = False
+    begun: bool = False  # whether its task has: one that is cancelled before its first step would say nothing any more
+    cut: bool = False  # whether it is to end without having begun
     failure: Exception | None = None  # of what came back
 
     def __post_init__(self) -> None:
@@ -124,11 +126,15 @@ class ShardRun:
     async def run(self) -> None:
         """Run what is leased, until the driver ends it."""
         scheduler, asked, error = self.scheduler, self.asked, None
+        self.begun = True
         scheduler.starter.run_number = asked["run_number"] - 1
         scheduler.marks = False  # the driver says what was delivered
         watch = TellingWatch(self, scheduler.failures)
         try:
-            async with scheduler.opened(self.host.rollout.listens_to(scheduler)) as trace:
+            if self.cut:
+                raise asyncio.CancelledError
+            listens = self.host.rollout._listens_to(scheduler, run_id=asked["run_id"], times=self._timed)
+            async with scheduler.opened(listens if asked["run_id"] else None) as trace:
                 stream = scheduler.run(self.queue, asked["n"], step=asked["step"], trace=trace, watch=watch)
                 async with aclosing(stream) as groups:
                     async for group in groups:
@@ -146,6 +152,9 @@ class ShardRun:
             journal.flush()
         self.send("ended", None if error is None else told(error), carried, self.host.rollout.engine_stats())
         self.host.runs.pop(self.number, None)
+
+    def _timed(self, times: Mapping[int | None, Any]) -> None:
+        self.send("times", times)
 
     def send(self, kind: str, *parts: Any) -> None:
         """Say something of this run."""
@@ -248,6 +257,8 @@ class ShardRun:
             self.queue.take_back(2**31)
             self.scheduler.set_aside()
             self.queue.close()
+        elif not self.begun:
+            self.cut = True
         elif self.task is not None:
             self.task.cancel()
 

@@ -39,6 +39,8 @@ class LeasedGroup(Group):
 
     shard: ShardHandle | None = None
     """Who has it."""
+    leased_in = -1
+    """The number of the run in which it was leased last."""
     histories: Sequence[PackedHistory] = ()
     """What is known of it before it goes on: the events of its trajectories, if there are any."""
     part: bytes = b""

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History, prompt_of
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
+from fsm_rollout.scheduler.shards import ShardHandle, Shards, check_weights, error_of
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop
@@ -38,7 +38,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trace_ids import NO_RUN
+from fsm_rollout.trajectory.trace_ids import NO_RUN, TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Leases:
         self._run, self._error, self.number = run, None, next(shards.run_numbers)
         try:
             try:
-                shards.runs[self.number] = self
+                shards.began(self.number, self)
                 for shard in await shards.here():
                     self._begin(shard)
                 for group in list(groups.by_state[GroupState.WAITING].values()):
@@ -82,7 +82,7 @@ class Leases:
                 raise
             finally:
                 await to_its_end(self._end_everywhere(run))
-                del shards.runs[self.number]
+                shards.ended(self.number)
         except BaseException:
             run.failed = True
             raise
@@ -95,16 +95,12 @@ class Leases:
         if shard in self._open:
             return
         self._open.add(shard)
+        now = scheduler.starter.run
         asked: dict[str, Any] = {
-            "n": self._n,
-            "step": scheduler.starter.run.step,
-            "run_number": scheduler.starter.run_number,
-        }
-        asked |= {
-            "evaluation": scheduler.evaluation,
-            "histories": scheduler.histories,
-            "batch": scheduler.batch_options,
-        }
+            "n": self._n, "step": now.step, "run_number": scheduler.starter.run_number,
+            "run_id": "" if now.trace is None else now.trace.run_id, "evaluation": scheduler.evaluation,
+            "histories": scheduler.histories, "batch": scheduler.batch_options,
+        }  # fmt: skip
         shard.send("run", self.number, asked)
 
     @property
@@ -119,6 +115,10 @@ class Leases:
             shard.send("end", self.number, keep)
         while self._open:
             await run.change()
+        groups = self.scheduler.groups
+        for group in () if keep else list(groups.by_state[GroupState.WAITING].values()):
+            if cast(LeasedGroup, group).leased_in == self.number:  # it came back unbegun, and is given up like others
+                groups.put(group, GroupState.RUNNING)
 
     def _go_on_where_it_is(self, group: LeasedGroup) -> None:
         """Know a group under way that was carried: its shard goes on with it by itself."""
@@ -149,7 +149,7 @@ class Leases:
             run.changed.set()
             return True
         shard = min(free, key=lambda shard: len(shard.groups))
-        group.shard, histories = shard, group.histories
+        group.shard, group.leased_in, histories = shard, self.number, group.histories
         shard.groups[group.group_id] = group
         shard.queued[group.group_id] = None
         pictures = {p.sha256: p for history in histories for event in history for p in pictures_in(event)}
@@ -206,12 +206,18 @@ class Leases:
                 for scored, errors in parts[0]:
                     run.stopped_by = run.stopped_by or run.watch.judged(scored, errors)
             case "progress":
-                for listener in self.scheduler.recorder.listeners:
-                    if (counted := getattr(listener, "counted", None)) is not None:
-                        counted(shard.number, *parts)
+                self._hear("counted", shard, *parts)
+            case "times":
+                self._hear("timed", shard, *parts)
             case "ended":
                 self._ended(shard, *parts)
         run.changed.set()
+
+    def _hear(self, what: str, shard: ShardHandle, *parts: Any) -> None:
+        """Tell who listens to the run and wants to hear of such."""
+        for listener in self.scheduler.recorder.listeners:
+            if (hear := getattr(listener, what, None)) is not None:
+                hear(shard.number, *parts)
 
     def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], stats: Any) -> None:
         """Take in that the run has ended in a shard, which goes on with some groups in the next one."""
@@ -338,9 +344,10 @@ class LeasedScheduler(Scheduler):
             await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
 
     @asynccontextmanager
-    async def opened(self, listens: Listens | None) -> AsyncIterator[None]:
+    async def opened(self, listens: Listens | None) -> AsyncIterator[TraceIds | None]:
         """See there."""
-        yield
+        with nullcontext() if listens is None else listens() as trace:
+            yield trace
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """See there."""
@@ -409,6 +416,7 @@ class LeasedScheduler(Scheduler):
         Each shard loads them into its own replicas. Servers that all share are loaded by one of them, once they have
         recalled their requests; the others are told the version.
         """
+        check_weights(weights)
         async with self.changing:
             await self.shards.call_all("hold")
             try:

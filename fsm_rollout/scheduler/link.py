@@ -120,8 +120,15 @@ class SocketLink(Link, asyncio.Protocol):
             del received[:start]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Say so."""
-        self._end()
+        """Say so, unless it was let go."""
+        if self._transport is not None:
+            self._end()
+
+    def detach(self) -> None:
+        """Let the event loop go, which ends; another may take the connection up."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
     def write_frame(self, frame: bytes) -> None:
         """Send what :func:`framed` gave, before any message."""

@@ -54,6 +54,12 @@ class Started:
             self.loop = loop
             await loop.create_connection(lambda: self._protocol, sock=self.socket.dup())
 
+    def detach(self) -> None:
+        """Let the event loop go, which ends."""
+        if self.socket is not None:
+            self.loop = None
+            self._protocol.detach()
+
     def end(self) -> None:
         """End it, and everything that is open for it here. Safe to call twice."""
         self.kill()

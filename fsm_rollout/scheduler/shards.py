@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shard_placement import Start, Started, log
@@ -36,6 +37,16 @@ def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Excepti
     if kind == ConfigError.__name__:
         return ConfigError([Problem(*problem) for problem in problems])
     return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
+
+
+def check_weights(weights: object) -> None:
+    """Raise EngineError for new weights that no other process can have."""
+    if not isinstance(weights, str | Path | Mapping):
+        raise EngineError(
+            f"with workers, each shard loads new weights by itself, and cannot have a {type(weights).__name__}, which "
+            "is of this process; give a folder that all can read, or a mapping of tensors (which is sent to each), or "
+            "run with workers=1, whose replicas take tensors and broadcasts over the wire"
+        )
 
 
 class LeasedRun(Protocol):
@@ -104,6 +115,10 @@ class Shards:
         self._closed = False
         self._starting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._holds: asyncio.Task[None] | None = None
+        self.idle = asyncio.Event()
+        """Whether no run is under way."""
+        self.idle.set()
         with ThreadPoolExecutor(number) as threads:
             self.all = [self._shard(started) for started in threads.map(lambda _: self._started(), range(number))]
         self.facts = self.all[0].started.facts
@@ -141,18 +156,52 @@ class Shards:
         """Belong to the running event loop, and return the shards that live; one at least."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise EngineError(
+                    "the shards serve another event loop, which is still open; use either the plain forms (run, "
+                    "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
+                )
             self._loop, self._starting, self._attaching = loop, None, asyncio.Lock()
         async with self._attaching:  # one attaches, the others wait for that
-            for shard in self.alive:
-                if shard.loop is not loop:
-                    shard.calls.clear()
-                    await shard.started.attach()
-                    shard.loop = loop
+            await to_its_end(self._attach(loop))
         while not self.alive:
             self.start_missing()
             assert self._starting is not None
             await asyncio.shield(self._starting)
         return self.alive
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        for shard in self.alive:
+            if shard.loop is not loop:
+                shard.calls.clear()
+                await shard.started.attach()
+                shard.loop = loop
+        if self._holds is None or self._holds.get_loop() is not loop:
+            self._holds = loop.create_task(self._hold())
+
+    async def _hold(self) -> None:
+        """Be of this event loop until it ends, and nothing is under way in it; then another may have the shards."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            try:
+                await self.idle.wait()
+            finally:
+                for shard in self.all:
+                    if shard.alive and shard.loop is self._loop:
+                        shard.loop = None
+                        shard.started.detach()
+
+    def began(self, number: int, run: LeasedRun) -> None:
+        """Know a run."""
+        self.runs[number] = run
+        self.idle.clear()
+
+    def ended(self, number: int) -> None:
+        """Forget a run."""
+        del self.runs[number]
+        if not self.runs:
+            self.idle.set()
 
     def start_missing(self) -> None:
         """Have others take the place of those that have died, soon."""
@@ -206,6 +255,8 @@ class Shards:
         """Have a shard do something and return its answer; EngineError where it dies meanwhile."""
         number = next(self._calls)
         answer = shard.calls[number] = asyncio.get_running_loop().create_future()
+        if shard.loop is None:
+            raise EngineError("the event loop of the shards ends")
         shard.send("call", number, name, *arguments)
         if not shard.alive:
             raise EngineError("a shard has died")
@@ -304,6 +355,8 @@ class Shards:
         except TimeoutError:
             logger.warning("shards did not end within %g s, and are killed", CLOSE_SECONDS)
         self.end()
+        if self._holds is not None:
+            self._holds.cancel()
 
     def end(self) -> None:
         """End all at once."""

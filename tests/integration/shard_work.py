@@ -13,6 +13,7 @@ from typing import Any
 from fsm_rollout import AgentGraph, Prompt, ScriptedEngine, load_agent
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests import embedded
 from tests.kit import ROOT
@@ -35,9 +36,21 @@ def where(number: int) -> str:
     return f"answer {number}"
 
 
-def agent(tool: str = f"{__name__}:where") -> AgentGraph:
+def traced(number: int, context: ToolContext) -> str:
+    """Say which span runs, as OpenTelemetry's library knows it.
+
+    Args:
+        number: of the turn.
+    """
+    from tests.open_spans import begun
+
+    assert context.traceparent == begun()
+    return context.traceparent
+
+
+def agent(tool: str = f"{__name__}:where", **keys: Any) -> AgentGraph:
     """Return the agent of the benchmarks, which a tool answers that is called ``where``."""
-    tools = {"where": {"use": tool, "timeout": 600}}
+    tools = {"where": {"use": tool, "timeout": 600, **keys}}
     return load_agent(ROOT / "benchmarks/agent.yaml", [f"tools={json.dumps(tools)}"])
 
 

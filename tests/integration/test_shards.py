@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from fsm_rollout import Rollout, TrajectoryBatch, load_agent, read_prompts
+from fsm_rollout import Rollout, Tensors, TrajectoryBatch, load_agent, read_prompts
 from fsm_rollout.errors import ConfigError, EngineError, RunStopped, TargetNotReached
+from fsm_rollout.names.objects import load_object
 from fsm_rollout.scheduler import shard_placement
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shards import MOST_DEATHS, Shards
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.journal import Journal, JournalFolder
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.collector import Collector
 from tests.integration.shard_work import SLOW, agent, prompts, rows, spec
 from tests.kit import CONFIGS
+from tests.programs import program
 from tests.routing import experts_at
 
 pytestmark = pytest.mark.process
@@ -223,6 +227,20 @@ def test_new_weights_reach_all_shards_at_once() -> None:
     asyncio.run(main())
 
 
+def test_new_weights_that_are_of_this_process_are_refused() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+            with pytest.raises(EngineError, match=r"cannot have a Tensors, .* give a folder"):
+                await rollout.aupdate_weights(Tensors({}))
+            with pytest.raises(EngineError, match="of this process; give a folder"):
+                async with rollout.updating():
+                    raise AssertionError
+            assert len(await rollout.arun(prompts(2))) == 2
+            assert rollout.weight_version == 0
+
+    asyncio.run(main())
+
+
 def test_no_trained_token_is_older_than_allowed() -> None:
     async def main() -> None:
         # Four run at a time, so some are back, and told to be, long before the others.
@@ -284,11 +302,88 @@ def test_routed_experts_come_through_shards() -> None:
                 assert row.routed_experts[:-1].tolist() == experts_at(places).tolist()
 
 
+def test_pictures_come_through_shards(tmp_path: Path) -> None:
+    """What the policy saw, and what a trainer feeds it, is as of one process; each shard's journal has its pictures."""
+    look, batches = load_agent(CONFIGS / "agents/look.yaml"), []
+    prompts_of: Any = load_object("sums_in_pictures:prompts")
+    for workers in (1, 2):
+        engine, path = {**EARLY, "model": "embedded:vision"}, tmp_path / f"{workers}.sqlite"
+        options: dict[str, Any] = {"workers": workers, "sampling": {"temperature": 0.0}}
+        with Journal(path) as book, Rollout(look, engine, journal=book, **options) as rollout:
+            batches.append(rollout.run(list(prompts_of(number=6))))
+    ids = [[(r.row_id, r.prompt_ids.tolist(), r.response_ids.tolist()) for r in batch.rows()] for batch in batches]
+    assert ids[0] == ids[1]
+    seen = [batch.tensordict["multi_modal_inputs"].tolist() for batch in batches]
+    for one, other in zip(*seen, strict=True):
+        assert one.keys() == other.keys() == {"pixel_values"}
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    pictures = [{row.media[0].picture.sha256 for row in batch.rows()} for batch in batches]
+    assert pictures[0] == pictures[1]
+    shown = (
+        "import sys; from fsm_rollout.journal import read\n"
+        "streams = [stream for trajectory in read(sys.argv[1]) for stream in trajectory.streams]\n"
+        "print(sorted({span.picture.sha256 for stream in streams for span in stream.media}))"
+    )
+    reads = [program(shown, tmp_path / f"{workers}.sqlite") for workers in (1, 2)]
+    assert reads[0].stdout == reads[1].stdout, reads[1].stderr
+    assert all(name in reads[1].stdout for name in pictures[0])
+
+
+@pytest.mark.parametrize("placement", ["local", "process"])
+def test_spans_are_the_same_whatever_the_number_of_shards(placement: str, tmp_path: Path) -> None:
+    """Each shard sends those of its trajectories, the driver the run's own; tools run within them."""
+    sent = []
+    for workers in (1, 2):
+        graph, path = agent("tests.integration.shard_work:traced", placement=placement), tmp_path / f"{workers}.sqlite"
+        with Collector() as collector, Journal(path, {"run_id": "spans"}) as book:
+            tracing = {"endpoint": collector.url}
+            with Rollout(graph, spec(), seed=7, workers=workers, journal=book, tracing=tracing) as rollout:
+                batch = rollout.run(prompts(COUNT), n=2, step=3)
+            sent.append(sorted((s.trace_id, s.span_id, s.parent_span_id, s.name) for s in collector.spans))
+            tools = {_traceparent(span) for span in collector.spans if span.name == "execute_tool where"}
+            (whole,) = [span for span in collector.spans if span.name.startswith("invoke_workflow")]
+            attributes = {each.key: each.value.int_value for each in whole.attributes}
+            assert attributes["fsm_rollout.trajectories"] == COUNT * 2
+            assert all(span.start_time_unix_nano >= whole.start_time_unix_nano for span in collector.spans)
+            assert all(span.end_time_unix_nano <= whole.end_time_unix_nano for span in collector.spans)
+        assert len(batch) == COUNT * 2
+        said = {m["content"] for t in journal.read(path) for m in t.streams[0].messages if m["role"] == "tool"}
+        assert said == tools
+    assert sent[0] == sent[1]
+
+
+def test_shards_without_a_journal_speak_of_one_run() -> None:
+    with Collector() as collector:
+        tracing = {"endpoint": collector.url}
+        with Rollout(agent(), spec(), seed=7, workers=2, tracing=tracing) as rollout:
+            rollout.run(prompts(COUNT), n=2)
+            rollout.evaluate(prompts(2))
+        runs = [span for span in collector.spans if span.name.startswith("invoke_workflow")]
+        of = {each.trace_id for span in collector.spans for each in span.links}
+        assert len(runs) == 2, "the run, and the evaluation"
+        assert of == {span.trace_id for span in runs}
+
+
+def _traceparent(span: Any) -> str:
+    return f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+
+
 def test_a_loop_that_ends_leaves_the_shards_to_the_next() -> None:
+    """Also one that ends in the middle of a run: what has run is given up, as without shards."""
+
+    async def cut_off(seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await rollout.arun(prompts(60), 2)
+
     with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
-        first = asyncio.run(rollout.arun(prompts(2)))
-        second = asyncio.run(rollout.arun(prompts(2)))
-        assert len(first) == len(second) == 2
+        for number in (2, 1):
+            assert len(asyncio.run(rollout.arun(prompts(number)))) == number
+        for seconds in (0, 0.001, 0.05):  # before a shard has taken its first step in it, and later
+            asyncio.run(cut_off(seconds))
+        assert len(rollout.run(prompts(2))) == 2, "nothing of those runs was left over"
+        with pytest.raises(EngineError, match="the shards serve another event loop, which is still open"):
+            asyncio.run(rollout.arun(prompts(2)))
         assert shards_of(rollout).deaths == 0
 
 
