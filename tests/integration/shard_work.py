@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -34,6 +35,23 @@ def where(number: int) -> str:
     if (at := os.environ.get("SHARD_DIES_AT")) and next(_calls) == int(at) and _first(Path(os.environ["SHARD_DIED"])):
         os._exit(9)
     return f"answer {number}"
+
+
+async def crowded(number: int) -> str:
+    """Say how many calls are at work in this process.
+
+    Args:
+        number: of the turn.
+    """
+    _at_work.add(call := object())
+    for _ in range(20):  # others come in meanwhile
+        await asyncio.sleep(0)
+    most = len(_at_work)
+    _at_work.discard(call)
+    return str(most)
+
+
+_at_work: set[object] = set()
 
 
 def traced(number: int, context: ToolContext) -> str:

@@ -210,6 +210,18 @@ def test_quotas_are_added_up() -> None:
         rollout.run(prompts(20))
 
 
+def test_a_tools_slots_are_shared_among_the_shards() -> None:
+    for workers in (1, 2):
+        with Rollout(agent("tests.integration.shard_work:crowded", concurrency=2), spec(), workers=workers) as rollout:
+
+            async def said() -> set[str]:
+                groups = [group async for group in rollout.stream(prompts(COUNT), 2)]
+                streams = [trajectory.streams[0] for trajectory in trajectories(groups)]
+                return {m["content"] for stream in streams for m in stream.messages if m["role"] == "tool"}
+
+            assert max(asyncio.run(said())) == str(2 // workers)
+
+
 def test_new_weights_reach_all_shards_at_once() -> None:
     async def main() -> None:
         async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
