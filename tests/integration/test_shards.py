@@ -318,7 +318,7 @@ def test_pictures_come_through_shards(tmp_path: Path) -> None:
     """What the policy saw, and what a trainer feeds it, is as of one process; each shard's journal has its pictures."""
     look, batches = load_agent(CONFIGS / "agents/look.yaml"), []
     prompts_of: Any = load_object("sums_in_pictures:prompts")
-    for workers in (1, 2):
+    for workers in (2, 1):  # in this order: afterwards this process has the pictures anyway
         engine, path = {**EARLY, "model": "embedded:vision"}, tmp_path / f"{workers}.sqlite"
         options: dict[str, Any] = {"workers": workers, "sampling": {"temperature": 0.0}}
         with Journal(path) as book, Rollout(look, engine, journal=book, **options) as rollout:
@@ -329,7 +329,7 @@ def test_pictures_come_through_shards(tmp_path: Path) -> None:
     for one, other in zip(*seen, strict=True):
         assert one.keys() == other.keys() == {"pixel_values"}
         assert torch.equal(one["pixel_values"], other["pixel_values"])
-    pictures = [{row.media[0].picture.sha256 for row in batch.rows()} for batch in batches]
+    pictures = [{span.picture.sha256 for row in batch.rows() for span in row.media} for batch in batches]
     assert pictures[0] == pictures[1]
     shown = (
         "import sys; from fsm_rollout.journal import read\n"
