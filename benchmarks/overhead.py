@@ -3,9 +3,9 @@
     python benchmarks/overhead.py                                          # n=2048, four tool turns, one process
     python benchmarks/overhead.py --extra-tools 29 --journal               # with 30 tools, with a journal
     python benchmarks/overhead.py --n 512 --delay 0.2                      # each generation takes 0.2 s
-    python benchmarks/overhead.py --workers 2                              # trajectories in two processes
+    python benchmarks/overhead.py --workers 2                              # two shards, each with its engine
     python benchmarks/overhead.py --context 100000 --n 16 --turns 32       # what a turn costs in a long context
-    python benchmarks/overhead.py --mode ray --workers 2                   # engine and workers as actors of Ray
+    python benchmarks/overhead.py --mode ray --workers 2                   # two shards as actors of Ray
     python benchmarks/overhead.py --workload DIR --peer VENV               # beside verl, in turn, with ratios
 
 ``overhead_table.py`` runs all of these, and makes a table and a plot of them.
@@ -14,9 +14,9 @@
 with verl. Without them the work is that of ``overhead_workload.py``, which has the same shape. Set-up (the agent's
 proof, the chat template, the first of each glue) is paid in a warm-up, on both sides.
 
-``us_cpu_per_gen`` is the CPU time of all threads and workers per generation, from the prompts to the padded batch.
-With workers, ``us_cpu_of_run`` is the part of the run's own process, in which this benchmark's engine is too, and
-``us_cpu_of_worker`` that of the busiest worker: where there are cores enough, the larger of them bounds the rate.
+``us_cpu_per_gen`` is the CPU time of all threads and shards per generation, from the prompts to the padded batch. With
+shards, ``us_cpu_of_run`` is the part of the driver, which makes the batch, and ``us_cpu_of_worker`` that of the busiest
+shard: where there are cores enough, the larger of them bounds the rate.
 ``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``batch_ms`` is the wall time
 of the batch alone. Of ``--mode ray`` only the wall time is told: actors are not processes of this one.
 ``kb_per_trajectory`` is what one trajectory holds in resident memory while all of them wait for their second turn,
@@ -190,23 +190,18 @@ def prompts_of(options: argparse.Namespace, work: Any) -> list[Any]:
     return prompts
 
 
-def ray_pool(options: argparse.Namespace) -> Any:
-    """Return one replica of the engine, as an actor of Ray."""
-    import ray
+def instant(turns: int, delay: float, workload: str) -> InstantEngine:
+    """Return the engine of a shard, which has the workload to itself."""
+    sys.path.insert(0, workload or str(HERE))
+    options = argparse.Namespace(turns=turns, workload=Path(workload) if workload else None)
+    with tempfile.TemporaryDirectory() as folder:
+        return InstantEngine(load_work(options, Path(folder)), delay)
 
-    from fsm_rollout.engines.pool import EnginePool
-    from fsm_rollout.engines.ray import RayOptions, RayPlacement
 
-    if not ray.is_initialized():  # with as many CPUs as `bench_verl.py` says that there are
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-
-    def build(name: str) -> InstantEngine:
-        module = importlib.import_module("overhead")
-        with tempfile.TemporaryDirectory() as folder:
-            engine: InstantEngine = module.InstantEngine(module.load_work(options, Path(folder)), options.delay)
-        return engine
-
-    return EnginePool(RayPlacement(build, 1, RayOptions(cpus=0.5)), 1)
+def spec_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how shards make their engines."""
+    workload = str(options.workload or "")
+    return {"kind": "overhead:instant", "turns": options.turns, "delay": options.delay, "workload": workload}
 
 
 def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:
@@ -252,26 +247,31 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
             marks.aside_cpu, marks.aside_wall = marks.cpu - began[0], time.perf_counter() - began[1]
 
         engine.at_gate = at_gate
-    pool = ray_pool(options) if options.mode == "ray" else None
+    shards = options.workers > 1 or options.mode == "ray"
     folder = tempfile.TemporaryDirectory()
     journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
     count = max(len(prompts), 1)
-    placement = "local" if pool is None else "ray"
+    placement = "ray" if options.mode == "ray" else "local"
+    with Rollout(graph, engine) as alone:
+        (agent,) = alone.scheduler.agents.all
+        tools = agent.toolbox.schemas("main")
     rollout = Rollout(
-        graph, pool or engine, concurrency=count, journal=journal, workers=options.workers, worker_placement=placement
-    )
-    if options.workers > 1 or pool is not None:  # they start, and learn their first glue
+        graph, spec_of(options) if shards else engine, concurrency=count, journal=journal, workers=options.workers,
+        worker_placement=placement,
+    )  # fmt: skip
+    if shards:  # they learn their first glue
         first = [Prompt(prompt_id=f"{10**9 + number}", messages=prompts[0].messages) for number in range(16)]
-        assert len([group async for group in rollout.stream(first)]) == 16
+        assert len(await rollout.arun(first)) == 16
     gc.collect()
     before, wall, cpu = resident_mb(), time.perf_counter(), cpu_seconds()
     own_cpu, worker_cpu = time.process_time(), worker_seconds()
-    groups = [group async for group in rollout.stream(prompts)]
+    groups = [] if shards else [group async for group in rollout.stream(prompts)]
     ran = cpu_seconds()
     width = None if options.context or options.extra_tools else options.prompt_length
     response_width = None if options.context else options.response_length
     batch_began = time.perf_counter()
-    batch = rollout.batch(groups, prompt_width=width, response_width=response_width)
+    widths = {"prompt_width": width, "response_width": response_width}
+    batch = await rollout.arun(prompts, **widths) if shards else rollout.batch(groups, **widths)
     batch_ms = 1e3 * (time.perf_counter() - batch_began)
     if journal is not None:
         journal.close()
@@ -281,12 +281,8 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         [now - then for now, then in zip(worker_seconds(), worker_cpu, strict=False)],
     )
     await rollout.aclose()
-    if pool is not None:
-        await pool.aclose()
     folder.cleanup()
     generations = len(prompts) * (options.turns + 1)
-    (agent,) = rollout.scheduler.agents.all
-    tools = agent.toolbox.schemas("main")
     held = (marks.resident - before) * 1024 - marks.tokens * 16 / 1024
     return {
         "mode": options.mode,
@@ -299,11 +295,11 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "cpu_s": round(cpu, 3),
         "traj_per_s": round(len(prompts) / wall, 1),
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
-        "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if pool is None else None,
+        "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if placement == "local" else None,
         "us_cpu_of_run": round(1e6 * own_cpu / generations, 1) if worker_cpu else None,
         "us_cpu_of_worker": round(1e6 * max(worker_cpu) / generations, 1) if worker_cpu else None,
         "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
-        "batch_ms": round(batch_ms, 1),
+        "batch_ms": None if shards else round(batch_ms, 1),
         "kb_per_trajectory": round(held / len(prompts), 1) if marks.cpu else None,
         "rss_before_mb": round(before),
         "rss_after_mb": round(resident_mb()),

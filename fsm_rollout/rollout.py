@@ -14,31 +14,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
+from contextlib import ExitStack, aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.sound import AgentLike, sound_agents
-from fsm_rollout.concurrency.loop_thread import OwnLoop, close_at_exit, plain
+from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, pool_of
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import TokenSource, Weights, WeightSource
+from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.updating import ServerAddress, updating
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
+from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
+from fsm_rollout.scheduler.leased_group import packed_parts
+from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.run_agents import state_names
 from fsm_rollout.scheduler.run_state import PromptQueue, one_by_one
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
-from fsm_rollout.scheduler.worker_placement import WorkerPlacement, starter
-from fsm_rollout.scheduler.worker_pool import WorkerPool
+from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
+from fsm_rollout.scheduler.shard_setup import leased_scheduler
+from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling, as_sampling
@@ -53,7 +60,7 @@ PromptLike = Prompt | Mapping[str, object] | str
 Prompts = Iterable[PromptLike] | str | Path  # prompts, or the file that they are read from
 
 
-class Rollout(OwnLoop):
+class Rollout(TrainerOrders):
     """Runs prompts through one or more agents.
 
     Args:
@@ -80,10 +87,11 @@ class Rollout(OwnLoop):
             ended, are restarted.
         max_restarts: how often a sample is restarted; after that its group is ``dropped``.
         on_event: called with each trajectory and event as it happens; must not block.
-        workers: how many processes run the trajectories; 1: this one. The states' handlers and the tools then run in
-            the workers, on this rollout's engines; groups, rewards, the journal and ``on_event`` stay here. When a
-            worker dies, its trajectories go on in another. A tool's ``concurrency`` is shared among the workers, each
-            of which has one slot at least.
+        workers: how many shards run the trajectories; 1: this process alone. Each is a whole rollout in a process of
+            its own, with its own engines (so these are given by their specs), tools, rewards and journal beside
+            ``journal``; functions are given by name, or such as can be pickled, and there is no ``on_event``. When one
+            dies, its groups go on in others. A tool's ``concurrency`` is shared among them, each of which has one slot
+            at least.
         worker_placement: ``local`` for processes of this machine, ``ray`` for actors of a Ray cluster.
         journal: where to keep all events.
         tracing: where OpenTelemetry's spans go, as in a run YAML: ``{"endpoint": …, "content": "text", "sample":
@@ -155,40 +163,55 @@ class Rollout(OwnLoop):
             "failures": policy,
             "reward": Reward(reward) if reward is not None else None,
         }
-        # 4. Engines, the scheduler, workers; if one of them fails, what was started is closed again.
+        # 4. Engines and the scheduler, or shards that have both; if one fails, what was started is closed again.
+        self.state_names = state_names(self.agents.values())
+        """The states that are numbered in each batch, alike in every step."""
+        self.engines: dict[str, EnginePool] = {}
+        self._shards: Shards | None = None
+        limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts}
         try:
-            self.engines: dict[str, EnginePool] = {}
-            for name, spec in specs.items():
-                with about(f"engine '{name}'"):
-                    self.engines[name] = pool_of(spec, base, tries, queue_timeout)
-                if isinstance(spec, Mapping):
-                    self._owned.append(self.engines[name])
-            self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
-            self.scheduler = Scheduler(
-                self.agents,
-                self.clients,
-                sampling=self._evaluation_samplings[0] if validate else trained,
-                validate=validate,
-                listeners=on_event,
-                group_filter=GroupFilter(group_filter) if group_filter is not None else None,
-                max_staleness=max_staleness,
-                max_restarts=max_restarts,
-                **self._common,
-            )
-            graphs = [agent.graph for agent in self.scheduler.agents.all]  # sub-agents' too
-            # What all batches have in common: the states are numbered alike in every step.
-            states = tuple(dict.fromkeys(name for graph in graphs for name in graph.states))
-            facts = self.engines[POLICY].facts
-            self._of_batches = {"state_names": states, "pad_id": facts.pad_id, "processor": facts.processor}
-            self._workers = start and WorkerPool(self.scheduler, workers, start, remote=worker_placement == "ray")
+            if start is not None:
+                arguments: dict[str, Any] = {
+                    "agent": self.agents, "engine": specs.pop(POLICY), "engines": specs, "seed": seed,
+                    "sampling": sampling, "validate": validate, "validation_sampling": validation_sampling,
+                    "reward": reward, "concurrency": concurrency, "queue_timeout": queue_timeout, "failures": policy,
+                    "group_filter": group_filter, "tracing": tracing, "base": base, "progress": False, **limits,
+                }  # fmt: skip
+                leased = leased_scheduler(start, workers, arguments, on_event)
+                self.scheduler: Scheduler = leased
+                self._shards, self.clients = leased.shards, {}
+                engines_described, pad_id, folder = (self._shards.facts[key] for key in FACTS)
+                processor = None if folder is None else load_processor(Path(folder))
+            else:
+                for name, spec in specs.items():
+                    with about(f"engine '{name}'"):
+                        self.engines[name] = pool_of(spec, base, tries, queue_timeout)
+                    if isinstance(spec, Mapping):
+                        self._owned.append(self.engines[name])
+                self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
+                self.scheduler = Scheduler(
+                    self.agents,
+                    self.clients,
+                    sampling=self._evaluation_samplings[0] if validate else trained,
+                    validate=validate,
+                    listeners=on_event,
+                    group_filter=GroupFilter(group_filter) if group_filter is not None else None,
+                    **limits,
+                    **self._common,
+                )
+                engines_described = {name: described(self.engines[name], spec) for name, spec in specs.items()}
+                pad_id, processor = self.engines[POLICY].facts.pad_id, self.engines[POLICY].facts.processor
+            self._of_batches = {"state_names": self.state_names, "pad_id": pad_id, "processor": processor}
             self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
-                "engines": {name: described(self.engines[name], spec) for name, spec in specs.items()},
+                "engines": engines_described,
                 "base": str(base),
             }
             """What a journal must know so that its trajectories can be drawn, read and replayed later: plain data."""
             self.journal = journal
         except BaseException:
+            if self._shards is not None:
+                self._shards.end()
             self._end_loop(self._close_engines if self._owned else None)
             raise
         close_at_exit(self)
@@ -246,41 +269,43 @@ class Rollout(OwnLoop):
             TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
+        options["histories"] = True
         return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, step=step, **options))
 
     async def _groups_of(
-        self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None, **options: Any
-    ) -> AsyncGenerator[Group, None]:
+        self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None,
+        histories: bool = False, batch: Mapping[str, Any] | None = None, **options: Any,
+    ) -> AsyncGenerator[Group, None]:  # fmt: skip
         self._check_open()
-        for name, client in scheduler.clients.items():
-            client.check_loop(name)
+        # What a target carries over may be asked for later.
+        await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
         groups_in_all = target_groups
         if isinstance(prompts, PromptQueue):
             checked: Iterable[Prompt] = prompts
         elif target_groups is None or isinstance(prompts, Sequence | Path):
             checked = (every := as_prompts(prompts, named=False))
-            scheduler.check(every)
+            await scheduler.acheck(every)
             groups_in_all = min(len(every), target_groups or len(every))
         else:
             checked = one_by_one(prompts, scheduler.check)
         shown = self._progress or (self._progress is None and "IPython" in sys.modules)
-        await scheduler.agents.prepare_tools()
-        try:
+        async with scheduler.opened(self._listens_to(scheduler)) as trace:
+            if trace is not None:
+                options["trace"] = trace
             with ExitStack() as meanwhile:
                 if shown and groups_in_all and options.get("deliver_at_end"):
                     from fsm_rollout.report.progress import shown_where_wanted  # rich: only where somebody looks
 
                     meanwhile.enter_context(shown_where_wanted(scheduler.recorder, n * groups_in_all, self._progress))
-                if self._tracing:
-                    spans = self._tracing.listens(
-                        scheduler.recorder, self.description, lasts=scheduler is self.scheduler
-                    )
-                    options["trace"] = meanwhile.enter_context(spans)
                 async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
                     async for group in groups:
                         yield group
-        finally:
-            await scheduler.agents.close_tools()
+
+    def _listens_to(self, scheduler: Scheduler, **of_driver: Any) -> Listens | None:
+        """Return what sends the spans of a scheduler's runs; ``None``: nobody traces them."""
+        lasts = scheduler is self.scheduler
+        listens = partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts, **of_driver)
+        return listens if self._tracing else None
 
     async def arun(
         self,
@@ -303,10 +328,14 @@ class Rollout(OwnLoop):
         if batch:
             check_names("run", batch, RUN_OPTIONS)
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
+        # Shards cut rows where that is asked for; who fits all of them into a width sees it here.
         options |= {"step": step, "deliver_at_end": True}
+        if batch.get("overflow", "error") != "error":
+            options["batch"] = {key: batch[key] for key in CUT & batch.keys()}
         async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as stream:
             groups = [group async for group in stream]
-        log_failures(groups)
+        if self._shards is None:  # else they have said so
+            log_failures(groups)
         return self.batch(groups, **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
@@ -314,9 +343,12 @@ class Rollout(OwnLoop):
 
         What was dropped is listed in the batch's ``dropped``, and counted in its ``figures``.
         """
+        from fsm_rollout.batch.part import part_from_bytes
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
-        return batch_of(groups, **self._of_batches | options)
+        groups = list(groups)
+        parts = list(map(part_from_bytes, packed_parts(groups)))
+        return batch_of(groups, parts=parts, **self._of_batches | options)
 
     run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
@@ -337,13 +369,8 @@ class Rollout(OwnLoop):
             **batch: as for :meth:`arun`.
         """
         check_names("evaluate", batch, ("n", "sampling", *BATCH_OPTIONS))
-        scheduler = Scheduler(
-            self.agents,
-            {name: EngineClient(pool) for name, pool in self.engines.items()},
-            sampling=as_sampling(sampling, "sampling").over(self._evaluation_samplings[n > 1]),
-            validate=True,
-            **self._common,
-        )
+        single_or_several = self._evaluation_samplings[n > 1]
+        scheduler = self._evaluation_scheduler(as_sampling(sampling, "sampling").over(single_or_several))
         named = [
             prompt.model_copy(update={"prompt_id": f"evaluation/{prompt.prompt_id or index}"})
             for index, prompt in enumerate(as_prompts(prompts, named=False))
@@ -351,46 +378,16 @@ class Rollout(OwnLoop):
         async with aclosing(self._groups_of(scheduler, named, n, deliver_at_end=True)) as groups:
             return self.batch([group async for group in groups], **batch)
 
+    def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
+        """Return what runs an evaluation beside the training."""
+        if self._shards is not None:
+            limits = {"concurrency": self.scheduler.concurrency, "failures": self._common["failures"]}
+            return LeasedScheduler(self._shards, evaluation=sampling, **limits)
+        clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
+        return Scheduler(self.agents, clients, sampling=sampling, validate=True, **self._common)
+
     evaluate = plain(aevaluate)
     """Do what :meth:`aevaluate` does and wait for it."""
-
-    def engine_stats(self) -> dict[str, dict[str, int]]:
-        """Return per engine: requests, dispatches, and the version of its weights."""
-        return {
-            name: {"requests": c.pool.requests, "dispatches": c.pool.dispatches, "weight_version": c.weight_version}
-            for name, c in self.clients.items()
-        }
-
-    async def aupdate_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
-        """Load new policy weights (a folder, tensors by name, :class:`fsm_rollout.Tensors`) and return their version.
-
-        May be called while trajectories run: generations pause and go on, each token carries the version that sampled
-        it, tools and interactions notice nothing. EngineError: they cannot be loaded; it goes on with the old ones.
-        """
-        return await self.scheduler.update_weights(weights, version)
-
-    def updating(self, version: int | None = None) -> AbstractAsyncContextManager[Sequence[ServerAddress]]:
-        """Hold the policy's servers while the trainer loads new weights into them by means of its own."""
-        return updating(lambda source: self.aupdate_weights(source, version))
-
-    update_weights = plain(aupdate_weights)
-    """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
-
-    async def send_to_sleep(self) -> None:
-        """Let all engines give their memory back (say while the policy is trained on the same GPU)."""
-        for client in self.clients.values():
-            await client.sleep()
-
-    sleep = plain(send_to_sleep)
-    """Do what :meth:`send_to_sleep` does and wait for it."""
-
-    async def wake_up(self) -> None:
-        """Make the engines ready again, and let what waits for them go on."""
-        for client in self.clients.values():
-            await client.wake()
-
-    wake = plain(wake_up)
-    """Do what :meth:`wake_up` does and wait for it."""
 
     def page(self, trajectory: Trajectory | str) -> Page:
         """Return the page of a trajectory, or (by its id) of one in the rollout's journal; notebooks show it.
@@ -411,8 +408,8 @@ class Rollout(OwnLoop):
         self._closed = True
         try:
             await self.scheduler.drop_carried()
-            if self._workers is not None:
-                await self._workers.aclose()
+            if self._shards is not None:
+                await self._shards.aclose()
         finally:
             await self._close_engines()
             await self._tracing.aclose()
@@ -428,7 +425,7 @@ class Rollout(OwnLoop):
     def close(self) -> None:
         """Close the engines that this rollout built, and its event loop. Safe to call twice."""
         self._closed = True
-        self._end_loop(self.aclose if self._owned or self._workers or self.scheduler.carried or self._tracing else None)
+        self._end_loop(self.aclose if self._owned or self._shards or self.scheduler.carried or self._tracing else None)
 
     def __repr__(self) -> str:
         facts = self.description["engines"]
@@ -444,6 +441,8 @@ class Rollout(OwnLoop):
         await self.aclose()
 
 
+FACTS = ("engines", "pad_id", "processor")  # what shards say of theirs; of a processor, where it was loaded from
 # What `Rollout.batch` hands on to `TrajectoryBatch.from_trajectories`.
+CUT = {"prompt_width", "response_width", "overflow"}
 BATCH_OPTIONS = ("pad_id", "prompt_width", "response_width", "overflow", "packed", "state_names")
 RUN_OPTIONS = ("n", "target_groups", "over_sample", "max_filtered", "resume", "step", *BATCH_OPTIONS)

@@ -60,6 +60,8 @@ MEMBERS = {
     "Prompt": ("messages", "prompt_id", "agent", "limits", "sampling", "extra"),
 }
 """What is shown of classes that have more."""
+IN_BASES = ("fsm_rollout.batch.", "fsm_rollout.rollout", "fsm_rollout.scheduler.trainer_orders")
+"""Where there are classes of which some methods stand in their bases."""
 
 
 def python_api() -> str:
@@ -75,7 +77,7 @@ def python_api() -> str:
             options: dict[str, object] = {"heading_level": 3, "heading": name, "toc_label": name}
             if name.rpartition(".")[2] in MEMBERS:
                 options["members"] = list(MEMBERS[name.rpartition(".")[2]])
-            if name == "fr.TrajectoryBatch":  # what trainers compute stands in its base
+            if name in ("fr.TrajectoryBatch", "fr.Rollout"):  # of which much stands in their bases
                 options["inherited_members"] = True
             lines = "\n".join(f"        {key}: {json.dumps(value)}" for key, value in options.items())
             parts.append(f"::: {where_defined(name)}\n    options:\n{lines}")
@@ -93,8 +95,7 @@ def python_api_as_text() -> str:
             home, _, own_name = name.rpartition(".")
             module = fsm_rollout if home == "fr" else importlib.import_module(f"fsm_rollout.{home}")
             value = getattr(module, own_name)
-            own = [base for base in getattr(value, "__mro__", ()) if base.__module__.startswith("fsm_rollout.batch.")]
-            own = own or [value]
+            own = [base for base in getattr(value, "__mro__", ()) if base.__module__.startswith(IN_BASES)] or [value]
             members = MEMBERS.get(own_name) or [key for each in own for key in vars(each) if not key.startswith("_")]
             methods = {
                 key: member

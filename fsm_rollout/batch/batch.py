@@ -98,7 +98,7 @@ class TrajectoryBatch(Learnable):
     sample_scores: tuple[SampleScore, ...] = ()
     """The score of every sample of the batch's groups, of those without a row too: what baselines are made of."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.step.step_figures`."""
+    """What the step cost and scored, dropped groups included: :func:`fsm_rollout.batch.part.figures_of`."""
     folder: Path | None = None
     """Where it was saved, or loaded from."""
     processor: Any = None
@@ -149,7 +149,7 @@ class TrajectoryBatch(Learnable):
             chosen, cut = fitting(streams, prompt_width, response_width, overflow)
         # 3. The batch, and what it says of what is not in it.
         flat = flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
-        batch = cls._made(flat, pad_id, prompt_width, response_width, packed, processor)
+        batch = cls.from_flat(flat, pad_id, prompt_width, response_width, packed, processor)
         for stream in streams:
             by_id.pop(stream.trajectory.trajectory_id, None)
         batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
@@ -187,19 +187,20 @@ class TrajectoryBatch(Learnable):
             raise BatchError(f"rows have routed experts in the shapes {sorted(shapes)}; make them in one call")
         if len({row.mrope_position_ids.shape[1] for row in rows}) > 1:
             raise BatchError("only some rows have positions in three dimensions; make them in one call")
-        return cls._made(joined(rows), pad_id, prompt_width, response_width, packed, processor)
+        return cls.from_flat(joined(rows), pad_id, prompt_width, response_width, packed, processor)
 
     @classmethod
-    def _made(
+    @calm_collection()
+    def from_flat(
         cls,
         rows: FlatRows,
         pad_id: int,
-        prompt_width: int | None,
-        response_width: int | None,
-        packed: bool,
-        processor: Any,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        packed: bool = False,
+        processor: Any = None,
     ) -> TrajectoryBatch:
-        """Make a batch of rows that fit."""
+        """Make a batch of rows that fit and stand end to end."""
         if packed:
             tensors = jagged(*map(_tensors, pack(rows)))
         else:

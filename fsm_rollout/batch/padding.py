@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from fsm_rollout.batch.columns import FURTHER, MEDIA, NON_TENSOR_KEYS, PER_TOKEN, RAGGED, Along
-from fsm_rollout.batch.rows import Array, FlatRows
+from fsm_rollout.batch.rows import Array, FlatRows, places
 
 _SCALARS = (str, int, float, bool, type(None))
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
@@ -38,8 +38,8 @@ def _by_key(rows: FlatRows) -> dict[str, Array]:
     prompts, responses, lengths = (rows.lengths[along] for along in RAGGED)
     starts = np.cumsum(lengths) - lengths
     input_ids = np.empty(int(lengths.sum()), np.int32)
-    input_ids[_places(starts, prompts)] = rows.arrays["prompt_ids"]
-    input_ids[_places(starts + prompts, responses)] = rows.arrays["response_ids"]
+    input_ids[places(starts, prompts)] = rows.arrays["prompt_ids"]
+    input_ids[places(starts + prompts, responses)] = rows.arrays["response_ids"]
     values: dict[str, Array] = {
         "input_ids": input_ids,
         "attention_mask": np.ones(len(input_ids), dtype=np.int8),
@@ -77,10 +77,10 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
     right = int(responses.max(initial=0)) if response_width is None else response_width
     widths: dict[str, int] = {"prompts": left, "responses": right, "input_ids": left + right}
-    places: dict[str, npt.NDArray[np.int64]] = {}
+    at: dict[str, npt.NDArray[np.int64]] = {}
     for along in RAGGED:
         starts = np.arange(count) * widths[along] + (0 if along is Along.RESPONSES else left - prompts)
-        places[along] = _places(starts, rows.lengths[along])
+        at[along] = places(starts, rows.lengths[along])
     # 2. Each key's rectangle; after the last token, positions are its own, as verl counts.
     padded: dict[str, Array] = {}
     for key, flat in _by_key(rows).items():
@@ -89,7 +89,7 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
         if fill := pad_id if column.fill is None else column.fill:  # zeros are there, in memory that nobody has touched
             rectangle.fill(fill)
         rectangle = rectangle.reshape(-1, *further)
-        rectangle[places[column.along]] = flat
+        rectangle[at[column.along]] = flat
         padded[key] = rectangle.reshape(count, widths[column.along], *further)
     behind = left + responses
     for row, length in enumerate(both.tolist()):
@@ -105,12 +105,6 @@ def unpad(padded: Mapping[str, Array], facts: Sequence[Mapping[str, Any]], state
     offsets = {key: np.concatenate([[0], mask.sum(axis=1).cumsum()]) for key, mask in masks.items()}
     values = {key: rectangle[masks[PER_TOKEN[key].along]] for key, rectangle in padded.items()}
     return unpack(values, offsets, facts, state_names)
-
-
-def _places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length says, end to end."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
 def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

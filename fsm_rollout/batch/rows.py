@@ -431,3 +431,9 @@ def _finite(value: float, trajectory: Trajectory) -> float:
 def turns_of(stream: Stream) -> int:
     """Return the number of messages in a stream, system messages apart."""
     return sum(message["role"] != "system" for message in stream.messages)
+
+
+def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from each start on, as many as its length says, end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)

@@ -1,4 +1,4 @@
-"""Python processes of this package's own, for tools and for rollout workers.
+"""Python processes of this package's own, for tools and for shards.
 
 Invariant: the caller's script is never run again in one, and what it prints goes to the standard error. It leads a
 session of its own, so it can be killed with all that it has started there, and it outlives its parent by a second at

@@ -150,6 +150,7 @@ class ServersSpec(ModelSpec):
         description="where the servers are, such as http://node7:30000; each is a replica"
     )
     model: Folder = Field("embedded", description="the model served, for its tokenizer: " + _MODEL)
+    api_key: str | None = Field(None, description="what the server demands; `$NAME` is read from the environment")
 
     @model_validator(mode="after")
     def _replicas_are_urls(self) -> ServersSpec:
@@ -188,7 +189,6 @@ class OpenAISpec(ServersSpec):
     engine_class = "fsm_rollout.engines.openai.engine:OpenAIEngine"
     kind: Literal["openai"] = Field(description="servers that are already running and give token ids, such as vLLM")
     served_as: str | None = Field(None, description="what the server calls the model; default: the only one it has")
-    api_key: str | None = Field(None, description="what the server demands; `$NAME` is read from the environment")
     max_context: Count | None = Field(None, description="longest input plus output; default: what the server says")
     update_weights: ImportPath | None = Field(
         None, description="a function (url, weights, version) that loads new weights into the server"

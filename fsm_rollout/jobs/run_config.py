@@ -206,7 +206,7 @@ class RunConfig(StrictModel):
         "content: text, sample: 0.05}`; default: what OpenTelemetry's variables say, if anything",
     )
     concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
-    workers: AtLeastOne = Field(1, description="processes that run the trajectories; 1: the run's own")
+    workers: AtLeastOne = Field(1, description="shards, processes with engines of their own; 1: the run's own")
     worker_placement: Literal["local", "ray"] = Field(
         "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"
     )

@@ -140,7 +140,8 @@ def clear(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    return [folder / name for name in OWN_FILES if (folder / name).exists()]
+    shards = sorted(folder.glob(f"{Path(JOURNAL).stem}.shard-*"))
+    return [*(folder / name for name in OWN_FILES if (folder / name).exists()), *shards]
 
 
 def _next_free(folder: Path) -> Path:

@@ -41,9 +41,8 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.config_errors import ConfigPath
-from fsm_rollout.trajectory.journal import JOURNAL, Journal, metadata, read
+from fsm_rollout.trajectory.journal import JOURNAL, Journal, Recorded, metadata, read, recordings
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
-from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,8 @@ def resume(
     config = recorded_config(folder, recorded, overrides, file, say, own)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
-        agents, prompts, earlier = load_agents(config), prompts_of(config), list(read(folder))
+        agents, prompts, recorded_events = load_agents(config), prompts_of(config), list(recordings(folder))
+        earlier = [trajectory for trajectory, _ in recorded_events]
         changed = [
             f"agent '{name}' is not what it was"
             for name in agents
@@ -122,7 +122,7 @@ def resume(
                 f"reward; finish it with that one, then score it anew: fsm-rollout rescore {folder} --reward …"
             )
         # 4. The rest of the run.
-        return _carry_out(main, config, agents, prompts, progress, earlier)
+        return _carry_out(main, config, agents, prompts, progress, recorded_events)
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -190,13 +190,13 @@ def _carry_out(
     agents: Mapping[str, AgentGraph],
     prompts: list[Prompt],
     progress: Progress,
-    earlier: Sequence[Trajectory] | None = None,
+    earlier: Sequence[Recorded] | None = None,
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
     check_parts(config, prompts)
     for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
-    ended = sum(trajectory.ended for trajectory in earlier or () if trajectory.parent_id is None)
+    ended = sum(trajectory.ended for trajectory, _ in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
         rollout = rollout_of(
@@ -222,13 +222,13 @@ def rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments:
 
 
 async def _run(
-    rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Trajectory] | None
+    rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Recorded] | None
 ) -> Summary:
-    tracking, policy = Tracking(None, 0), rollout.engines[POLICY]
+    tracking = Tracking(None, 0)
     looks = Looks(prompts, config.until, config.seed)
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
-        rollout.scheduler.check(prompts)
+        await rollout.scheduler.acheck(prompts)
         if earlier is None:
             clear(config.out)
         tracking = Tracking(_tracker(config), len(prompts))
@@ -248,11 +248,11 @@ async def _run(
                     target_groups=config.target_groups,
                     over_sample=config.over_sample,
                     max_filtered=config.max_filtered,
-                    resume=[trajectory for trajectory in earlier or () if trajectory.group_id in names],
+                    resume=[events for trajectory, events in earlier or () if trajectory.group_id in names],
                 )
                 async for group in stream:
                     groups.append(group)
-                    await tracking.add(group, policy.weight_version)
+                    await tracking.add(group, rollout.weight_version)
                 if looks.enough(groups):
                     break
             seconds = time.monotonic() - started
@@ -263,8 +263,8 @@ async def _run(
                 "target_groups": config.target_groups,
                 "delivered_groups": sum(group.counts for group in groups),
             }
-        summary = _write(config.out, rollout, groups, seconds, outcome)
-        await tracking.finish(summary, policy.weight_version)
+        summary = _write(config.out, rollout, groups, seconds, outcome, filtered=config.group_filter is not None)
+        await tracking.finish(summary, rollout.weight_version)
         return summary
     finally:
         await tracking.close()
@@ -314,8 +314,13 @@ def engine_problems(config: RunConfig) -> Iterator[Problem]:
             yield config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
 
 
-def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float, looked: Summary) -> Summary:
-    trajectories = [trajectory for group in [*groups, *rollout.carried] for trajectory in group.all]
+def _write(
+    folder: Path, rollout: Rollout, groups: list[Group], seconds: float, looked: Summary, *, filtered: bool
+) -> Summary:
+    carried = {group.group_id for group in rollout.carried}
+    trajectories = [trajectory for group in groups for trajectory in group.all]
+    if carried:  # what was set aside may be in a shard
+        trajectories += [each for each in read(folder) if each.group_id in carried]
     summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked}
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
@@ -323,7 +328,7 @@ def _write(folder: Path, rollout: Rollout, groups: list[Group], seconds: float, 
     if repeated := sum(trajectory.failure is not None for trajectory in discarded):
         summary["repeated_samples"] = repeated
     dropped = Counter(group.drop_reason for group in groups if group.drop_reason is not None)
-    if dropped or rollout.scheduler.scoring.group_filter is not None:
+    if dropped or filtered:
         summary |= {"groups_dropped": dropped.total(), "drop_reasons": dict(dropped.most_common())}
     try:
         rollout.batch(groups).save(folder / "batch")

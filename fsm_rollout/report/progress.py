@@ -1,8 +1,8 @@
 """Live progress of a run in a terminal: trajectories by state, tokens per second, and the last ones still running.
 
-Invariant: it only listens to events. A run without a terminal prints a plain line at once and every few seconds
-instead, from a thread of its own: engines may take minutes to start, and an event loop may be held up. In a notebook
-that line stands in one place and changes.
+Invariant: it only listens to events, or to what shards have counted. A run without a terminal prints a plain line at
+once and every few seconds instead, from a thread of its own: engines may take minutes to start, and an event loop may
+be held up. In a notebook that line stands in one place and changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from html import escape
 from io import StringIO
@@ -128,6 +128,7 @@ class RunProgress:
         self._sub_agents: set[str] = set()
         self._open: dict[str, Trajectory] = {}
         self._tokens = 0
+        self._shards: dict[int, tuple[Counter[str], int, int]] = {}  # what each has counted
         self._begun = self._alone = alone
         self._started = time.monotonic()
         columns = TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -176,6 +177,16 @@ class RunProgress:
                 self._bar.update(self._task, completed=self._done)
             case Ended() | Suspended():
                 self._sub_agents.discard(name)
+
+    def counted(self, shard: int, states: Mapping[str, int], done: int, tokens: int) -> None:
+        """Take in how far one shard is of several; events are not told then."""
+        self._begun = True
+        before, self._shards[shard] = self._shards.get(shard, (Counter[str](), 0, 0)), (Counter(states), done, tokens)
+        self._states.subtract(before[0])
+        self._states.update(states)
+        self._done = min(self._total, self._done + done - before[1])
+        self._tokens += tokens - before[2]
+        self._bar.update(self._task, completed=self._done)
 
     def _doing(self) -> str:
         """Return how fast it goes; when all have ended, what is still done, which takes seconds in a large run."""

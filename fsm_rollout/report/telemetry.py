@@ -109,11 +109,17 @@ class SpanMaker:
     make = _span
 
 
+Times = dict[int | None, tuple[float, float, int]]  # by step: start, end, and how many trajectories began in it
+
+
 class RunTimes:
     """When a run, or each training step of it, began and ended: that of its trajectories, as far as they were heard."""
 
     def __init__(self) -> None:
-        self._times: dict[int | None, tuple[float, float, int]] = {}  # and how many trajectories began in it
+        self.own: Times = {}
+        """As heard here."""
+        self.elsewhere: dict[int, Times] = {}
+        """As heard in shards, by their numbers."""
         self._step: int | None = None
         self._epoch = 0.0
 
@@ -122,17 +128,22 @@ class RunTimes:
         kind = type(event)
         if isinstance(event, events.Prompted | events.Resumed):
             self._step, self._epoch = event.step, event.epoch - event.at
-            start, end, count = self._times.get(event.step, (event.epoch, event.epoch, 0))
+            start, end, count = self.own.get(event.step, (event.epoch, event.epoch, 0))
             count += kind is events.Prompted
-            self._times[event.step] = min(start, event.epoch), max(end, event.epoch), count
-        elif (kind is events.Ended or kind is events.Suspended) and self._step in self._times:
-            start, end, count = self._times[self._step]
-            self._times[self._step] = start, max(end, event.at + self._epoch), count
+            self.own[event.step] = min(start, event.epoch), max(end, event.epoch), count
+        elif (kind is events.Ended or kind is events.Suspended) and self._step in self.own:
+            start, end, count = self.own[self._step]
+            self.own[self._step] = start, max(end, event.at + self._epoch), count
 
     def spans(self, maker: SpanMaker) -> Iterator[ReadableSpan]:
         """Yield the run's span, or those of its steps."""
-        for step, (start, end, count) in self._times.items():
-            yield maker.run_span(step, start, end, count)
+        found: dict[int | None, list[tuple[float, float, int]]] = {}
+        for times in (self.own, *self.elsewhere.values()):
+            for step, time in times.items():
+                found.setdefault(step, []).append(time)
+        for step, each in found.items():
+            starts, ends, counts = zip(*each, strict=True)
+            yield maker.run_span(step, min(starts), max(ends), sum(counts))
 
 
 class TracedTrajectory:

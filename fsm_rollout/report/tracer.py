@@ -25,7 +25,7 @@ from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.silence import Silent
-from fsm_rollout.report.telemetry import RunTimes, SpanMaker, TracedTrajectory
+from fsm_rollout.report.telemetry import RunTimes, SpanMaker, Times, TracedTrajectory
 from fsm_rollout.report.trackio_spans import SpansToTrackio
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
@@ -148,7 +148,8 @@ class TracedRun:
     ) -> None:
         self.maker = maker
         self._on_end, self._history = on_end, history
-        self._times = RunTimes()
+        self.times = RunTimes()
+        """When it was."""
         self._known: dict[str, TracedTrajectory] = {}
         self._ended: dict[str, None] = {}  # those that have, the earliest first
 
@@ -156,7 +157,7 @@ class TracedRun:
         """Take in an event that was recorded."""
         kind, traced = type(event), self._known.get(trajectory.trajectory_id)
         if kind in _OF_THE_RUN:
-            self._times.take(event)
+            self.times.take(event)
             if traced is None:
                 traced = self._begun(trajectory, event)
                 if traced is None:
@@ -191,9 +192,13 @@ class TracedRun:
                     self._on_end(span)
         return traced
 
+    def timed(self, shard: int, times: Times) -> None:
+        """Hear when the run was in a shard, which sends the spans of its trajectories itself."""
+        self.times.elsewhere[shard] = times
+
     def end(self) -> None:
         """End the present run: its own span, or those of its steps, as they stand."""
-        for span in self._times.spans(self.maker):
+        for span in self.times.spans(self.maker):
             self._on_end(span)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,6 +18,7 @@ from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.trajectory.trace_ids import TraceIds
 
 if TYPE_CHECKING:
+    from fsm_rollout.report.telemetry import Times
     from fsm_rollout.report.tracer import TracedRun, Tracer
 
     TracingLike = Tracing | Tracer | Mapping[str, object] | str | bool | None
@@ -61,14 +62,22 @@ class RolloutTracing:
         return self._tracer is not None
 
     @contextmanager
-    def listens(self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool) -> Iterator[TraceIds]:
+    def listens(
+        self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool, run_id: str = "",
+        times: Callable[[Times], None] | None = None,
+    ) -> Iterator[TraceIds]:  # fmt: skip
         """Listen to a run that is traced; yields how its spans are called.
 
-        ``lasts``: what is open afterwards goes on in a later run of the same recorder.
+        Args:
+            recorder: of the run.
+            description: of the rollout.
+            lasts: whether what is open afterwards goes on in a later run of the same recorder.
+            run_id: the run's, in a shard, which its driver has said.
+            times: hears when it was, in a shard, whose driver sends the run's own span.
         """
         assert self._tracer is not None
         journal, run = recorder.journal, self._run
-        run_id = journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex
+        run_id = run_id or (journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex)
         if run is None or not lasts or run.maker.ids.run_id != run_id:
             run, metrics = self._tracer.of_run(run_id, description, journal), self._tracer.metrics_of(description)
             others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
@@ -78,7 +87,10 @@ class RolloutTracing:
         try:
             yield run.maker.ids
         finally:
-            run.end()
+            if times is None:
+                run.end()
+            else:
+                times(run.times.own)
             if not lasts:
                 run.close()
 

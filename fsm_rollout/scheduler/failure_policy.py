@@ -119,7 +119,7 @@ class EngineFailures(StrictModel):
 
 
 class InfrastructureFailures(StrictModel):
-    """What happens when a replica or a worker process is lost, or memory runs out."""
+    """What happens when a replica or a process is lost, or memory runs out."""
 
     do: Literal["elsewhere", "retry", "end", "stop"] = Field(
         "elsewhere",
@@ -163,7 +163,7 @@ class Failures(StrictModel):
     )
     engine: Annotated[EngineFailures, _Word] = Field(EngineFailures(), description="a generation that its engine fails")
     infrastructure: Annotated[InfrastructureFailures, _Word] = Field(
-        InfrastructureFailures(), description="a replica, a worker process or memory that is lost"
+        InfrastructureFailures(), description="a replica, a process or memory that is lost"
     )
     breaker: Breaker | None = Field(Breaker(), description="stops a run in which nearly everything fails; null: never")
     stall_seconds: Seconds | None = Field(

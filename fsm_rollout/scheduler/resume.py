@@ -52,7 +52,7 @@ def resumed_groups(
             samples = sorted((t for t in members if t.parent_id is None), key=_attempt)
             if not samples:
                 raise ConfigError(f"group '{group_id}' has trajectories of sub-agents only; give all of its histories")
-            prompt = _prompt(group_id, samples[0])
+            prompt = prompt_of(group_id, samples[0])
         except ConfigError as error:
             problems += error.problems
             continue
@@ -140,7 +140,8 @@ def _agent(trajectory: Trajectory, agents: Collection[RunnableAgent]) -> Runnabl
     return found[0]
 
 
-def _prompt(group_id: str, trajectory: Trajectory) -> Prompt:
+def prompt_of(group_id: str, trajectory: Trajectory) -> Prompt:
+    """Return the prompt that a trajectory began with."""
     fields: dict[str, Any] = dict(trajectory.extra)
     try:
         sampling = Sampling.model_validate(dict(trajectory.sampling)) if trajectory.sampling else None

@@ -6,7 +6,7 @@ Invariant: every agent, sub-agents among them, is bound once and before the run,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.handlers import load_handler
@@ -158,3 +158,12 @@ class RunAgents:
                     "%d prompts (the first is '%s') have a system message of their own; it replaces that of agent '%s' "
                     "(in %s)", len(group_ids), group_ids[0], graph.agent, ", ".join(contexts),
                 )  # fmt: skip
+
+
+def state_names(graphs: Iterable[AgentGraph]) -> tuple[str, ...]:
+    """Return the states of some agents, those of their sub-agents before their own."""
+    names: dict[str, None] = {}
+    for graph in graphs:
+        helpers = (tool.agent for tool in graph.tools.values() if tool.agent is not None)
+        names |= dict.fromkeys([*state_names(helpers), *graph.states])
+    return tuple(names)

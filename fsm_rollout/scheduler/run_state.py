@@ -259,3 +259,18 @@ class RunState:
             return name
         self.resumed.pop(name).index = index
         return None
+
+
+def next_prompt(run: RunState, groups: GroupTable, numbers: Iterator[int]) -> tuple[str, int, Prompt] | None:
+    """Take the next prompt that has no group yet; return the id and the index of its group, and it, or ``None``."""
+    for prompt in run.prompts:
+        index = next(numbers)
+        if (name := run.name_of(prompt, index)) is not None:
+            journalled = () if run.journal is None else run.journal.groups
+            group_id, epoch = name, 1
+            while group_id in groups or group_id in journalled:  # the next epoch's gets a number: ``7#2``
+                epoch += 1
+                group_id = f"{name}#{epoch}"
+            run.prompt_ids.add(group_id)
+            return group_id, index, prompt
+    return None

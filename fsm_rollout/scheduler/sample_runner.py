@@ -1,4 +1,4 @@
-"""The samples of a run: groups are opened in order, and their samples run, attempt after attempt, here or in workers.
+"""The samples of a run: groups are opened in order, and their samples run, attempt after attempt.
 
 Invariant: at most ``concurrency`` samples run at a time. Whatever stops a sample, it has then ended or is suspended; it
 is begun anew only where its failure's class or its age says so, and only as often.
@@ -10,12 +10,11 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import repeat
-from typing import Protocol
+from itertools import count, repeat
 
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
@@ -23,16 +22,6 @@ from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
 from fsm_rollout.states.restoring import begins_anew
 from fsm_rollout.trajectory.enums import StopReason
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-
-class Workers(Protocol):
-    """Runs trajectories elsewhere (:mod:`fsm_rollout.scheduler.worker_pool`)."""
-
-    async def run(self, group: Group, live: ActiveTrajectory) -> None:
-        """Do what :func:`run_trajectory` does."""
-
-    def sampling_since(self) -> dict[tuple[str, str], int]:
-        """Return what :meth:`EngineClient.sampling_since` does, of requests made elsewhere."""
 
 
 class SampleRunner:
@@ -47,7 +36,6 @@ class SampleRunner:
         failures: Failures,
         concurrency: int,
     ) -> None:
-        self.workers: Workers | None = None  # who runs trajectories, if that is not to be done here
         self.running: dict[str, ActiveTrajectory] = {}  # the trajectories of samples that run, by id
         self.stopping: Stop | None = None  # how `stop` has all trajectories stopped, until the next run
         # Groups in whose hands a process may have died. Until they are finished, samples run one at a time: if another
@@ -61,7 +49,7 @@ class SampleRunner:
         self._staleness = staleness
         self._failures = failures
         self._concurrency = concurrency
-        self._prompts = 0  # how many prompts were taken so far
+        self._prompts = count()  # numbers the prompts that are taken
 
     async def feed(self, run: RunState) -> None:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
@@ -129,17 +117,8 @@ class SampleRunner:
         """
         if run.target is not None and self.stopping is not None:
             return None
-        for prompt in run.prompts:
-            index, self._prompts = self._prompts, self._prompts + 1
-            if (name := run.name_of(prompt, index)) is not None:
-                journalled = () if run.journal is None else run.journal.groups
-                group_id, epoch = name, 1
-                while group_id in self._groups or group_id in journalled:  # the next epoch's gets a number: ``7#2``
-                    epoch += 1
-                    group_id = f"{name}#{epoch}"
-                run.prompt_ids.add(group_id)
-                return Group(group_id, index, prompt, self._starter.agents.of_prompt(prompt), run.n)
-        return None
+        found = next_prompt(run, self._groups, self._prompts)
+        return None if found is None else Group(*found, self._starter.agents.of_prompt(found[2]), run.n)
 
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
         """Run one sample to its end; the last one to end finishes the group."""
@@ -218,10 +197,7 @@ class SampleRunner:
         self.running[trajectory_id] = live
         live.task, live.stop = task, run.stop or self.stopping
         try:
-            if self.workers is None or self._starter.replayed is not None:
-                await run_trajectory(live, group.agent.handlers)
-            else:
-                await self.workers.run(group, live)
+            await run_trajectory(live, group.agent.handlers)
         except asyncio.CancelledError:
             if live.stop is None:
                 raise
@@ -237,8 +213,6 @@ class SampleRunner:
 
     def stop_stale(self, groups: Mapping[str, Group], under_way: Mapping[tuple[str, str], int]) -> None:
         """Stop what runs and is too old; ``under_way``: :meth:`EngineClient.sampling_since`."""
-        if self.workers is not None:
-            under_way = {**under_way, **self.workers.sampling_since()}
         for live in list(self.running.values()):
             group, sample = groups[live.trajectory.group_id], live.trajectory.sample
             outcome = self._staleness.end_of(group, live.trajectory, under_way)

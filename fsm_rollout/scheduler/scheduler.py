@@ -39,6 +39,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.orders import SchedulerOrders
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
@@ -65,7 +66,7 @@ MAX_RESTARTS = 3
 MAX_FILTERED = 32.0
 
 
-class Scheduler:
+class Scheduler(SchedulerOrders):
     """Runs prompts through agents on engines.
 
     Arguments that :class:`fsm_rollout.Rollout` has too mean the same here; a ``reward`` and a ``group_filter`` are
@@ -122,13 +123,10 @@ class Scheduler:
         self.samples = SampleRunner(self.starter, self.groups, self.scoring, self.staleness, failures, concurrency)
         # Groups that were delivered and are not marked yet: the caller has not asked for more.
         self._delivered: list[str] = []
+        self.marks = True  # whether the journal is told of them; the driver of shards does that itself
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
-        self.agents.check(prompts, self.scoring.reward)
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -144,13 +142,14 @@ class Scheduler:
         deliver_at_end: bool = False,
         step: int | None = None,
         trace: TraceIds | None = None,
+        watch: Watch | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Arguments are those of :meth:`fsm_rollout.Rollout.stream`, with prompts that were checked. ``deliver_at_end``
         delivers all groups at the end: whatever weights have changed until then, none of them is older than
         ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none. ``trace``: how the
-        spans of its trajectories are called, if anybody traces them.
+        spans of its trajectories are called, if anybody traces them; ``watch``: what says when too much has failed.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume``, then the
         prompts. A prompt with the id and messages of a resumed group starts none. A prompt id that is under way
@@ -176,7 +175,7 @@ class Scheduler:
         self._mark_delivered()
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
-            frozenset(self.groups), Watch(self.failures), self.recorder.journal, self._cut_off,
+            frozenset(self.groups), watch or Watch(self.failures), self.recorder.journal, self._cut_off,
         )  # fmt: skip
         self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
         if histories := list(resume):
@@ -296,7 +295,7 @@ class Scheduler:
         died = DeadProcess(trajectories, self.agents)
         self.starter.careful |= died.careful
         self.starter.given_up |= died.given_up
-        self.samples.alone = died.suspects
+        self.samples.alone |= died.suspects
         for trajectory in died.in_its_hands:  # until they go on, the next death is none of theirs
             event = Suspended(at=trajectory.latest_at, reason=DIED)
             trajectory.apply(event)
@@ -339,10 +338,29 @@ class Scheduler:
 
     def _mark_delivered(self) -> None:
         """Mark the delivered groups in the journal: the caller has asked for more."""
-        if self.recorder.journal is not None:
+        if self.recorder.journal is not None and self.marks:
             for group_id in self._delivered:
                 self.recorder.journal.delivered(group_id)
         self._delivered.clear()
+
+    # -- as a shard of another scheduler ------------------------------------------------------------------------
+
+    def take_up(self, histories: Sequence[History]) -> None:
+        """Let groups go on in the present run, as those do that it began with."""
+        assert self._run is not None
+        self._resume(self._run, list(histories))
+        self._run.resumed.clear()  # no prompt of theirs comes here
+        self._run.changed.set()
+
+    def set_aside(self) -> None:
+        """Come to the end of the present run soon; what is open goes on in the next one."""
+        if self._run is not None:
+            self.samples.stop_run(self._run, keep=True)
+
+    def take_back(self, group: Group) -> None:
+        """Let a group that was delivered run again, as far as it is too old by now, and deliver it again."""
+        self.groups.put(group, GroupState.DONE)
+        self._renew(group)
 
     def _renew(self, group: Group) -> bool:
         """Restart the ended samples of a group that are too old; return whether that changes anything."""
@@ -421,14 +439,6 @@ class Scheduler:
             f" (but those of {delivered} were delivered before: leave out of your batch what is `dropped` now)"
             if delivered else "", mismatch,
         )  # fmt: skip
-
-    def cancel(self, trajectory_id: str) -> bool:
-        """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return self.samples.stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
-
-    def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
-        """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""
-        return self.samples.stop_one(trajectory_id, Suspension(reason))
 
     def stop(self, suspend: str | None = None) -> None:
         """Stop everything: running and waiting trajectories end as ``cancelled``, or are suspended for a reason.

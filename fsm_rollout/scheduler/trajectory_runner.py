@@ -53,7 +53,7 @@ _logged: WeakSet[type[State]] = WeakSet()  # handlers of which a warning was log
 
 @dataclass(eq=False)
 class TrajectoryStarter:
-    """Makes trajectories that run, for a scheduler or in a worker."""
+    """Makes trajectories that run, for a scheduler."""
 
     agents: RunAgents
     record: Record
@@ -65,8 +65,8 @@ class TrajectoryStarter:
     run: RunNow = NO_RUN  # the present run
     # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
     replayed: Mapping[str, Sequence[AnyEvent]] | None = None
-    live_user: LiveUser | None = None  # answers live, in place of interactions; not in the trajectories of workers
-    kept: Kept | None = None  # where the state of tools and users is kept; not in workers
+    live_user: LiveUser | None = None  # answers live, in place of interactions
+    kept: Kept | None = None  # where the state of tools and users is kept
     careful: bool = False  # as of `ActiveTrajectory`
     # Why trajectories are given up when they are to go on, by id: the process died in their hands, and not only once.
     given_up: dict[str, str] = field(default_factory=dict)

@@ -154,7 +154,7 @@ class FailureClass(Word):
     ENGINE = "engine"
     """The engine: it answered with an error, with nothing, or with something invalid."""
     INFRASTRUCTURE = "infrastructure"
-    """The machinery: a replica or a worker process was lost, memory ran out, or cached tokens were wrong."""
+    """The machinery: a replica or a process was lost, memory ran out, or cached tokens were wrong."""
 
 
 class Role(StrEnum):

@@ -20,7 +20,7 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.integration import worker_work
+from tests.integration import shard_work
 
 Processes = Callable[[], Awaitable[Sequence[int]]]
 """Returns the ids of the processes that may be killed now."""
@@ -50,7 +50,7 @@ async def differences(
 
         async with Rollout(graph, pool, seed=3, on_event=[listen], **options) as rollout:
             groups = [group async for group in rollout.stream(prompts, 2)]
-        return worker_work.rows([trajectory for group in groups for trajectory in group.trajectories]), count
+        return shard_work.rows([trajectory for group in groups for trajectory in group.trajectories]), count
 
     expected, events = await run(None, None)
     unlike: list[str] = []

@@ -22,7 +22,7 @@ from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute, resume
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Resumed, Suspended
-from fsm_rollout.trajectory.journal import Journal, histories, metadata, read
+from fsm_rollout.trajectory.journal import Journal, JournalFolder, histories, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.kit import ROOT
 from tests.programs import fsm_rollout, program
@@ -195,6 +195,37 @@ execute(config, listener)
     assert any(not isinstance(events[-1], Ended | Suspended) for events in histories(out / "journal.sqlite"))
     resume(out, [], Ear())
     assert rows(out) == whole
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_in_shards_goes_on_from_all_their_journals(how: signal.Signals, run: Path, whole: dict[str, Any]) -> None:
+    """It ends while its first group is handed over, and others are at their second turn."""
+    late = {"kind": "scripted", "turns": [CALL, {"text": CALL, "delay": 0.3}, "The answer is 3."], "max_running": 2}
+    run.write_text(json.dumps(json.loads(run.read_text("utf-8")) | {"workers": 2, "engine": late}), "utf-8")
+    text = """
+import os, sys
+from contextlib import nullcontext
+from fsm_rollout.jobs import runner
+from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.report.progress import RunProgress
+from rich.console import Console
+async def add(self, group, version):
+    os.kill(os.getpid(), int(sys.argv[2]))
+runner.Tracking.add = add
+runner.execute(load_run(sys.argv[1]), lambda *of: nullcontext(RunProgress(*of, Console(stderr=True))))
+"""
+    done = program(text, run, str(int(how)))
+    assert done.returncode != 0
+    out = run.parent / "out"
+    assert len(JournalFolder(out).journals()) == 3, done.stderr
+    left = list(histories(out))
+    assert any(not isinstance(events[-1], Ended) for events in left)
+    done = fsm_rollout("resume", out)
+    assert done.returncode == 0, done.stderr
+    assert rows(out) == whole
+    assert len(list(read(out))) == 8
+    assert json.loads((out / "summary.json").read_text("utf-8"))["trajectories"] == 8
 
 
 def refused(folder: Path, *overrides: str) -> str:

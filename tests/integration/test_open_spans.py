@@ -21,10 +21,9 @@ SANDBOX = "fsm_rollout.tools.sandbox"
 @pytest.mark.parametrize(
     ("tool", "workers"),
     [
-        pytest.param({"use": f"{HERE}:plain"}, 2, id="worker"),
         pytest.param({"use": f"{HERE}:plain", "placement": "process"}, 1, id="process"),
         pytest.param({"use": f"{HERE}:waiting", "placement": "process"}, 1, id="process, async"),
-        pytest.param({"use": f"{HERE}:told", "placement": "process"}, 2, id="worker and process"),
+        pytest.param({"use": f"{HERE}:told", "placement": "process"}, 1, id="process, told"),
         pytest.param({"use": f"{HERE}:plain", "placement": "ray"}, 1, id="ray", marks=pytest.mark.ray("shared")),
         pytest.param({"use": f"{HERE}:Kept", "placement": "ray"}, 1, id="ray actor", marks=pytest.mark.ray("shared")),
     ],

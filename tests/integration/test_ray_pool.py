@@ -32,14 +32,12 @@ from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.names.objects import look_in
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.scheduler import worker_placement
-from fsm_rollout.scheduler.worker_pool import WorkerPool
+from fsm_rollout.scheduler import shard_placement
 from fsm_rollout.testing import check_engine
-from fsm_rollout.trajectory.events import AnyEvent, Called
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.journal import Journal
 from tests.cases import FILES, table
 from tests.embedded import tokenizer
-from tests.integration import ray_work, worker_work
+from tests.integration import ray_work, shard_work
 from tests.integration.ray_work import ByTrajectory, Weighted, ask, right, through
 from tests.integration.replica_kills import differences
 from tests.kit import closed_port
@@ -413,7 +411,7 @@ def test_five_updates_and_two_losses_leave_every_token_with_its_version(tmp_path
 def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
     """At one point; `make nightly` tries more."""
     points = int(os.environ.get("KILL_POINTS", "1"))
-    placement = RayPlacement(ray_work.Calling(tokenizer(), worker_work.CALL, 2), 2, RayOptions(cpus=0.5))
+    placement = RayPlacement(ray_work.Calling(tokenizer(), shard_work.CALL, 2), 2, RayOptions(cpus=0.5))
     times = PoolTimes(start=600, ping=300, order=300, backoff=0.05, ping_every=0.2)
     pool = EnginePool(placement, 2, times=times, restarts=points)  # one may die before it finishes anything
     pool.facts = replace(pool.facts, tokenizer=tokenizer())  # the actors' own knows the script's texts only
@@ -422,25 +420,25 @@ def test_a_replica_that_is_killed_in_a_run_changes_no_row() -> None:
         return [await answer_to(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in actors(pool)]
 
     async def main() -> None:
-        graph = worker_work.agent()
-        assert await differences(pool, graph, worker_work.prompts(3), processes, points=points) == []
+        graph = shard_work.agent()
+        assert await differences(pool, graph, shard_work.prompts(3), processes, points=points) == []
         assert sum(replica.restarts for replica in pool.replicas) >= points
         await pool.aclose()
 
     asyncio.run(main())
 
 
-# -- rollout workers ------------------------------------------------------------------------------------------------
+# -- shards ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray("shared")
 @pytest.mark.real
-def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Holder:
         def hold(self) -> None:
             """Nothing more."""
 
-    monkeypatch.setattr(worker_placement, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(shard_placement, "CONNECT_SECONDS", 1.0)
     cpus = ray.cluster_resources()["CPU"]
     holder = ray.remote(Holder).options(num_cpus=cpus).remote()
     ray.get(holder.hold.remote())
@@ -448,37 +446,25 @@ def test_rollout_workers_for_which_ray_has_no_cpu_say_so(monkeypatch: pytest.Mon
     while ray.available_resources().get("CPU", 0) and time.monotonic() < until:  # what Ray says lags behind
         time.sleep(0.05)
 
-    async def main() -> None:
-        graph, script = worker_work.agent(), worker_work.engine(tokenizer(), 3, 0.05)
-        async with Rollout(graph, script, workers=2, worker_placement="ray") as rollout:
-            async for _ in rollout.stream(worker_work.prompts(1)):
-                pass
-
     try:
         with pytest.raises(EngineError, match=f"asks Ray for 1 CPU, and of {cpus:g} CPUs 0 are free; ask for fewer"):
-            asyncio.run(main())
+            Rollout(shard_work.agent(), shard_work.spec(), workers=2, worker_placement="ray")
     finally:
         ray.kill(holder)
 
 
 @pytest.mark.ray("shared")
 @pytest.mark.real
-def test_rollout_workers_may_be_actors_and_one_that_dies_loses_nothing() -> None:
-    async def main(**options: Any) -> dict[str, Any]:
-        graph, script = worker_work.agent(), worker_work.engine(tokenizer(), 3, 0.05)
-        killed = False
+def test_shards_may_be_actors_and_one_that_dies_loses_nothing(tmp_path: Path) -> None:
+    async def main(kill: bool, **options: Any) -> dict[str, Any]:
+        with Journal(tmp_path / f"{kill}.sqlite") as book:
+            async with Rollout(shard_work.agent(), shard_work.spec(0.05), seed=3, journal=book, **options) as rollout:
+                groups = []
+                async for group in rollout.stream(shard_work.prompts(6), 2):
+                    if kill and not groups:
+                        assert rollout._shards is not None
+                        rollout._shards.kill(0)
+                    groups.append(group)
+                return shard_work.rows([trajectory for group in groups for trajectory in group.trajectories])
 
-        def listen(trajectory: Trajectory, event: AnyEvent) -> None:
-            nonlocal killed
-            if isinstance(event, Called) and not killed:
-                killed = True
-                if isinstance(pool := rollout.scheduler.samples.workers, WorkerPool):
-                    asyncio.get_running_loop().call_soon(pool.kill, 0)
-
-        async with Rollout(graph, script, seed=3, on_event=[listen], **options) as rollout:
-            groups = [group async for group in rollout.stream(worker_work.prompts(3), 2)]
-            assert killed
-            return worker_work.rows([trajectory for group in groups for trajectory in group.trajectories])
-
-    there = asyncio.run(main(workers=2, worker_placement="ray"))
-    assert there == asyncio.run(main())
+    assert asyncio.run(main(True, workers=2, worker_placement="ray")) == asyncio.run(main(False))

@@ -68,6 +68,7 @@ pytestmark = pytest.mark.sglang  # one worker starts it
 CONFIGS = ROOT / "configs"
 WORKING = ("GENERATING", "PROCESSING_TOOLS", "INTERACTING")
 CLOSE = 1e-4
+PROMPTS = CONFIGS / "data/arithmetic.jsonl"
 names = (f"test-{number}" for number in itertools.count())
 
 
@@ -538,6 +539,37 @@ async def test_a_server_of_others_with_a_tokenizer_of_its_own_gives_the_same_tok
     assert all(worst(got, {version: "early"}) < CLOSE for got in ours)
     assert {chunk.replica for got in ours for chunk in got.chunks} == {elsewhere["url"]}
     await engine.aclose()
+
+
+@pytest.mark.real
+@pytest.mark.process
+def test_shards_share_servers_of_others_and_their_weights(
+    elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights are loaded once, by one of them, and no token of the others is mistaken for an older one's."""
+    monkeypatch.setenv("SHARED_KEY", elsewhere["api_key"])
+
+    async def main() -> None:
+        spec, few = {"kind": "sglang_http", "urls": [elsewhere["url"]], "api_key": "$SHARED_KEY"}, 4
+        agent, found = fr.load_agent(CONFIGS / "agents/tool_user.yaml"), fr.read_prompts(PROMPTS, limit=few)
+        async with fr.Rollout(agent, spec, seed=7, workers=2) as rollout:
+            first = await rollout.arun(found, n=2)
+            (before,) = {version for row in first.rows() for version in row.versions[row.mask == 1].tolist()}
+            running = asyncio.create_task(rollout.arun(found, n=2))
+            await asyncio.sleep(0)
+            version = await rollout.aupdate_weights(embedded_model("early"))
+            assert version == before + 1 == rollout.weight_version
+            crossed = await running
+            assert {v for row in crossed.rows() for v in row.versions[row.mask == 1].tolist()} <= {before, version}
+            last = await rollout.arun(found, n=2)
+            assert {v for row in last.rows() for v in row.versions[row.mask == 1].tolist()} == {version}
+            assert all(stats["weight_version"] == version for stats in rollout.engine_stats().values())
+        again = SGLangHTTPEngine(**elsewhere)
+        assert again.weight_version == version
+        await greedy_like_transformers(again, "early")
+        await again.aclose()
+
+    asyncio.run(main())
 
 
 @pytest.mark.real

@@ -31,7 +31,7 @@ from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.laws.agents import agents
 from tests.laws.world import turns
-from tests.paired_workers import sharing
+from tests.paired_shards import sharing
 from tests.runs import agent
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}

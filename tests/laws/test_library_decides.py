@@ -31,7 +31,7 @@ from tests.graphs import graphs
 from tests.kit import CONFIGS
 from tests.laws.agents import agents
 from tests.laws.test_laws import WORKERS, _tokenizer, drawn  # noqa: F401  # its fixture, too
-from tests.paired_workers import sharing
+from tests.paired_shards import sharing
 
 Step = tuple[str, str, str]  # source, trigger, dest
 Kept = dict[str, list[Step]]  # by trajectory

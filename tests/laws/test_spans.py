@@ -54,7 +54,7 @@ from fsm_rollout.trajectory.trace_ids import TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.laws.agents import agents
 from tests.laws.test_laws import WORKERS, _tokenizer, drawn, said  # noqa: F401  # its fixture, too
-from tests.paired_workers import sharing
+from tests.paired_shards import sharing
 
 MAKER = SpanMaker.of(TraceIds("run"), Resource({}), "law", {}, "tokens")
 SAID = (GEN_AI_EVALUATION_NAME, GEN_AI_EVALUATION_SCORE_VALUE)

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from asyncio import timeout
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -86,7 +87,7 @@ class Endpoint(ABC):
 
     Args:
         url: where it is.
-        api_key: the key that it demands.
+        api_key: the key that it demands; ``$NAME`` is read from the environment.
     """
 
     name: ClassVar[str]  # what it is called in messages
@@ -98,6 +99,10 @@ class Endpoint(ABC):
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise EngineError(f"'{url}' is no url of a server; write it as http://HOST:PORT")
+        if api_key is not None and api_key.startswith("$"):
+            name, api_key = api_key[1:], os.environ.get(api_key[1:])
+            if api_key is None:
+                raise EngineError(f"api_key: the environment has no {name}; set it where the run is started")
         self.url, self.api_key = url.rstrip("/"), api_key
         self.max_context = 0  # the longest input plus output, in tokens
         self.processor: Any = None  # of a model that sees, where the server can be sent pictures

@@ -20,7 +20,6 @@ Beside the protocol:
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fsm_rollout.engines.http.engine import HTTPEngine
@@ -59,10 +58,6 @@ class OpenAIEngine(HTTPEngine):
         max_context: int | None = None,
         update_weights: str | LoadWeights | None = None,
     ) -> None:
-        if api_key is not None and api_key.startswith("$"):
-            name, api_key = api_key[1:], os.environ.get(api_key[1:])
-            if api_key is None:
-                raise EngineError(f"api_key: the environment has no {name}; set it where the run is started")
         found = load_object(update_weights) if isinstance(update_weights, str) else update_weights
         if found is not None and not callable(found):
             raise EngineError(f"update_weights: '{update_weights}' is no function")

@@ -6,6 +6,7 @@ Invariant: whoever reads a run's journals, or asks whether there are any, learns
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from fsm_rollout.trajectory.journal.schema import APPLICATION_ID
@@ -23,8 +24,18 @@ class JournalFolder:
         self.folder = self.first.parent
 
     def journals(self) -> list[Path]:
-        """Return the journals, the first one first; each has trajectories of its own. They may not be there."""
-        return [self.first]
+        """Return the journals, the first one first, then those of shards. The first may not be there.
+
+        A group is whole in one of them; another may have the beginning of it, if its shard has died.
+        """
+        form = re.compile(rf"{re.escape(self.first.stem)}\.shard-(\d+){re.escape(self.first.suffix)}")
+        found = ((form.fullmatch(path.name), path) for path in self.folder.glob(f"{self.first.stem}.shard-*"))
+        return [self.first, *(path for _, path in sorted((int(match[1]), path) for match, path in found if match))]
+
+
+def shard_journal(first: Path, number: int) -> Path:
+    """Return where the shard of a number keeps its events, beside the first journal of its run."""
+    return first.with_name(f"{first.stem}.shard-{number}{first.suffix}")
 
 
 def is_journal(path: str | os.PathLike[str]) -> bool:

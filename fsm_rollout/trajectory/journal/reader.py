@@ -48,6 +48,7 @@ _UNREAD = StoredPicture(b"", "", 0, 0)
 _glance = unpacker(lambda _: _UNREAD)  # for who asks whose an event is, not what it shows
 
 _TRAJECTORIES = "SELECT trajectory_id FROM events GROUP BY trajectory_id ORDER BY MIN(id)"
+_FIRST = "SELECT trajectory_id, payload FROM events WHERE seq = 0 ORDER BY id"
 _ENDED = "SELECT trajectory_id, seq, ended, payload, crc FROM events WHERE trajectory_id = ? AND ended"
 
 
@@ -95,8 +96,40 @@ def delivered(run: Run, report: Report = warn_once) -> dict[str, bool]:
 
 def trajectory_ids(run: Run, report: Report = warn_once) -> list[str]:
     """Return the ids of all trajectories, in the order in which they began."""
-    rows = (row for journal in JournalFolder(run).journals() for row in _query(journal, _TRAJECTORIES, "", report))
-    return [trajectory_id for (trajectory_id,) in rows if isinstance(trajectory_id, str)]
+    elsewhere = _elsewhere(run, report)
+    found = ((journal, row[0]) for journal in elsewhere for row in _query(journal, _TRAJECTORIES, "", report))
+    return [name for journal, name in found if isinstance(name, str) and name not in elsewhere[journal]]
+
+
+def _elsewhere(run: Run, report: Report) -> dict[Path, set[str]]:
+    """Return of each journal of a run which of its trajectories are whole in another, as those of a shard that died."""
+    journals = JournalFolder(run).journals()
+    elsewhere: dict[Path, set[str]] = {journal: set() for journal in journals}
+    # 1. The groups that are in several.
+    groups: dict[str, dict[Path, list[str]]] = {}
+    for journal in journals if len(journals) > 1 else ():
+        for trajectory_id, payload in _query(journal, _FIRST, "", report):
+            if (first := _first_of(payload)) is not None:
+                groups.setdefault(first.group_id, {}).setdefault(journal, []).append(trajectory_id)
+    # 2. Each is whole where there is most of it.
+    for places in groups.values():
+        if len(places) > 1:
+            lengths = {journal: _length(journal, ids, report) for journal, ids in places.items()}
+            whole = max(lengths, key=lengths.__getitem__)
+            for journal, ids in places.items():
+                elsewhere[journal].update(ids if journal != whole else ())
+    return elsewhere
+
+
+def _length(journal: Path, trajectory_ids: Iterable[str], report: Report) -> int:
+    """Return how many events a journal has of some trajectories."""
+    query = "SELECT payload FROM events WHERE trajectory_id = ?"
+    payloads = (row[0] for name in trajectory_ids for row in _query(journal, query, "", report, name))
+    total = 0
+    for payload in payloads:
+        with suppress(msgspec.MsgspecError, TypeError):
+            total += len(msgspec.msgpack.decode(payload, type=list[msgspec.Raw]))
+    return total
 
 
 def changed(run: Run, seen: dict[Path, int], report: Report = warn_once) -> list[str] | None:
@@ -175,14 +208,15 @@ def recordings(
     run: Run, *, unfinished: bool = False, only: Collection[str] | None = None, report: Report = warn_once
 ) -> Iterator[Recorded]:
     """Yield every trajectory with its events; see :func:`histories`. ``only``: those of these ids."""
-    for journal in JournalFolder(run).journals():
+    over = {group_id for group_id, yes in delivered(run, report).items() if yes} if unfinished else None
+    for journal, elsewhere in _elsewhere(run, report).items():
         seen: dict[str, int] = {}
         try:
             with opened(journal) as connection:
-                yield from _recordings(connection, journal, unfinished, only, report, seen)
+                yield from _recordings(connection, journal, over, only, elsewhere, report, seen)
         except DAMAGED as error:
             with _salvaging(journal, error, report) as connection:
-                yield from _recordings(connection, journal, unfinished, only, report, seen)
+                yield from _recordings(connection, journal, over, only, elsewhere, report, seen)
 
 
 # -- a journal --------------------------------------------------------------------------------------------------------
@@ -191,8 +225,9 @@ def recordings(
 def _recordings(
     connection: sqlite3.Connection,
     journal: Path,
-    unfinished: bool,
+    over: Collection[str] | None,
     only: Collection[str] | None,
+    elsewhere: Collection[str],
     report: Report,
     seen: dict[str, int],
 ) -> Iterator[Recorded]:
@@ -200,8 +235,9 @@ def _recordings(
     # 1. One snapshot for all that follows.
     connection.execute("BEGIN")
     ids: Iterable[str] = only if only is not None else [row[0] for row in connection.execute(_TRAJECTORIES)]
-    if unfinished:
-        ids = _unfinished(connection, ids)
+    ids = [name for name in ids if name not in elsewhere]
+    if over is not None:
+        ids = _unfinished(connection, ids, over)
     # 2. Each trajectory as far as it goes.
     unpack = unpacker(partial(_picture, connection))
     for trajectory_id in ids:
@@ -212,16 +248,16 @@ def _recordings(
                 yield recorded
     # 3. What is gone without a trace is still counted.
     read = sum(seen.values())
-    if only is None and not unfinished and (missing := events_written(connection) - read) > 0:
+    if only is None and over is None and not elsewhere and (missing := events_written(connection) - read) > 0:
         report(
             f"{journal}: {missing:,} of the {read + missing:,} events that were written are missing; trajectories "
             "without their last events read as unfinished, and those without their first are not there"
         )
 
 
-def _unfinished(connection: sqlite3.Connection, ids: Iterable[str]) -> list[str]:
+def _unfinished(connection: sqlite3.Connection, ids: Iterable[str], delivered: Iterable[str]) -> list[str]:
     """Return the trajectories of groups that were not delivered, or of which a sample has not ended."""
-    over = {row[0] for row in connection.execute("SELECT * FROM delivered WHERE yes") if is_sound(row)}
+    over = set(delivered)
     group_of: dict[str, str | None] = {}
     for trajectory_id in ids:
         first = beginning(connection, trajectory_id)
@@ -236,9 +272,20 @@ def beginning(connection: sqlite3.Connection, trajectory_id: str) -> Prompted | 
     """Return a trajectory's first event, if it can be read."""
     query = "SELECT payload FROM events WHERE trajectory_id = ? AND seq = 0"
     for (payload,) in connection.execute(query, (trajectory_id,)):
-        with suppress(msgspec.MsgspecError, TypeError, ValueError, IndexError):
-            first = _glance(payload)[0]
-            return first if isinstance(first, Prompted) else None
+        return _first_of(payload)
+    return None
+
+
+def groups_in(connection: sqlite3.Connection) -> set[str]:
+    """Return the ids of the groups in a journal."""
+    firsts = (_first_of(payload) for _, payload in connection.execute(_FIRST))
+    return {first.group_id for first in firsts if first is not None}
+
+
+def _first_of(payload: bytes) -> Prompted | None:
+    with suppress(msgspec.MsgspecError, TypeError, ValueError, IndexError):
+        first = _glance(payload)[0]
+        return first if isinstance(first, Prompted) else None
     return None
 
 

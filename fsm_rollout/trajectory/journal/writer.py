@@ -25,13 +25,14 @@ from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
 from fsm_rollout.trajectory.event_bytes import encode, pack, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted
-from fsm_rollout.trajectory.journal.folder import is_journal
+from fsm_rollout.trajectory.journal.folder import JournalFolder, is_journal
 from fsm_rollout.trajectory.journal.reader import (
     DAMAGED,
     beginning,
     blobs,
     delivered,
     events_written,
+    groups_in,
     logger,
     opened,
     recordings,
@@ -98,7 +99,10 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalError(f"journal {self.path} cannot be written: {why}") from error
         firsts = (beginning(self._connection, trajectory_id) for trajectory_id in self._next)
         self.groups: set[str] = {first.group_id for first in firsts if first is not None}
-        """The ids of all groups that are in it."""
+        """The ids of all groups that are in it, or in the journals of its run's shards."""
+        for sibling in JournalFolder(self.path).journals()[1:] if append else ():
+            with suppress(JournalError, *DAMAGED), opened(sibling) as connection:
+                self.groups |= groups_in(connection)
         self._written = sum(self._next.values())  # events that were committed
         self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()

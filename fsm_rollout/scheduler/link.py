@@ -1,12 +1,12 @@
-"""Messages between a run and one of its workers.
+"""Messages between a run's driver and one of its shards.
 
 Invariant: messages arrive whole and in the order in which they were sent, until the link is lost; then that is said
 once, and nothing comes any more. What is sent in one pass of the event loop travels as one block, or as a few where it
 is much: the other end works on the first while the pass goes on.
 
-A message is a tuple: what it is, then its parts. Events, requests and chunks travel packed as bytes, so no token
-becomes a Python object on the way. What comes from a worker, where tools run, is plain data (MessagePack): reading it
-runs nothing. Only what a run sends its workers is pickled.
+A message is a tuple: what it is, then its parts. Rows and histories travel packed as bytes, so no token becomes a
+Python object on the way. What comes from a shard, where tools run, is plain data (MessagePack): reading it runs
+nothing. Only what a driver sends its shards is pickled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,15 +27,15 @@ logger = logging.getLogger(__name__)
 Receive = Callable[..., None]  # is called with the parts of each message
 MOST_UNSENT = 64  # so many messages wait at most for others of the same pass of the event loop
 _SIZE = struct.Struct("<Q")
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=str).encode
 _decode = msgspec.msgpack.Decoder(list[tuple[Any, ...]]).decode
 
 
 class Link(ABC):
-    """One end, the ``worker``'s or the run's. ``receive`` and ``lost`` are set before anything can come."""
+    """One end, the ``shard``'s or the driver's. ``receive`` and ``lost`` are set before anything can come."""
 
-    def __init__(self, *, worker: bool) -> None:
-        self._worker = worker
+    def __init__(self, *, shard: bool) -> None:
+        self._shard = shard
         self.receive: Receive = _nobody
         self.lost: Callable[[], None] = _nobody
         self.open = True
@@ -53,15 +54,15 @@ class Link(ABC):
         """Let what was sent go out now."""
         if self.open and self._unsent:
             messages, self._unsent = self._unsent, []
-            self._write(_encode(messages) if self._worker else pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+            self._write(_encode(messages) if self._shard else pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
 
     def _take(self, block: bytes | bytearray | memoryview) -> None:
         if not self.open:
             return
         try:
-            messages = pickle.loads(block) if self._worker else _decode(block)
+            messages = pickle.loads(block) if self._shard else _decode(block)
         except msgspec.DecodeError as error:
-            logger.warning("a worker sent an invalid message and is given up: %s", error)
+            logger.warning("a shard sent an invalid message and is given up: %s", error)
             self._end()
             return
         for message in messages:
@@ -94,8 +95,8 @@ def framed(block: bytes) -> bytes:
 class SocketLink(Link, asyncio.Protocol):
     """A link over a stream socket."""
 
-    def __init__(self, *, worker: bool) -> None:
-        super().__init__(worker=worker)
+    def __init__(self, *, shard: bool) -> None:
+        super().__init__(shard=shard)
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
 
@@ -119,8 +120,15 @@ class SocketLink(Link, asyncio.Protocol):
             del received[:start]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Say so."""
-        self._end()
+        """Say so, unless it was let go."""
+        if self._transport is not None:
+            self._end()
+
+    def detach(self) -> None:
+        """Let the event loop go, which ends; another may take the connection up."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
     def write_frame(self, frame: bytes) -> None:
         """Send what :func:`framed` gave, before any message."""
@@ -139,16 +147,16 @@ class SocketLink(Link, asyncio.Protocol):
 
 
 class PairedLink(Link):
-    """One of two ends on the same event loop: a worker in the run's own process, for simulations."""
+    """One of two ends on the same event loop: a shard in the driver's own process, for simulations."""
 
-    def __init__(self, *, worker: bool) -> None:
-        super().__init__(worker=worker)
+    def __init__(self, *, shard: bool) -> None:
+        super().__init__(shard=shard)
         self._other: PairedLink | None = None
 
     @classmethod
     def pair(cls) -> tuple[PairedLink, PairedLink]:
-        """Return the run's end and the worker's."""
-        ours, theirs = cls(worker=False), cls(worker=True)
+        """Return the driver's end and the shard's."""
+        ours, theirs = cls(shard=False), cls(shard=True)
         ours._other, theirs._other = theirs, ours
         return ours, theirs
 
@@ -166,3 +174,21 @@ class PairedLink(Link):
         self.open = False
         if self._other is not None:
             asyncio.get_running_loop().call_soon(self._other.cut)
+
+
+def read_block(connection: socket.socket) -> bytes:
+    """Read one block, and nothing behind it; EOFError: there comes none any more."""
+    size, block = 0, bytearray()
+    while len(block) < (size or 8):
+        received = connection.recv(min((size or 8) - len(block), 2**20))
+        if not received:
+            raise EOFError("the other end is gone")
+        block += received
+        if not size and len(block) == 8:
+            (size,), block = _SIZE.unpack(block), bytearray()
+    return bytes(block)
+
+
+def read_messages(connection: socket.socket) -> list[tuple[Any, ...]]:
+    """Read a block of a shard's messages, before any event loop does."""
+    return _decode(read_block(connection))

@@ -1,0 +1,275 @@
+"""A part of a batch: the rows of some groups and all else that the batch says of them, made where the groups ran.
+
+Invariant: a batch is a function of its parts alone, and the same however the groups are spread over them: rows stand in
+the order of the groups' prompts, and numbers are added up. As bytes a part is plain data: reading it runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from fsm_rollout.batch.advantages import SampleScore, scores_of
+from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, Along
+from fsm_rollout.batch.fitting import Overflow, check_widths, fitting, why_untrainable
+from fsm_rollout.batch.rows import Cut, FlatRows, RowId, flat_rows, places, trained_streams
+from fsm_rollout.errors import BatchError
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
+from fsm_rollout.trajectory.pictures import stored
+from fsm_rollout.trajectory.tokens import MediaSpan
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+_OF_GROUPS = ("groups", "samples", "unscored", "score_mean", "sampled_tokens")
+_NAMES = (
+    *(f"{prefix}{name}" for prefix in ("", "dropped_") for name in _OF_GROUPS),
+    *(f"dropped_{reason}" for reason in DropReason),
+    *(f"failed_{failure}" for failure in FailureClass),
+    *("discarded_samples", "repeated_samples", "discarded_sampled_tokens"),
+)
+
+
+@dataclass(slots=True)
+class GroupFacts:
+    """What a batch says of one group beside its rows."""
+
+    group_id: str
+    figures: dict[str, int] = field(default_factory=dict)
+    """Its counts, by their names in :func:`figures_of`, without prefixes for dropped groups."""
+    scores: list[SampleScore] = field(default_factory=list)
+    unrowed: dict[str, str | None] = field(default_factory=dict)
+    omitted: list[RowId] = field(default_factory=list)
+    truncated: list[RowId] = field(default_factory=list)
+    untrainable: str = ""
+
+
+@dataclass(slots=True)
+class BatchPart:
+    """The rows of some groups, and the facts of each."""
+
+    rows: FlatRows
+    facts: dict[str, GroupFacts]
+
+
+def part_of(
+    groups: Sequence[Group],
+    *,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+    overflow: Overflow = "error",
+    state_names: Sequence[str] = (),
+    processor: Any = None,
+) -> BatchPart:
+    """Return the part of some groups, dropped ones too: rows as :meth:`TrajectoryBatch.from_trajectories` makes them.
+
+    Raises:
+        BatchError: a row does not fit, or a score is not a finite float32.
+    """
+    # 1. The streams that become rows, cut where they do not fit and that is asked for.
+    check_widths(prompt_width, response_width)
+    if overflow not in get_args(Overflow):
+        raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
+    of_group = {group.group_id: group.all for group in groups}
+    kept = [trajectories for group, trajectories in zip(groups, of_group.values(), strict=True) if not group.dropped]
+    streams = chosen = trained_streams(chain.from_iterable(kept))
+    cut: list[Cut] = []
+    if prompt_width is not None or response_width is not None:
+        chosen, cut = fitting(streams, prompt_width, response_width, overflow)
+    rows = flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
+    # 2. What is said of what is not in them.
+    facts: dict[str, GroupFacts] = {}
+    rowed = {stream.trajectory.trajectory_id for stream in streams}
+    for group in groups:
+        of = facts[group.group_id] = GroupFacts(group.group_id, _figures(group), list(scores_of(group.trajectories)))
+        if not group.dropped:
+            missing = [t for t in of_group[group.group_id] if t.trajectory_id not in rowed]
+            of.unrowed = {trajectory.trajectory_id: trajectory.stop_reason for trajectory in missing}
+            of.untrainable = why_untrainable(missing) if len(missing) == len(of_group[group.group_id]) else ""
+    for stream in cut:
+        facts[stream.trajectory.group_id].truncated.append(stream.row_id)
+    if len(chosen) < len(streams):
+        there = {stream.row_id for stream in chosen}
+        for stream in streams:
+            if stream.row_id not in there:
+                facts[stream.trajectory.group_id].omitted.append(stream.row_id)
+    return BatchPart(rows, facts)
+
+
+def _figures(group: Group) -> dict[str, int]:
+    figures: dict[str, int] = {
+        "sampled_tokens": sampled_tokens(group.all),
+        "samples": len(group.trajectories),
+        "unscored": sum(trajectory.score is None for trajectory in group.trajectories),
+        "discarded_sampled_tokens": sampled_tokens(group.discarded),
+    }
+    for trajectory in group.trajectories:
+        if trajectory.failure is not None:
+            figures[f"failed_{trajectory.failure}"] = figures.get(f"failed_{trajectory.failure}", 0) + 1
+    attempts = [attempt for attempt in group.discarded if attempt.parent_id is None]
+    figures["discarded_samples"] = len(attempts)
+    figures["repeated_samples"] = sum(attempt.failure is not None for attempt in attempts)
+    return figures
+
+
+def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+    """Return how many tokens engines have sampled in the streams of some trajectories, trained or not."""
+    total = 0
+    for trajectory in trajectories:
+        total += sum(map(attrgetter("tokens.sampled_length"), trajectory.streams))
+    return total
+
+
+def figures_of(facts: Iterable[GroupFacts], dropped: Mapping[str, str]) -> dict[str, float]:
+    """Return the figures of a step, by name; ``dropped``: which groups are in no batch, and why.
+
+    ``groups``, ``samples``, ``unscored`` (samples without a score), ``score_mean`` (of those with one; NaN if none),
+    ``sampled_tokens`` (of all engines and contexts); the same with ``dropped_`` before the name, of groups that are in
+    no batch, and ``dropped_filtered``, ``dropped_stale``, ``dropped_wrong_tokens``: how many groups for which reason;
+    ``failed_policy``, ``failed_engine`` and so on (:class:`~fsm_rollout.trajectory.enums.FailureClass`): how many
+    samples, of all groups, failed for which reason; all but the policy's are unscored. ``discarded_samples`` and
+    ``discarded_sampled_tokens`` of attempts that were given up and began anew, ``repeated_samples`` of those that were
+    because they had failed.
+    """
+    figures: dict[str, float] = dict.fromkeys(_NAMES, 0)
+    scores: dict[str, list[float]] = {"": [], "dropped_": []}
+    for group in facts:
+        prefix = "dropped_" if group.group_id in dropped else ""
+        if prefix:
+            figures[f"dropped_{dropped[group.group_id]}"] += 1
+        figures[f"{prefix}groups"] += 1
+        for name, count in group.figures.items():
+            figures[f"{prefix}{name}" if name in _OF_GROUPS else name] += count
+        scores[prefix] += [sample.score for sample in group.scores if sample.score is not None]
+    for prefix, values in scores.items():
+        figures[f"{prefix}score_mean"] = math.fsum(values) / len(values) if values else math.nan
+    return figures
+
+
+# -- several parts as one -------------------------------------------------------------------------------------------
+
+
+def joined_parts(
+    parts: Sequence[BatchPart],
+    order: Sequence[str],
+    state_names: Sequence[str],
+    processor: Any,
+    leave_out: Collection[str] = (),
+) -> tuple[FlatRows, list[GroupFacts]]:
+    """Return the rows of some groups in their order, but of those left out, and what else is known of all of them.
+
+    Raises:
+        BatchError: tokens have routed experts in several shapes.
+    """
+    facts = {group_id: fact for part in parts for group_id, fact in part.facts.items()}
+    if len(parts) == 1 and list(parts[0].facts) == list(order) and not (leave_out and parts[0].rows.facts):
+        return parts[0].rows, list(facts.values())
+    # 1. All rows of all parts end to end, states numbered alike.
+    names = parts[0].rows.state_names if parts else tuple(state_names)
+    if any(part.rows.state_names != names for part in parts):
+        seen = {name for part in parts for name in part.rows.state_names}
+        names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
+    arrays: dict[str, list[np.ndarray[Any, Any]]] = {column.field: [] for column in PER_TOKEN.values() if column.field}
+    shapes = _shapes(parts)
+    for part in parts:
+        for name, pieces in arrays.items():
+            piece = part.rows.arrays[name]
+            if name == "state_ids" and part.rows.state_names != names:
+                piece = np.array([names.index(state) for state in part.rows.state_names], np.int32)[piece]
+            elif name in FURTHER and piece.shape[1:] != shapes[name]:
+                piece = _filled(name, part.rows, shapes[name], processor)
+            pieces.append(piece)
+    kinds = {column.field: column.row_dtype for column in PER_TOKEN.values() if column.field}
+    whole = {
+        name: np.concatenate([np.zeros((0, *shapes.get(name, ())), kinds[name]), *pieces])
+        for name, pieces in arrays.items()
+    }
+    lengths = {along: np.concatenate([np.zeros(0, np.int64), *(p.rows.lengths[along] for p in parts)]) for along in
+               (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)}  # fmt: skip
+    row_facts = [row for part in parts for row in part.rows.facts]
+    # 2. Those of the groups asked for, in their order.
+    rank = {group_id: number for number, group_id in enumerate(order) if group_id not in leave_out}
+    wanted = [row for row, facts in enumerate(row_facts) if facts["group_id"] in rank]
+    wanted.sort(key=lambda row: rank[row_facts[row]["group_id"]])
+    if wanted != list(range(len(row_facts))):
+        rows = np.array(wanted, np.int64)
+        starts = {along: np.cumsum(of) - of for along, of in lengths.items()}
+        at = {along: places(starts[along][rows], of[rows]) for along, of in lengths.items()}
+        whole = {column.field: whole[column.field][at[column.along]] for column in PER_TOKEN.values() if column.field}
+        lengths = {along: of[rows] for along, of in lengths.items()}
+        row_facts = [row_facts[row] for row in wanted]
+    return FlatRows(lengths, whole, row_facts, names), [facts[group_id] for group_id in order]
+
+
+def _shapes(parts: Sequence[BatchPart]) -> dict[str, tuple[int, ...]]:
+    """Return what further dimensions columns have: those of the parts that have any."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, empty in FURTHER.items():
+        found = {part.rows.arrays[key].shape[1:] for part in parts} - {empty}
+        if len(found) > 1:
+            raise BatchError(
+                f"tokens have routed experts in {len(found)} shapes (layers, experts): {sorted(found)}; a batch holds "
+                "what one model sampled"
+            )
+        shapes[key] = found.pop() if found else empty
+    return shapes
+
+
+def _filled(name: str, rows: FlatRows, shape: tuple[int, ...], processor: Any) -> np.ndarray[Any, Any]:
+    """Return a column with further dimensions for rows that had no need of it by themselves."""
+    if name == "routed_experts":
+        return np.full((len(rows.arrays[name]), *shape), -1, np.int16)
+    from fsm_rollout.batch.media import rope_positions  # torch
+
+    positions = [rope_positions(np.concatenate([row.prompt_ids, row.response_ids]), [], processor)
+                 for row in rows.split()]  # fmt: skip
+    return np.concatenate([np.zeros((0, *shape), np.int32), *positions])
+
+
+# -- as bytes -------------------------------------------------------------------------------------------------------
+
+
+def part_to_bytes(part: BatchPart) -> bytes:
+    """Return a part as bytes, its pictures once each."""
+    pictures: dict[str, tuple[bytes, str, int, int]] = {}
+    facts: list[dict[str, Any]] = []
+    for row in part.rows.facts:
+        spans = []
+        for span in row[MEDIA]:
+            shown = span.picture
+            pictures[shown.sha256] = (shown.data, shown.mime, shown.width, shown.height)
+            spans.append((span.start, span.length, shown.sha256, span.placeholder))
+        facts.append({**row, MEDIA: spans})
+    rows = (
+        {str(along): of.tobytes() for along, of in part.rows.lengths.items()},
+        {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in part.rows.arrays.items()},
+        facts,
+        part.rows.state_names,
+    )
+    return _encode((rows, list(part.facts.values()), pictures))
+
+
+def part_from_bytes(data: bytes) -> BatchPart:
+    """Return the part that :func:`part_to_bytes` was given."""
+    (lengths, arrays, facts, names), groups, pictures = _decode(data)
+    if pictures:
+        shown = {name: stored(*picture) for name, picture in pictures.items()}
+        for row in facts:
+            row[MEDIA] = [MediaSpan(start, length, shown[name], mark) for start, length, name, mark in row[MEDIA]]
+    rows = FlatRows(
+        {Along(along): np.frombuffer(of, np.int64) for along, of in lengths.items()},
+        {name: np.frombuffer(of, kind).reshape(shape) for name, (kind, shape, of) in arrays.items()},
+        facts,
+        tuple(names),
+    )
+    return BatchPart(rows, {group.group_id: group for group in msgspec.convert(groups, list[GroupFacts])})
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode

@@ -1,0 +1,216 @@
+"""A shard: a whole rollout in a process of its own, which runs the groups that it is given.
+
+Invariant: a shard decides nothing about targets and order: it begins the groups that it was leased, in turn, and gives
+each back when it is scored. All else is as in a run of one process: its own engines, tools, rewards, journal and spans.
+What it says is plain data; rows are made here, and travel packed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.steady_loop import SteadyLoop
+from fsm_rollout.errors import ConfigError, EngineError, GlueMismatchError
+from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, told
+from fsm_rollout.model.folders import plain_tokenizers
+from fsm_rollout.names.objects import look_in
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_block
+from fsm_rollout.scheduler.shard_setup import ShardSetup
+from fsm_rollout.tools.tool_messages import clean
+from fsm_rollout.trajectory.journal import Journal
+from fsm_rollout.trajectory.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+HELD = "weights change in all shards"
+TELL_EVERY = 0.25  # seconds between two messages that say how far it is
+
+
+class Shard:
+    """What answers a driver's messages on one link."""
+
+    def __init__(self, link: Link, rollout: Rollout, count: int) -> None:
+        self.link, self.rollout = link, rollout
+        self.runs: dict[int, ShardRun] = {}
+        self.events: dict[str, list[bytes]] = {}
+        """The events of trajectories that are to come back with their groups."""
+        self.gone = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._counts = ShardCounts(link)
+        for agent in rollout.scheduler.agents.all:
+            agent.toolbox.share = count
+        link.receive, link.lost = self._receive, self.gone.set
+
+    def _receive(self, kind: str, number: int = -1, *parts: Any) -> None:
+        run = self.runs.get(number)
+        match kind:
+            case "run":
+                self._begin(number, *parts)
+            case "lease" if run is not None:
+                group_id, prompt, histories, _ = parts
+                run.lease(group_id, prompt, histories)
+            case "give_back" if run is not None:
+                run.give_back(*parts)
+            case "renew" if run is not None:
+                run.renew(*parts)
+            case "end" if run is not None:
+                run.end(*parts)
+            case "call":
+                self._do(self._call(number, *parts))
+            case "bye":
+                self.gone.set()
+
+    def _do(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _begin(self, number: int, asked: Mapping[str, Any]) -> None:
+        scheduler = self.rollout.scheduler
+        if asked["evaluation"] is not None:
+            scheduler = self.rollout._evaluation_scheduler(asked["evaluation"])
+        run = self.runs[number] = ShardRun(self, number, scheduler, asked)
+        recorder = scheduler.recorder
+        others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
+        self._counts.number = number
+        recorder.listeners = (*others, self._counts, *([KeptEvents(self.events)] if asked["histories"] else []))
+        report = scheduler.starter.report_mismatch
+
+        def mismatch(error: GlueMismatchError) -> None:
+            before = {name for name, group in run.given_back.items() if not group.dropped}
+            report(error)
+            dropped = [(name, str(group.drop_reason)) for name, group in run.given_back.items() if group.dropped]
+            run.send("dropped", [each for each in dropped if each[0] in before])
+
+        scheduler.starter.report_mismatch = mismatch
+        run.task = self._do(run.run())
+
+    async def _call(self, number: int, name: str, *arguments: Any) -> None:
+        try:
+            self.link.send("answer", number, None, await getattr(self, f"_{name}")(*arguments))
+        except Exception as error:  # it is the driver's
+            self.link.send("answer", number, told(error), None)
+
+    async def _check(self, prompts: Sequence[Prompt]) -> None:
+        self.rollout.scheduler.check(prompts)
+
+    async def _journal(self, path: str | None, run_id: str) -> None:
+        if (earlier := self.rollout.journal) is not None:
+            self.rollout.scheduler.recorder.journal = None
+            earlier.close()
+        if path is not None:
+            journal = Journal(path, {"run_id": run_id}, append=os.path.exists(path))  # noqa: ASYNC240
+            self.rollout.scheduler.recorder.journal = journal
+
+    async def _drop(self, group_id: str) -> None:
+        group = self.rollout.scheduler.groups.get(group_id)
+        if group is not None:
+            await self.rollout.scheduler._drop(group)
+
+    async def _stats(self) -> dict[str, dict[str, int]]:
+        return self.rollout.engine_stats()
+
+    async def _sleep(self) -> None:
+        await self.rollout.send_to_sleep()
+
+    async def _wake(self) -> None:
+        await self.rollout.wake_up()
+
+    async def _hold(self) -> None:
+        await self.rollout.clients[POLICY].pause(HELD)
+
+    async def _load(self, weights: Any, version: int | None) -> int:
+        return await self.rollout.aupdate_weights(weights, version)
+
+    async def _release(self) -> None:
+        await self.rollout.clients[POLICY].resume(HELD)
+
+    async def aclose(self) -> None:
+        """End what runs, and close what is open."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        journal = self.rollout.journal
+        await self.rollout.aclose()
+        if journal is not None:
+            journal.close()
+
+
+# -- the process ----------------------------------------------------------------------------------------------------
+
+
+class _LogSender(logging.Handler):
+    """Tells the driver what is logged here."""
+
+    def __init__(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._link, self._loop = link, loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = clean(self.format(record))
+            self._loop.call_soon_threadsafe(self._link.send, "log", record.name, record.levelno, text)
+        except RuntimeError:  # the loop is closed
+            self.handleError(record)
+
+
+def main(descriptor: int) -> None:
+    """Be a shard of the driver at the other end of the socket."""
+    serve(socket.socket(fileno=descriptor))
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a shard on a connection, the first blocks on which say what it is, until the driver has no need of it."""
+    path = pickle.loads(read_block(connection))  # where modules are, by which the rest can be read
+    sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
+    plain_tokenizers()  # of which the setup may have one
+    from fsm_rollout.scheduler.link import _encode  # the form of what a shard says
+
+    try:
+        setup: ShardSetup = pickle.loads(read_block(connection))
+        for folder in setup.folders:
+            look_in(folder)
+        logging.getLogger("fsm_rollout").setLevel(setup.log_level)
+        rollout = Rollout(**setup.rollout)
+    except (EOFError, OSError):
+        raise
+    except Exception as error:  # the user's code, imported here
+        kind, problems, text = told(error)
+        if not isinstance(error, ConfigError | EngineError):
+            text = f"{kind}: {text}"
+        connection.sendall(framed(_encode([("failed", kind, problems, text)])))
+        return
+    policy = rollout.engines[POLICY].facts
+    processor = policy.processor and str(policy.processor.tokenizer.name_or_path)
+    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": processor}
+    connection.sendall(framed(_encode([("ready", facts)])))
+    loop = SteadyLoop()
+    try:
+        loop.run_until_complete(_serve(connection, rollout, setup))
+    finally:
+        loop.close()
+
+
+async def _serve(connection: socket.socket, rollout: Rollout, setup: ShardSetup) -> None:
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    link = SocketLink(shard=True)
+    package = logging.getLogger("fsm_rollout")
+    package.addHandler(_LogSender(link, loop))
+    package.propagate = False
+    shard = Shard(link, rollout, setup.count)
+    await loop.create_connection(lambda: link, sock=connection)
+    await shard.gone.wait()
+    await shard.aclose()
+    link.close()
+    await asyncio.sleep(0)

@@ -1,0 +1,449 @@
+"""A scheduler whose samples run in shards: the driver of a run that is shared among them.
+
+Invariant: groups begin, are delivered, carried and counted here, as in a run of one process; only what lies between is
+leased. Each group is at one shard at a time, and comes back whole. So that no slow shard is the tail, each is given
+what it can begin and as much again; what it has not begun goes to whoever has nothing left. The groups of a shard that
+died go on in others from its journal, just as those of an interrupted run do; without a journal they begin anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from itertools import count
+from typing import Any, cast
+
+from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.engines.protocol import Weights, WeightSource
+from fsm_rollout.errors import ConfigError, EngineError, check_at_least
+from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, histories_of, target_not_reached
+from fsm_rollout.scheduler.orders import Listens
+from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.scheduler.resume import History, prompt_of
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.shards import ShardHandle, Shards, check_weights, error_of
+from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
+from fsm_rollout.states.active_trajectory import CARRIED, Stop
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
+from fsm_rollout.trajectory.event_bytes import encode, pictures_in
+from fsm_rollout.trajectory.events import AnyEvent, Prompted
+from fsm_rollout.trajectory.pictures import stored
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trace_ids import NO_RUN, TraceIds
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Leases:
+    """Leases the groups of a scheduler to shards; what a :class:`SampleRunner` is to a run of one process."""
+
+    def __init__(self, scheduler: LeasedScheduler) -> None:
+        self.scheduler = scheduler
+        self.stopping: Stop | None = None
+        self.to_start: deque[tuple[Group, int]] = deque()  # empty: samples are the shards' own business
+        self._prompts = count()
+        self.number = -1
+        self._run: RunState | None = None
+        self._open: set[ShardHandle] = set()  # the shards in which the run has not ended
+        self._error: Exception | None = None
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    async def feed(self, run: RunState) -> None:
+        """Lease groups, in order, until the run is over, and has ended in all shards."""
+        shards, groups = self.scheduler.shards, self.scheduler.groups
+        self._run, self._error, self.number = run, None, next(shards.run_numbers)
+        try:
+            try:
+                shards.began(self.number, self)
+                for shard in await shards.here():
+                    self._begin(shard)
+                for group in list(groups.by_state[GroupState.WAITING].values()):
+                    self._go_on_where_it_is(cast(LeasedGroup, group))
+                while True:
+                    if (error := run.stopped_by or self._error) is not None and run.stop is None:
+                        raise error
+                    if run.stop is not None or (run.exhausted and not groups):
+                        break
+                    if not self._lease_next(run):
+                        await run.change()
+            except BaseException as error:
+                self.stop_run(run, keep=run.target is not None and isinstance(error, Exception))
+                raise
+            finally:
+                await to_its_end(self._end_everywhere(run))
+                shards.ended(self.number)
+        except BaseException:
+            run.failed = True
+            raise
+        finally:
+            run.feeding = False
+            run.changed.set()
+
+    def _begin(self, shard: ShardHandle) -> None:
+        scheduler = self.scheduler
+        if shard in self._open:
+            return
+        self._open.add(shard)
+        now = scheduler.starter.run
+        asked: dict[str, Any] = {
+            "n": self._n, "step": now.step, "run_number": scheduler.starter.run_number,
+            "run_id": "" if now.trace is None else now.trace.run_id, "evaluation": scheduler.evaluation,
+            "histories": scheduler.histories, "batch": scheduler.batch_options,
+        }  # fmt: skip
+        shard.send("run", self.number, asked)
+
+    @property
+    def _n(self) -> int:
+        assert self._run is not None
+        return self._run.n
+
+    async def _end_everywhere(self, run: RunState) -> None:
+        """Wait until the run has ended in all shards."""
+        keep = run.stop is None or run.stop is CARRIED
+        for shard in self._open:
+            shard.send("end", self.number, keep)
+        while self._open:
+            await run.change()
+        groups = self.scheduler.groups
+        for group in () if keep else list(groups.by_state[GroupState.WAITING].values()):
+            if cast(LeasedGroup, group).leased_in == self.number:  # it came back unbegun, and is given up like others
+                groups.put(group, GroupState.RUNNING)
+
+    def _go_on_where_it_is(self, group: LeasedGroup) -> None:
+        """Know a group under way that was carried: its shard goes on with it by itself."""
+        if group.shard is not None and group.shard.alive:
+            group.shard.groups[group.group_id] = group
+            self.scheduler.groups.put(group, GroupState.RUNNING)
+
+    def _lease_next(self, run: RunState) -> bool:
+        """Lease one more group; return whether there was one, and somebody to have it."""
+        shards, groups = self.scheduler.shards, self.scheduler.groups
+        if shards.failure is not None:
+            raise shards.failure
+        if len(alive := shards.alive) < shards.count:
+            shards.start_missing()
+        window = math.ceil(self.scheduler.capacity / run.n)
+        free = [shard for shard in alive if len(shard.queued) < window]
+        waiting = groups.by_state[GroupState.WAITING]
+        if run.exhausted and not waiting:
+            self._balance(run)
+            return False
+        if not free or (run.target is not None and not run.has_room(groups)):
+            return False
+        if not waiting and isinstance(run.prompts, PromptQueue) and not run.prompts.ready:
+            return False
+        group = cast(LeasedGroup, next(iter(waiting.values()))) if waiting else self._open_next(run)
+        if group is None:
+            run.exhausted = True
+            run.changed.set()
+            return True
+        shard = min(free, key=lambda shard: len(shard.groups))
+        group.shard, group.leased_in, histories = shard, self.number, group.histories
+        shard.groups[group.group_id] = group
+        shard.queued[group.group_id] = None
+        pictures = {p.sha256: p for history in histories for event in history for p in pictures_in(event)}
+        shard.send("lease", self.number, group.group_id, group.prompt, histories, list(pictures.values()))
+        groups.put(group, GroupState.RUNNING)
+        return True
+
+    def _open_next(self, run: RunState) -> LeasedGroup | None:
+        if run.target is not None and self.stopping is not None:
+            return None
+        found = next_prompt(run, self.scheduler.groups, self._prompts)
+        return None if found is None else LeasedGroup.of(*found, run.n)
+
+    def _balance(self, run: RunState) -> None:
+        """Take back what nobody has begun, if somebody else has room for it."""
+        alive = self.scheduler.shards.alive
+        idle = [s for s in alive if not s.queued and len(s.groups) * run.n < self.scheduler.capacity]
+        fullest = max(alive, key=lambda shard: len(shard.queued), default=None)
+        if not idle or fullest is None or not fullest.queued or fullest.asked:
+            return
+        # As many as leave it with no fewer than the other has then: so none goes to and fro.
+        more = (len(fullest.groups) - min(len(shard.groups) for shard in idle)) // 2
+        if more > 0:
+            fullest.asked = True
+            fullest.send("give_back", self.number, min(more, len(fullest.queued)))
+
+    # -- what shards say ----------------------------------------------------------------------------------------------
+
+    def receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
+        """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
+        run = self._run
+        assert run is not None
+        match kind:
+            case "joined":
+                self._begin(shard)
+            case "begun":
+                for group_id in parts[0]:
+                    shard.queued.pop(group_id, None)
+            case "returned":
+                shard.asked = False
+                for group_id in parts[0]:
+                    shard.queued.pop(group_id, None)
+                    self._waits_again(shard.groups.pop(group_id))
+            case "groups":
+                self._groups_came(run, shard, *parts)
+            case "dropped":
+                for group_id, reason in parts[0]:
+                    self._dropped(group_id, DropReason(reason))
+            case "attempts":
+                for name, failure, stop_reason, detail in parts[0]:
+                    end = AttemptEnd(name, failure and FailureClass(failure), stop_reason or "", detail or "")
+                    run.stopped_by = run.stopped_by or run.watch.note(cast(Trajectory, end))
+            case "judged":
+                for scored, errors in parts[0]:
+                    run.stopped_by = run.stopped_by or run.watch.judged(scored, errors)
+            case "progress":
+                self._hear("counted", shard, *parts)
+            case "times":
+                self._hear("timed", shard, *parts)
+            case "ended":
+                self._ended(shard, *parts)
+        run.changed.set()
+
+    def _hear(self, what: str, shard: ShardHandle, *parts: Any) -> None:
+        """Tell who listens to the run and wants to hear of such."""
+        for listener in self.scheduler.recorder.listeners:
+            if (hear := getattr(listener, what, None)) is not None:
+                hear(shard.number, *parts)
+
+    def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], stats: Any) -> None:
+        """Take in that the run has ended in a shard, which goes on with some groups in the next one."""
+        self._open.discard(shard)
+        shard.stats = stats
+        for group_id in shard.groups.keys() - set(carried):
+            cast(LeasedGroup, shard.groups[group_id]).shard = None
+        shard.groups.clear()
+        shard.queued.clear()
+        shard.asked = False
+        if error is not None:
+            self._error = self._error or error_of(*error)
+
+    def _waits_again(self, group: Group) -> None:
+        cast(LeasedGroup, group).shard = None
+        self.scheduler.groups.put_first([group], GroupState.WAITING)
+
+    def _groups_came(self, run: RunState, shard: ShardHandle, headers: Sequence[Sequence[Any]], part: bytes) -> None:
+        scheduler = self.scheduler
+        scheduler.shards.deaths = 0
+        for group_id, reason, ended, errors, oldest, scores, histories, pictures in headers:
+            group = cast(LeasedGroup, shard.groups.pop(group_id))
+            shard.queued.pop(group_id, None)
+            group.drop_reason = None if reason is None else DropReason(reason)
+            group.came_back_ended, group.reward_errors, group.oldest = ended, list(errors), oldest
+            for picture in pictures:
+                group.glue_entries.setdefault("", set()).add(stored(*picture))  # held, so that the events find it
+            group.packed, group.part = histories, part
+            scheduler.groups.put(group, GroupState.DONE)
+            if group.drop_reason is DropReason.FILTERED:
+                run.filtered += 1
+                if run.filtered > run.most_filtered and run.stopped_by is None:
+                    counted = run.counts_with(scheduler.groups.by_state[GroupState.DONE].values())
+                    run.stopped_by = target_not_reached(scheduler.filter_name, run, counted, scores)
+
+    def _dropped(self, group_id: str, reason: DropReason) -> None:
+        """Drop a group that has come back already."""
+        for group in [*self.scheduler.groups.values(), *self.scheduler.groups.delivered]:
+            if group.group_id == group_id:
+                group.drop_reason = reason
+                if self._run is not None:
+                    self._run.counted.discard(group_id)
+
+    def lost(self, shard: ShardHandle) -> None:
+        """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
+        self._open.discard(shard)
+        lost = [cast(LeasedGroup, group) for group in shard.groups.values() if group.state is GroupState.RUNNING]
+        for group, histories in zip(lost, histories_of(shard, lost), strict=True):
+            group.histories = histories or group.histories
+            self._waits_again(group)
+        shard.groups.clear()
+        if self._run is not None:
+            self._run.changed.set()
+
+    # -- stopping -----------------------------------------------------------------------------------------------------
+
+    def stop_run(self, run: RunState, *, keep: bool) -> None:
+        """Lease nothing more, and have what runs stopped: kept for the next run, or not; the first call decides."""
+        if run.stop is None:
+            run.stop = CARRIED if keep else run.cut_off
+            run.changed.set()
+
+    def stop(self, stop: Stop) -> None:
+        """Stop all that run, until the next run."""
+        raise EngineError("what runs in shards is stopped by closing the run: `aclose()`")
+
+    def stop_one(self, trajectory_id: str, stop: Stop) -> bool:
+        """Stop one trajectory soon."""
+        raise EngineError("a trajectory that runs in a shard cannot be stopped by itself; run with workers=1")
+
+
+class LeasedScheduler(Scheduler):
+    """A scheduler of the same runs, whose samples run in shards.
+
+    Args:
+        shards: where they run.
+        concurrency: trajectories under way at once, in all shards together.
+        failures, max_staleness, max_restarts: as for :class:`Scheduler`.
+        shared: whether all shards use the same servers of the policy.
+        filter_name: what errors call the group filter.
+        evaluation: the sampling of an evaluation beside the training; ``None``: this is the training.
+    """
+
+    def __init__(
+        self, shards: Shards, *, concurrency: int, failures: Failures, max_staleness: int | None = None,
+        max_restarts: int = 0, filter_name: str = "", shared: bool = False, evaluation: Sampling | None = None,
+    ) -> None:  # fmt: skip
+        check_at_least(1, "trajectory", "concurrency", concurrency)
+        self.shards, self.evaluation, self.filter_name, self.shared = shards, evaluation, filter_name, shared
+        self.clients, self.concurrency, self.failures = (
+            {},
+            concurrency,
+            failures.model_copy(
+                update={"stall_seconds": None}  # shards watch what they wait for
+            ),
+        )
+        self.capacity = math.ceil(concurrency / shards.count)
+        """How many trajectories may be under way in each shard."""
+        self.recorder, self.groups = Recorder(None, ()), GroupTable()
+        self.version = 0
+        self.staleness = Staleness(max_staleness, max_restarts, lambda: self.version)
+        self.starter = cast(TrajectoryStarter, _RunNumber())
+        self.samples = cast(Any, Leases(self))
+        self.histories = False
+        """Whether the events of trajectories come back with their groups."""
+        self.batch_options: dict[str, Any] = {}
+        """How rows are to be made."""
+        self._delivered: list[str] = []
+        self.marks = True
+        self.changing = asyncio.Lock()
+        self._run: RunState | None = None
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Leave it to the shards, which check what they are given."""
+
+    async def acheck(self, prompts: Sequence[Prompt]) -> None:
+        """See there."""
+        await self.shards.call_one("check", list(prompts))
+
+    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
+        """See there."""
+        self.histories, self.batch_options, journal = histories, dict(batch_options), self.recorder.journal
+        if self.evaluation is None:
+            await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
+
+    @asynccontextmanager
+    async def opened(self, listens: Listens | None) -> AsyncIterator[TraceIds | None]:
+        """See there."""
+        with nullcontext() if listens is None else listens() as trace:
+            yield trace
+
+    def engine_stats(self) -> dict[str, dict[str, int]]:
+        """See there."""
+        return self.shards.engine_stats()
+
+    async def send_to_sleep(self) -> None:
+        """See there."""
+        await self.shards.call_all("sleep")
+
+    async def wake_up(self) -> None:
+        """See there."""
+        await self.shards.call_all("wake")
+
+    def _resume(self, run: RunState, histories: list[History]) -> None:
+        """Let the groups of some histories wait for their turn."""
+        by_group: dict[str, list[Sequence[AnyEvent]]] = {}
+        for history in histories:
+            if isinstance(history, Trajectory):
+                raise ConfigError(
+                    f"resume: trajectory {history.trajectory_id} was given as an object, and shards go on from events; "
+                    "give those of its journal: fsm_rollout.journal.histories(path)"
+                )
+            first = history[0]
+            assert isinstance(first, Prompted)
+            by_group.setdefault(first.group_id, []).append(history)
+        for number, (group_id, members) in enumerate(by_group.items()):
+            if group_id in self.groups:
+                raise ConfigError(f"group '{group_id}' is under way already; give its trajectories once")
+            samples = [t for t in (Trajectory.fold(events[:1]) for events in members) if t.parent_id is None]
+            if not samples:
+                raise ConfigError(f"group '{group_id}' has trajectories of sub-agents only; give all of its histories")
+            n = max(run.n, *(trajectory.sample + 1 for trajectory in samples))
+            group = LeasedGroup.of(group_id, number, prompt_of(group_id, samples[0]), n)
+            group.histories = [list(map(encode, events)) for events in members]
+            run.resumed[group_id] = group
+            if self.recorder.journal is not None:
+                self.recorder.journal.delivered(group_id, False)
+            self.groups.put(group, GroupState.WAITING)
+
+    async def _drop(self, group: Group) -> None:
+        """Give a group up, and close what it holds open."""
+        self.groups.take(group)
+        shard = cast(LeasedGroup, group).shard
+        if shard is not None and shard.alive and self._run is None:
+            with suppress(EngineError):
+                await self.shards.call(shard, "drop", group.group_id)
+
+    def _renew(self, group: Group) -> bool:
+        """Have a group that came back run again where it is too old by now; return whether it is."""
+        leased, run = cast(LeasedGroup, group), self._run
+        most, oldest, shard = self.staleness.most, leased.oldest, leased.shard
+        if most is None or oldest is None or self.version - oldest <= most or group.dropped or run is None:
+            return False
+        if shard is None or not shard.alive:
+            group.drop_reason = DropReason.STALE
+            return True
+        shard.groups[group.group_id] = group
+        shard.send("renew", cast(Leases, self.samples).number, group.group_id)
+        self.groups.put(group, GroupState.RUNNING)
+        run.changed.set()
+        return True
+
+    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
+        """Load new policy weights, while no shard samples anything, and return their version.
+
+        Each shard loads them into its own replicas. Servers that all share are loaded by one of them, once they have
+        recalled their requests; the others are told the version.
+        """
+        check_weights(weights)
+        async with self.changing:
+            await self.shards.call_all("hold")
+            try:
+                version = await self._load(weights, version)
+            finally:
+                await self.shards.call_all("release")
+            self.version = version
+            for group in list(self.groups.by_state[GroupState.DONE].values()):
+                self._renew(group)
+        return version
+
+    async def _load(self, weights: Weights | WeightSource, version: int | None) -> int:
+        if self.shared:
+            version = int(await self.shards.call_one("load", weights, version))
+            self.shards.present = ({}, version)  # the servers have them, so a shard that joins is only told so
+        versions = set(await self.shards.call_all("load", {} if self.shared else weights, version))
+        if len(versions) != 1:
+            raise EngineError(f"shards have weights of different versions: {sorted(versions)}")
+        if not self.shared:
+            self.shards.present = (weights, versions.copy().pop())
+        return int(versions.pop())
+
+    def _waits(self) -> list[str]:
+        return []
+
+
+class _RunNumber:
+    """Which run it is: all that a driver knows of how trajectories begin."""
+
+    run, run_number = NO_RUN, -1

@@ -1,0 +1,133 @@
+"""What a shard is made of: the arguments of a whole rollout, so that they can be had in another process.
+
+Invariant: replicas that a run starts belong to one shard each; servers that run already are shared by all. What cannot
+be had in another process is refused before any is started, and the message says what to give instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.engines.common_keys import EngineSpec
+from fsm_rollout.engines.specs import ServersSpec, faults, spec_class, without_nulls
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.names.objects import looked_in
+from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.recorder import Listener
+from fsm_rollout.scheduler.shard_placement import Start
+from fsm_rollout.scheduler.shards import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSetup:
+    """Everything that a shard is made of."""
+
+    rollout: Mapping[str, Any]
+    """What :class:`fsm_rollout.Rollout` is called with."""
+    count: int = 1
+    """How many shards there are: they share the slots of a tool with `concurrency`."""
+    folders: Sequence[str] = ()
+    """Where `module:name` is looked for too."""
+    log_level: int = logging.WARNING
+
+
+class ShardSetups:
+    """The setups of a rollout's shards, of which there are ``count``.
+
+    Raises:
+        ConfigError: an argument of the rollout's cannot be had in another process.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], count: int) -> None:
+        self._arguments, self._count = arguments, count
+        for name, spec in self._specs():
+            _check_shared(name, spec, count)
+        for name, value in arguments.items():
+            _check_travels(name, value)
+        policy = arguments["engine"]
+        self.shared = not faults(policy) and isinstance(_checked(policy), ServersSpec)
+        """Whether all shards use the same servers of the policy."""
+
+    def _specs(self) -> list[tuple[str, Any]]:
+        return [(POLICY, self._arguments["engine"]), *self._arguments["engines"].items()]
+
+    def of(self, number: int) -> bytes:
+        """Return the pickled setup of the shard of a number, from 1."""
+        specs = {name: _share(spec, (number - 1) % self._count, self._count) for name, spec in self._specs()}
+        rollout = {**self._arguments, "engine": specs.pop(POLICY), "engines": specs}
+        level = logging.getLogger("fsm_rollout").getEffectiveLevel()
+        return pickle.dumps(ShardSetup(rollout, self._count, looked_in(), level), pickle.HIGHEST_PROTOCOL)
+
+
+def _check_travels(name: str, value: object) -> None:
+    """Raise ConfigError for what no other process can have."""
+    remedy = f"with workers, give {name} such as another process can import: 'module:function', say"
+    try:
+        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever pickling raises, in the user's code too
+        raise ConfigError(f"{name}: {value!r:.200} cannot be had in another process ({error}); {remedy}") from error
+    if b"__main__" in packed:
+        raise ConfigError(f"{name}: {value!r:.200} is of the script itself, which runs once; {remedy}")
+
+
+def _check_shared(name: str, spec: object, count: int) -> None:
+    """Raise ConfigError for an engine that so many shards cannot have."""
+    if not isinstance(spec, Mapping):
+        raise ConfigError(
+            f"engine '{name}' was given as a {type(spec).__name__}, which lives in this process, and each of the "
+            f"{count} shards (workers) has engines of its own: give its spec ({{'kind': …}}; a class of your own is "
+            "'module:Class')"
+        )
+    if faults(spec):
+        return  # said where it is built
+    checked = _checked(spec)
+    in_process = checked.kind != "sglang" and checked.placement == "local"
+    if isinstance(checked, ServersSpec) or checked.replica_count >= count or (in_process and checked.replicas == 1):
+        return
+    raise ConfigError(
+        f"engine '{name}' has {checked.replicas} replica(s), and each of the {count} shards (workers) has replicas of "
+        f"its own: give it replicas: {count} or more, or fewer workers, or let all shards share servers that run "
+        "already (kind: sglang_http)"
+    )
+
+
+def _checked(spec: Mapping[str, Any]) -> EngineSpec:
+    return spec_class(str(spec["kind"])).model_validate(without_nulls(spec))
+
+
+def _share(spec: Mapping[str, Any], place: int, count: int) -> Mapping[str, Any]:
+    """Return the spec of the replicas that one shard has."""
+    if faults(spec) or isinstance(checked := _checked(spec), ServersSpec) or checked.replicas == 1:
+        return spec
+    return {**spec, "replicas": checked.replicas // count + (place < checked.replicas % count)}
+
+
+def leased_scheduler(
+    start: Start, count: int, arguments: Mapping[str, Any], listeners: Sequence[object]
+) -> LeasedScheduler:
+    """Return the driver of so many shards that are started, each of a rollout with these arguments.
+
+    Raises:
+        ConfigError: an argument cannot be had in another process, or a listener wants to hear of events.
+        EngineError: no shard can start.
+    """
+    if any(not hasattr(listener, "counted") for listener in listeners):
+        raise ConfigError(
+            f"on_event: events stay in their shards, and with workers={count} nobody hears of them here; read the "
+            "journal, or give none"
+        )
+    concurrency, group_filter = arguments["concurrency"], arguments["group_filter"]
+    setups = ShardSetups({**arguments, "concurrency": -(-concurrency // count)}, count)
+    scheduler = LeasedScheduler(
+        Shards(count, start, setups.of),
+        shared=setups.shared,
+        filter_name=getattr(group_filter, "__name__", str(group_filter)),
+        **{name: arguments[name] for name in ("concurrency", "failures", "max_staleness", "max_restarts")},
+    )
+    scheduler.recorder.listeners = tuple(cast(Sequence[Listener], listeners))  # that show counts
+    return scheduler

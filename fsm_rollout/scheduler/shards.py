@@ -1,0 +1,367 @@
+"""The shards of a rollout, as their driver sees them: whole schedulers elsewhere, each with its own engines.
+
+Invariant: no event, request or token passes the driver while trajectories run: a shard is given groups, and gives each
+back once, when it has ended, packed. A shard that dies, also while it starts, ends nothing: what it had is given to
+others (:mod:`fsm_rollout.scheduler.leases`), and another takes its place, until too many have died in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.shard_placement import Start, Started, log
+from fsm_rollout.trajectory.journal import shard_journal
+
+logger = logging.getLogger(__name__)
+
+MOST_DEATHS = 20  # so many shards may die one after the other without one group coming to its end in between
+CLOSE_SECONDS = 10.0  # how long shards may take to release what is open, once they are dismissed
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (BatchError, EngineError, JournalError, RunStopped, TargetNotReached)
+}
+
+
+def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Exception:
+    """Return the error that a shard has told of."""
+    if kind == ConfigError.__name__:
+        return ConfigError([Problem(*problem) for problem in problems])
+    return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
+
+
+def check_weights(weights: object) -> None:
+    """Raise EngineError for new weights that no other process can have."""
+    if not isinstance(weights, str | Path | Mapping):
+        raise EngineError(
+            f"with workers, each shard loads new weights by itself, and cannot have a {type(weights).__name__}, which "
+            "is of this process; give a folder that all can read, or a mapping of tensors (which is sent to each), or "
+            "run with workers=1, whose replicas take tensors and broadcasts over the wire"
+        )
+
+
+class LeasedRun(Protocol):
+    """A run of the driver's, as shards speak of it."""
+
+    def receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
+        """Take in what a shard says of it."""
+
+    def lost(self, shard: ShardHandle) -> None:
+        """Take in that a shard has died."""
+
+
+@dataclass(slots=True, eq=False)
+class ShardHandle:
+    """One of them, as its driver knows it."""
+
+    number: int
+    started: Started
+    journal: Path | None = None
+    """Where it keeps its events."""
+    alive: bool = True
+    loop: asyncio.AbstractEventLoop | None = None
+    """Where its messages come in."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """The groups that it has, by id: those that were leased to it and have not come back."""
+    queued: dict[str, None] = field(default_factory=dict)
+    """Those of them that it had not begun, when it last said so."""
+    asked: bool = False
+    """Whether it has been asked for groups that it has not begun, and has not answered."""
+    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    stats: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What its engines have done, as of its last run."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, *message: Any) -> None:
+        """Send a message; to one that is gone it goes nowhere."""
+        self.started.link.send(*message)
+
+
+class Shards:
+    """The shards of one rollout, ``count`` of them; they are started at once, and ready when this returns.
+
+    Args:
+        number: how many there are.
+        start: starts one from its setup.
+        setup: returns the pickled setup of a shard, by its number from 1.
+
+    Raises:
+        ConfigError: an agent does not fit its engines, or the like.
+        EngineError: none can start.
+    """
+
+    def __init__(self, number: int, start: Start, setup: Callable[[int], bytes]) -> None:
+        self.count = number
+        self._start, self._setup = start, setup
+        self._numbers, self._calls, self.run_numbers = count(1), count(), count()
+        self.deaths = 0
+        """How many have died since a group last came to its end."""
+        self.present: tuple[Any, int] | None = None
+        """The policy's present weights and their version, which a shard that joins is told; ``None``: the first."""
+        self.runs: dict[int, LeasedRun] = {}
+        """The runs under way, by number."""
+        self._base: Path | None = None  # where the run's journal is
+        self._run_id = ""
+        self._attaching = asyncio.Lock()
+        self._closed = False
+        self._starting: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._holds: asyncio.Task[None] | None = None
+        self.idle = asyncio.Event()
+        """Whether no run is under way."""
+        self.idle.set()
+        with ThreadPoolExecutor(number) as threads:
+            self.all = [self._shard(started) for started in threads.map(lambda _: self._started(), range(number))]
+        self.facts = self.all[0].started.facts
+        """What the first has said of its engines."""
+
+    @property
+    def alive(self) -> list[ShardHandle]:
+        """Those that live."""
+        return [shard for shard in self.all if shard.alive]
+
+    def _started(self) -> tuple[int, Started]:
+        """Start a shard, again where it dies meanwhile."""
+        while True:
+            number = next(self._numbers)
+            try:
+                started = self._start(self._setup(number))
+                if self._closed:  # meanwhile
+                    started.end()
+                    raise EngineError("the shards are closed")
+                return number, started
+            except EngineError as error:
+                self.deaths += 1
+                if type(error) is EngineError or self.deaths > MOST_DEATHS:
+                    raise
+                logger.warning("%s; another is started", error)
+
+    def _shard(self, numbered: tuple[int, Started]) -> ShardHandle:
+        number, started = numbered
+        shard = ShardHandle(number, started)
+        started.link.receive = lambda *message: self._receive(shard, *message)
+        started.link.lost = lambda: self._lost(shard)
+        return shard
+
+    async def here(self) -> list[ShardHandle]:
+        """Belong to the running event loop, and return the shards that live; one at least."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise EngineError(
+                    "the shards serve another event loop, which is still open; use either the plain forms (run, "
+                    "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
+                )
+            self._loop, self._starting, self._attaching = loop, None, asyncio.Lock()
+        async with self._attaching:  # one attaches, the others wait for that
+            await to_its_end(self._attach(loop))
+        while not self.alive:
+            self.start_missing()
+            assert self._starting is not None
+            await asyncio.shield(self._starting)
+        return self.alive
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        for shard in self.alive:
+            if shard.loop is not loop:
+                shard.calls.clear()
+                await shard.started.attach()
+                shard.loop = loop
+        if self._holds is None or self._holds.get_loop() is not loop:
+            self._holds = loop.create_task(self._hold())
+
+    async def _hold(self) -> None:
+        """Be of this event loop until it ends, and nothing is under way in it; then another may have the shards."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            try:
+                await self.idle.wait()
+            finally:
+                for shard in self.all:
+                    if shard.alive and shard.loop is self._loop:
+                        shard.loop = None
+                        shard.started.detach()
+
+    def began(self, number: int, run: LeasedRun) -> None:
+        """Know a run."""
+        self.runs[number] = run
+        self.idle.clear()
+
+    def ended(self, number: int) -> None:
+        """Forget a run."""
+        del self.runs[number]
+        if not self.runs:
+            self.idle.set()
+
+    def start_missing(self) -> None:
+        """Have others take the place of those that have died, soon."""
+        if self._starting is None or self._starting.done():
+            if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is not None:
+                return
+            self._starting = asyncio.get_running_loop().create_task(self._start_missing())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why none could be started."""
+        starting = self._starting
+        return None if starting is None or not starting.done() or starting.cancelled() else starting.exception()
+
+    async def _start_aside(self) -> tuple[int, Started]:
+        return await asyncio.to_thread(self._started)
+
+    async def _start_missing(self) -> None:
+        while len(self.alive) < self.count:
+            if self.deaths > MOST_DEATHS:
+                raise EngineError(
+                    f"{self.deaths} shards died one after the other, and no group came to its end in between; see what "
+                    "they printed, and run with workers=1 to see it happen here"
+                )
+            shard = self._shard(await self._start_aside())
+            await shard.started.attach()
+            shard.loop = self._loop
+            await self._keep_journal(shard)
+            with suppress(EngineError):  # it has died
+                if self.present is not None:
+                    await self.call(shard, "load", *self.present)
+            if not shard.alive:
+                continue
+            self.all = [*self.alive, shard]
+            for run in self.runs.values():
+                run.receive(shard, "joined")
+
+    def engine_stats(self) -> dict[str, dict[str, int]]:
+        """Return what the engines of all have done, added up, and the version of their weights."""
+        added: dict[str, dict[str, int]] = {}
+        for shard in self.alive:
+            for name, stats in shard.stats.items():
+                before = added.setdefault(name, dict.fromkeys(stats, 0))
+                for key, number in stats.items():
+                    before[key] = max(before[key], number) if key == "weight_version" else before[key] + number
+        return added
+
+    # -- what all are told ------------------------------------------------------------------------------------------
+
+    async def call(self, shard: ShardHandle, name: str, *arguments: Any) -> Any:
+        """Have a shard do something and return its answer; EngineError where it dies meanwhile."""
+        number = next(self._calls)
+        answer = shard.calls[number] = asyncio.get_running_loop().create_future()
+        if shard.loop is None:
+            raise EngineError("the event loop of the shards ends")
+        shard.send("call", number, name, *arguments)
+        if not shard.alive:
+            raise EngineError("a shard has died")
+        return await answer
+
+    async def call_one(self, name: str, *arguments: Any) -> Any:
+        """Have any of them do something, another where it dies meanwhile, and return the answer."""
+        while True:
+            shard = (await self.here())[0]
+            try:
+                return await self.call(shard, name, *arguments)
+            except EngineError:
+                if shard.alive:
+                    raise
+
+    async def call_all(self, name: str, *arguments: Any) -> list[Any]:
+        """Have all that live do something and return their answers; one that dies meanwhile gives none."""
+        shards = await self.here()
+        answers = await asyncio.gather(
+            *(self.call(shard, name, *arguments) for shard in shards), return_exceptions=True
+        )
+        for shard, answer in zip(shards, answers, strict=True):
+            if isinstance(answer, BaseException) and shard.alive:
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def keep_journals(self, base: Path | None, run_id: str) -> None:
+        """Have each keep its events in a journal of its own beside that of the run; ``None``: nowhere."""
+        self._base, self._run_id = base, run_id
+        for shard in await self.here():
+            await self._keep_journal(shard)
+
+    async def _keep_journal(self, shard: ShardHandle) -> None:
+        path = None
+        if self._base is not None:
+            number = shard.number
+            path = shard_journal(self._base, number)
+        if path != shard.journal:
+            shard.journal = path
+            try:
+                await self.call(shard, "journal", None if path is None else str(path), self._run_id)
+            except EngineError:
+                if shard.alive:
+                    raise
+
+    # -- what they say ----------------------------------------------------------------------------------------------
+
+    def _receive(self, shard: ShardHandle, kind: str, *parts: Any) -> None:
+        match kind:
+            case "log":
+                log(shard.number, *parts)
+            case "answer":
+                number, error, value = parts
+                answer = shard.calls.pop(number, None)
+                if answer is not None and not answer.done():
+                    if error is None:
+                        answer.set_result(value)
+                    else:
+                        answer.set_exception(error_of(*error))
+            case _:
+                number, *rest = parts
+                if (run := self.runs.get(number)) is not None:
+                    run.receive(shard, kind, *rest)
+
+    def _lost(self, shard: ShardHandle) -> None:
+        if not shard.alive:
+            return
+        shard.alive = False
+        shard.gone.set()
+        shard.started.end()
+        self.deaths += 1
+        for answer in shard.calls.values():
+            if not answer.done():
+                answer.set_exception(EngineError("a shard has died"))
+        if self.runs:
+            logger.warning("shard %d died; the %d groups that it had go on in others", shard.number, len(shard.groups))
+        for run in list(self.runs.values()):
+            run.lost(shard)
+
+    def kill(self, index: int) -> None:
+        """Kill a shard, as a machine that fails does (to rehearse it)."""
+        if alive := self.alive:
+            alive[index % len(alive)].started.kill()
+
+    async def aclose(self) -> None:
+        """Dismiss all; what they keep open is released."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        shards = await self.here() if self.alive else []
+        for shard in shards:
+            shard.send("bye")
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await asyncio.gather(*(shard.gone.wait() for shard in shards))
+        except TimeoutError:
+            logger.warning("shards did not end within %g s, and are killed", CLOSE_SECONDS)
+        self.end()
+        if self._holds is not None:
+            self._holds.cancel()
+
+    def end(self) -> None:
+        """End all at once."""
+        self._closed = True
+        for shard in self.all:
+            shard.alive = False
+            shard.started.end()
+        self.all = []

@@ -1,0 +1,404 @@
+"""Shards that are processes: the same rows as without, and nothing is lost when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsm_rollout import Rollout, Tensors, TrajectoryBatch, load_agent, read_prompts
+from fsm_rollout.errors import ConfigError, EngineError, RunStopped, TargetNotReached
+from fsm_rollout.names.objects import load_object
+from fsm_rollout.scheduler import shard_placement
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.shards import MOST_DEATHS, Shards
+from fsm_rollout.trajectory import journal
+from fsm_rollout.trajectory.journal import Journal, JournalFolder
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.collector import Collector
+from tests.integration.shard_work import SLOW, agent, prompts, rows, spec
+from tests.kit import CONFIGS
+from tests.programs import program
+from tests.routing import experts_at
+
+pytestmark = pytest.mark.process
+COUNT = 6
+EARLY = {"kind": "transformers", "model": "embedded:early", "threads": 1}
+
+
+def trajectories(groups: list[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def shards_of(rollout: Rollout) -> Shards:
+    assert rollout._shards is not None
+    return rollout._shards
+
+
+def plain(batch: TrajectoryBatch) -> list[tuple[Any, ...]]:
+    """Return the rows of a batch, without what a clock has said."""
+    return [
+        (
+            row.row_id, row.prompt_ids.tolist(), row.response_ids.tolist(), row.mask.tolist(), row.logprobs.tolist(),
+            row.state_ids.tolist(), row.turn_ids.tolist(), repr(row.scores.tolist()), row.score, row.stop_reason,
+            row.state_names, row.extra,
+        )
+        for row in batch.rows()
+    ]  # fmt: skip
+
+
+async def alone(**options: Any) -> dict[str, tuple[Any, ...]]:
+    async with Rollout(agent(), spec(), **options) as rollout:
+        return rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_are_the_same_whatever_the_number_of_shards(packed: bool) -> None:
+    batches = []
+    for workers in (1, 2, 3):
+        reward = "tests.integration.shard_work:seeded"
+        with Rollout(agent(), spec(), seed=7, workers=workers, reward=reward) as rollout:
+            batch = rollout.run(prompts(COUNT), n=2, packed=packed)
+            assert rollout.engine_stats()["policy"]["requests"] == COUNT * 2 * 4
+            again = rollout.run(prompts(2), n=2)
+            evaluated = rollout.evaluate(prompts(2))
+            batches.append([plain(batch), plain(again), plain(evaluated), batch.sample_scores, batch.figures])
+    assert batches[0] == batches[1] == batches[2]
+
+
+def test_rows_are_cut_and_left_out_as_without_shards() -> None:
+    for options in ({"overflow": "truncate"}, {"overflow": "omit"}):
+        found = []
+        for workers in (1, 2):
+            with Rollout(agent(), spec(), seed=7, workers=workers) as rollout:
+                batch = rollout.run(prompts(2), n=2, prompt_width=90, response_width=100, **options)
+                found.append((plain(batch), batch.omitted, batch.truncated, batch.unrowed))
+        assert found[0] == found[1]
+
+
+def test_shards_run_elsewhere_and_the_journals_have_every_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    monkeypatch.setenv("SHARD_PIDS", str(pids))
+    path = tmp_path / "journal.sqlite"
+
+    async def main() -> tuple[dict[str, Any], dict[str, Any]]:
+        with Journal(path) as book:
+            async with Rollout(agent(), spec(), seed=7, workers=2, journal=book) as rollout:
+                several = rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)]))
+        ran_in = {int(name.name) for name in pids.iterdir()}
+        assert len(ran_in) == 2
+        assert os.getpid() not in ran_in
+        frozen, torch_loaded = zip(*(name.read_text("ascii").split() for name in pids.iterdir()), strict=True)
+        assert set(torch_loaded) == {"False"}, "it takes two seconds and 170 MB"
+        assert all(map(int, frozen)), "the collector walks through all that a shard has imported, again and again"
+        return several, await alone(seed=7)
+
+    several, single = asyncio.run(main())
+    assert several == single
+    assert len(JournalFolder(path).journals()) == 3
+    assert rows(list(journal.read(path))) == single
+    assert sorted(journal.trajectory_ids(tmp_path)) == sorted(single)
+    assert list(journal.histories(path, unfinished=True)) == [], "all of them were delivered"
+
+
+@pytest.mark.parametrize(("call", "kept"), [(1, True), (5, True), (14, True), (3, False)])
+def test_a_shard_that_dies_loses_nothing(
+    call: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups go on from its journal, at whichever of its calls it was; without a journal they begin anew."""
+    path, single = tmp_path / "journal.sqlite", asyncio.run(alone(seed=7))
+    monkeypatch.setenv("SHARD_DIES_AT", str(call))
+    monkeypatch.setenv("SHARD_DIED", str(tmp_path / "died"))
+
+    async def main() -> tuple[dict[str, Any], list[Trajectory]]:
+        with Journal(path) if kept else nullcontext() as book:
+            async with Rollout(agent(), spec(), seed=7, workers=2, journal=book) as rollout:
+                groups = [group async for group in rollout.stream(prompts(COUNT), 2)]
+                assert shards_of(rollout).deaths <= 1
+                return rows(trajectories(groups)), trajectories(groups)
+
+    several, shaken = asyncio.run(main())
+    assert (tmp_path / "died").exists()
+    assert several == single
+    assert any(trajectory.resumptions for trajectory in shaken) is kept
+    if kept:
+        assert rows(list(journal.read(path))) == single
+
+
+class Counted:
+    """Hears how far shards are."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted = counted
+
+    def __call__(self, *told: object) -> None:
+        raise AssertionError("events stay in their shards")
+
+
+def test_a_shard_that_dies_while_it_starts_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARD_DIES_ONCE", str(tmp_path / "died"))
+    with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+        assert shards_of(rollout).deaths == 1
+        assert len(rollout.run(prompts(2))) == 2
+
+
+def test_shards_that_only_die_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsm_rollout.scheduler.shards.MOST_DEATHS", 2)
+    assert MOST_DEATHS > 2
+    monkeypatch.setenv("SHARD_DIES", "1")
+    with pytest.raises(EngineError, match="ended while it started"):
+        Rollout(agent(), spec(), workers=2)
+
+
+def test_a_shard_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gone_tool.py"
+    path.write_text('async def gone() -> str:\n    """Be gone."""\n    return ""\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    graph = agent("gone_tool:gone")
+    path.unlink()
+    with pytest.raises(ConfigError, match="gone_tool"):
+        Rollout(graph, spec(), workers=2)
+
+
+def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Journal(tmp_path / "journal.sqlite") as book:
+            async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, concurrency=6, journal=book) as rollout:
+                endless = iter(prompts(40))
+                first = [group async for group in rollout.stream(endless, 2, target_groups=2, over_sample=2)]
+                assert [group.ended for group in first] == [True, True]
+                carried = {group.group_id for group in rollout.carried}
+                assert len(carried) == 2
+                rest = [group async for group in rollout.stream([], 2)]
+                assert {group.group_id for group in rest} == carried
+                single = await alone_of(sorted(carried | {group.group_id for group in first}))
+                assert rows(trajectories([*first, *rest])) == single
+                batch = await rollout.arun(iter(prompts(40)[10:]), 2, target_groups=3)
+                assert batch.figures["groups"] == 3
+
+    async def alone_of(ids: list[str]) -> dict[str, Any]:
+        async with Rollout(agent(), spec(), seed=7) as rollout:
+            chosen = [prompt for prompt in prompts(40) if prompt.prompt_id in ids]
+            return rows(trajectories([group async for group in rollout.stream(chosen, 2)]))
+
+    asyncio.run(main())
+
+
+def test_quotas_are_added_up() -> None:
+    """The filter's budget, and the breaker's window, are the run's, whichever shard has spent them."""
+    broken = "tests.integration.shard_work:turned_down"
+    with (
+        Rollout(agent(), spec(), workers=2, group_filter=broken) as rollout,
+        pytest.raises(TargetNotReached, match=r"turned_down' has turned down [56] groups, and 0 of the 2"),
+    ):
+        rollout.run(iter(prompts(60)), n=1, target_groups=2, max_filtered=2)
+    failing = agent("tests.integration.shard_work:fails")
+    failures = {"tool": "end", "breaker": {"window": 8, "share": 1.0}}
+    with (
+        Rollout(failing, spec(), workers=2, failures=failures) as rollout,
+        pytest.raises(RunStopped, match="8 of the latest 8 trajectories failed"),
+    ):
+        rollout.run(prompts(20))
+
+
+def test_a_tools_slots_are_shared_among_the_shards() -> None:
+    for workers in (1, 2):
+        with Rollout(agent("tests.integration.shard_work:crowded", concurrency=2), spec(), workers=workers) as rollout:
+
+            async def said() -> set[str]:
+                groups = [group async for group in rollout.stream(prompts(COUNT), 2)]
+                streams = [trajectory.streams[0] for trajectory in trajectories(groups)]
+                return {m["content"] for stream in streams for m in stream.messages if m["role"] == "tool"}
+
+            assert max(asyncio.run(said())) == str(2 // workers)
+
+
+def test_new_weights_reach_all_shards_at_once() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
+            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+            await asyncio.sleep(0)
+            assert await rollout.aupdate_weights({}, 3) == 3
+            assert rollout.weight_version == 3
+            batch = await running
+            versions = [row.versions[row.mask == 1] for row in batch.rows()]
+            assert {version for of_row in versions for version in of_row.tolist()} <= {0, 3}
+            assert all((np.diff(of_row) >= 0).all() for of_row in versions)
+            after = await rollout.arun(prompts(COUNT), 2)
+            assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {3}
+
+    asyncio.run(main())
+
+
+def test_new_weights_that_are_of_this_process_are_refused() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+            with pytest.raises(EngineError, match=r"cannot have a Tensors, .* give a folder"):
+                await rollout.aupdate_weights(Tensors({}))
+            with pytest.raises(EngineError, match="of this process; give a folder"):
+                async with rollout.updating():
+                    raise AssertionError
+            assert len(await rollout.arun(prompts(2))) == 2
+            assert rollout.weight_version == 0
+
+    asyncio.run(main())
+
+
+def test_no_trained_token_is_older_than_allowed() -> None:
+    async def main() -> None:
+        # Four run at a time, so some are back, and told to be, long before the others.
+        options: dict[str, Any] = {"seed": 7, "workers": 2, "max_staleness": 0, "concurrency": 4}
+        async with Rollout(agent(), spec(delay=0.2), **options) as rollout:
+            back = asyncio.Event()
+            rollout.scheduler.recorder.listeners = (Counted(lambda number, states, done, tokens: done and back.set()),)
+            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+            await back.wait()
+            await rollout.aupdate_weights({}, 1)
+            batch = await running
+            assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
+            assert batch.figures["samples"] == COUNT * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": object()}, "it lacks"),
+        ({"reward": lambda t: 1.0}, "reward: .*cannot be had in another process"),
+        ({"on_event": [print]}, "on_event: events stay in their shards"),
+        ({"engine": {"kind": "sglang", "model": "embedded"}}, "give it replicas: 2 or more, or fewer workers"),
+        ({"engine": {**EARLY, "replicas": 2}, "workers": 3}, "give it replicas: 3 or more"),
+    ],
+)  # fmt: skip
+def test_what_shards_cannot_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Rollout(agent(), **{"engine": spec(), "workers": 2, **options})
+
+
+def test_an_engine_that_lives_in_this_process_is_refused() -> None:
+    with Rollout(agent(), spec()) as rollout, pytest.raises(ConfigError, match="give its spec"):
+        Rollout(agent(), rollout.engines["policy"], workers=2)
+
+
+def test_what_tokens_were_sampled_from_comes_through_shards() -> None:
+    """The real model, cut by top_p, one for each shard: the masks are columns of the batch."""
+    few, parts = read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=2), []
+    for workers in (1, 2):
+        options: dict[str, Any] = {"sampling": {"top_p": 0.9}, "seed": 7, "workers": workers}
+        with Rollout(load_agent(CONFIGS / "agents/tool_user.yaml"), EARLY, **options) as rollout:
+            parts.append(rollout.run(few, n=2).rows())
+    single, several = parts
+    assert [row.sampling_mask for row in several] == [row.sampling_mask for row in single]
+    for row in several:
+        assert (row.sampling_mask_counts > 0).tolist() == (row.mask == 1).tolist()
+        assert row.sampling_mask_counts.sum() == len(row.sampling_mask)
+
+
+def test_routed_experts_come_through_shards() -> None:
+    """What an engine says of a turn's tokens is sent with them, and where the next turn begins with its request."""
+    for workers in (1, 2):
+        routing = {"kind": "tests.integration.shard_work:routing"}
+        with Rollout(agent(), routing, seed=7, workers=workers) as rollout:
+            for row in rollout.run(prompts(2), n=2).rows():
+                places = np.arange(len(row.routed_experts) - 1)
+                assert row.routed_experts[:-1].tolist() == experts_at(places).tolist()
+
+
+def test_pictures_come_through_shards(tmp_path: Path) -> None:
+    """What the policy saw, and what a trainer feeds it, is as of one process; each shard's journal has its pictures."""
+    look, batches = load_agent(CONFIGS / "agents/look.yaml"), []
+    prompts_of: Any = load_object("sums_in_pictures:prompts")
+    for workers in (2, 1):  # in this order: afterwards this process has the pictures anyway
+        engine, path = {**EARLY, "model": "embedded:vision"}, tmp_path / f"{workers}.sqlite"
+        options: dict[str, Any] = {"workers": workers, "sampling": {"temperature": 0.0}}
+        with Journal(path) as book, Rollout(look, engine, journal=book, **options) as rollout:
+            batches.append(rollout.run(list(prompts_of(number=6))))
+    ids = [[(r.row_id, r.prompt_ids.tolist(), r.response_ids.tolist()) for r in batch.rows()] for batch in batches]
+    assert ids[0] == ids[1]
+    seen = [batch.tensordict["multi_modal_inputs"].tolist() for batch in batches]
+    for one, other in zip(*seen, strict=True):
+        assert one.keys() == other.keys() == {"pixel_values"}
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    pictures = [{span.picture.sha256 for row in batch.rows() for span in row.media} for batch in batches]
+    assert pictures[0] == pictures[1]
+    shown = (
+        "import sys; from fsm_rollout.journal import read\n"
+        "streams = [stream for trajectory in read(sys.argv[1]) for stream in trajectory.streams]\n"
+        "print(sorted({span.picture.sha256 for stream in streams for span in stream.media}))"
+    )
+    reads = [program(shown, tmp_path / f"{workers}.sqlite") for workers in (1, 2)]
+    assert reads[0].stdout == reads[1].stdout, reads[1].stderr
+    assert all(name in reads[1].stdout for name in pictures[0])
+
+
+@pytest.mark.parametrize("placement", ["local", "process"])
+def test_spans_are_the_same_whatever_the_number_of_shards(placement: str, tmp_path: Path) -> None:
+    """Each shard sends those of its trajectories, the driver the run's own; tools run within them."""
+    sent = []
+    for workers in (1, 2):
+        graph, path = agent("tests.integration.shard_work:traced", placement=placement), tmp_path / f"{workers}.sqlite"
+        with Collector() as collector, Journal(path, {"run_id": "spans"}) as book:
+            tracing = {"endpoint": collector.url}
+            with Rollout(graph, spec(), seed=7, workers=workers, journal=book, tracing=tracing) as rollout:
+                batch = rollout.run(prompts(COUNT), n=2, step=3)
+            sent.append(sorted((s.trace_id, s.span_id, s.parent_span_id, s.name) for s in collector.spans))
+            tools = {_traceparent(span) for span in collector.spans if span.name == "execute_tool where"}
+            (whole,) = [span for span in collector.spans if span.name.startswith("invoke_workflow")]
+            attributes = {each.key: each.value.int_value for each in whole.attributes}
+            assert attributes["fsm_rollout.trajectories"] == COUNT * 2
+            assert all(span.start_time_unix_nano >= whole.start_time_unix_nano for span in collector.spans)
+            assert all(span.end_time_unix_nano <= whole.end_time_unix_nano for span in collector.spans)
+        assert len(batch) == COUNT * 2
+        said = {m["content"] for t in journal.read(path) for m in t.streams[0].messages if m["role"] == "tool"}
+        assert said == tools
+    assert sent[0] == sent[1]
+
+
+def test_shards_without_a_journal_speak_of_one_run() -> None:
+    with Collector() as collector:
+        tracing = {"endpoint": collector.url}
+        with Rollout(agent(), spec(), seed=7, workers=2, tracing=tracing) as rollout:
+            rollout.run(prompts(COUNT), n=2)
+            rollout.evaluate(prompts(2))
+        runs = [span for span in collector.spans if span.name.startswith("invoke_workflow")]
+        of = {each.trace_id for span in collector.spans for each in span.links}
+        assert len(runs) == 2, "the run, and the evaluation"
+        assert of == {span.trace_id for span in runs}
+
+
+def _traceparent(span: Any) -> str:
+    return f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+
+
+def test_a_loop_that_ends_leaves_the_shards_to_the_next() -> None:
+    """Also one that ends in the middle of a run: what has run is given up, as without shards."""
+
+    async def cut_off(seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await rollout.arun(prompts(60), 2)
+
+    with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+        for number in (2, 1):
+            assert len(asyncio.run(rollout.arun(prompts(number)))) == number
+        for seconds in (0, 0.001, 0.05):  # before a shard has taken its first step in it, and later
+            asyncio.run(cut_off(seconds))
+        assert len(rollout.run(prompts(2))) == 2, "nothing of those runs was left over"
+        with pytest.raises(EngineError, match="the shards serve another event loop, which is still open"):
+            asyncio.run(rollout.arun(prompts(2)))
+        assert shards_of(rollout).deaths == 0
+
+
+def test_shard_placement_ends_what_does_not_answer() -> None:
+    with pytest.raises(ConfigError, match="worker_placement must be"):
+        shard_placement.starter(2, "moon")
