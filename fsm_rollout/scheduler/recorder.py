@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.errors import JournalError
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, CallBegun
-from fsm_rollout.trajectory.journal import JOURNAL, Journal, blob
+from fsm_rollout.trajectory.journal import Journal, blob, run_journal
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,7 @@ class Recorder:
         """Return bytes that the journal keeps; JournalError if it does not, or they are damaged."""
         assert self.journal is not None
         self.journal.flush()
-        try:
-            return blob(self.journal.path, name)
-        except JournalError:  # a shard that went on with a group of another has it in that one's
-            return blob(self.journal.path.with_name(JOURNAL), name)
+        return blob(run_journal(self.journal.path), name)  # a shard that died may have kept them, in its own
 
     @contextmanager
     def watched(self, seconds: float | None, waits: Callable[[], Sequence[str]]) -> Iterator[None]:

@@ -23,7 +23,7 @@ All functions raise :class:`~fsm_rollout.errors.JournalError` for a file that ca
 say why.
 """
 
-from fsm_rollout.trajectory.journal.folder import JOURNAL, JournalFolder, is_journal, shard_journal
+from fsm_rollout.trajectory.journal.folder import JOURNAL, JournalFolder, is_journal, run_journal, shard_journal
 from fsm_rollout.trajectory.journal.reader import (
     Recorded,
     Report,
@@ -42,5 +42,5 @@ from fsm_rollout.trajectory.journal.writer import Journal
 
 __all__ = [
     "JOURNAL", "Journal", "JournalFolder", "Recorded", "Report", "Search", "blob", "changed", "events", "histories",
-    "is_journal", "metadata", "read", "recordings", "rows_of", "shard_journal", "trajectory_ids",
+    "is_journal", "metadata", "read", "recordings", "rows_of", "run_journal", "shard_journal", "trajectory_ids",
 ]  # fmt: skip

@@ -38,6 +38,11 @@ def shard_journal(first: Path, number: int) -> Path:
     return first.with_name(f"{first.stem}.shard-{number}{first.suffix}")
 
 
+def run_journal(path: Path) -> Path:
+    """Return the first journal of the run of which ``path`` is a journal, that of a shard maybe."""
+    return path.with_name(re.sub(r"\.shard-\d+$", "", path.stem) + path.suffix)
+
+
 def is_journal(path: str | os.PathLike[str]) -> bool:
     """Say whether there is a journal at ``path``, readable or damaged."""
     try:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout import __version__
 from fsm_rollout.errors import JournalError
+from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
 from fsm_rollout.trajectory.events import AnyEvent, Ended, LimitCharged, MessagesAppended, Resumed, Snapshotted
 from fsm_rollout.trajectory.journal import (
@@ -32,6 +33,7 @@ from fsm_rollout.trajectory.journal import (
     is_journal,
     metadata,
     read,
+    shard_journal,
     trajectory_ids,
     writer,
 )
@@ -517,6 +519,14 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     with Journal(tmp_path / "shard.sqlite", {"run_id": first.run_id}) as shard:
         assert shard.run_id == first.run_id, "a run may have several journals"
     assert JournalFolder(tmp_path).journals() == JournalFolder(path).journals() == [path]
+
+
+def test_what_a_dead_shard_has_kept_is_found_by_the_shard_that_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "any name.sqlite"
+    with Journal(path), Journal(shard_journal(path, 1)) as dead, Journal(shard_journal(path, 2)) as other:
+        name = dead.keep(b"the state of a tool")
+        dead.persist()
+        assert Recorder(other, ()).kept(name) == b"the state of a tool"
 
 
 def test_journals_of_other_formats_are_refused_with_what_to_do(tmp_path: Path) -> None:
