@@ -61,7 +61,7 @@ def training_samples(
         if advantages is not None:
             fields["advantages"] = (mask * float(advantages[number])).tolist()
         if weights is not None:
-            of_losses = row_weights(row.roles, weights)
+            of_losses = row_weights(row.roles, mask, weights)
             fields |= {name: w.tolist() for name, w in zip(("rl_weights", "ce_weights"), of_losses, strict=True)}
         if row.media:
             types, runs = np.zeros(len(mask), dtype=np.int64), _placeholders(row, processor)

@@ -16,7 +16,7 @@ import torch
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
 from fsm_rollout.batch.credit import METHODS, CreditMethod, courses_of, turn_advantages
 from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
-from fsm_rollout.batch.roles import Weights, tables_of
+from fsm_rollout.batch.roles import SAMPLED, SCAFFOLD, Weights, tables_of
 from fsm_rollout.batch.rows import Array, RowId
 from fsm_rollout.batch.table import Columned
 from fsm_rollout.batch.tree import TokenTree, token_tree
@@ -234,19 +234,25 @@ class Learnable(Columned):
         what tools answered to a cross-entropy with the weight 0.02. Roles that are not named get none, scaffold never
         does, and neither do padding and the first token of a row, which nothing predicts. The weights are those of the
         tokens themselves: token ``i`` is predicted by ``logits[:, i - 1]``. Jagged in a packed batch.
-        They follow from ``roles`` alone: what you take out of ``response_mask`` yourself, take out of them too.
+        What was sampled gets none where ``response_mask`` is 0 now, so a token that you take out of it is in no loss.
 
         Raises:
             BatchError: there is no such role, or a weight is neither ``policy`` nor a finite number from 0 on.
         """
         roles = self["roles"]
-        numbers = (roles.values() if self.packed else roles).long()
+        numbers, mask = (values.values() if self.packed else values for values in (roles, self["response_mask"]))
+        numbers = numbers.long()
+        untrained = numbers == SAMPLED
         if self.packed:
-            first = roles.offsets()[:-1]
+            first, lengths = roles.offsets()[:-1], self["prompts"].offsets().diff()
+            within = torch.arange(len(numbers), device=numbers.device) - first.repeat_interleave(roles.offsets().diff())
+            untrained[within >= lengths.repeat_interleave(roles.offsets().diff())] &= mask == 0
         else:
             width = self.tensordict.get("prompts").shape[1]
             starts = width - self.tensordict.get("attention_mask")[:, :width].sum(1)
             first = torch.arange(numbers.shape[1], device=numbers.device) == starts[:, None]
+            untrained[:, width:] &= mask == 0
+        numbers[untrained] = SCAFFOLD
         found = []
         for table in tables_of(weights):
             values = torch.from_numpy(np.append(table, np.float32(0.0))).to(numbers.device)[numbers]  # -1 is the last

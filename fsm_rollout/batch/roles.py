@@ -26,7 +26,8 @@ Weights = Mapping[str, float | Literal["policy"]]
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS: Mapping[str, int] = {role: number for number, role in enumerate(ROLES)}
-_SAMPLED, _MEDIA = _NUMBERS[Role.SAMPLED], _NUMBERS[Role.MEDIA]
+SCAFFOLD = _NUMBERS[Role.SCAFFOLD]
+SAMPLED, _MEDIA = _NUMBERS[Role.SAMPLED], _NUMBERS[Role.MEDIA]
 _NOTICE, _INTERACTION = _NUMBERS[Role.NOTICE], _NUMBERS[Role.INTERACTION]
 _OF_MESSAGES = {**_NUMBERS, "developer": _NUMBERS[Role.SYSTEM]}
 
@@ -51,7 +52,7 @@ def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
         roles[picture.start : picture.end] = _MEDIA
     for span in stream.tokens.spans:
         if span.owner is Owner.MODEL:
-            roles[span.start : span.end] = _SAMPLED
+            roles[span.start : span.end] = SAMPLED
     return roles
 
 
@@ -71,7 +72,7 @@ def tables_of(weights: Weights) -> tuple[npt.NDArray[np.float32], npt.NDArray[np
             if role != Role.SAMPLED:
                 why = "was not sampled, so no policy gradient is of it"
                 raise BatchError(f"'{role}' {why}; give the weight of a cross-entropy, as 0.02")
-            policy[_SAMPLED] = 1.0
+            policy[SAMPLED] = 1.0
         elif not isinstance(weight, Real) or not 0 <= weight <= _LARGEST:
             raise BatchError(f"the weight of '{role}' must be 'policy' or a finite number from 0 on, got {weight!r}")
         else:
@@ -79,9 +80,15 @@ def tables_of(weights: Weights) -> tuple[npt.NDArray[np.float32], npt.NDArray[np
     return policy, cross_entropy
 
 
-def row_weights(roles: npt.NDArray[np.int8], weights: Weights) -> tuple[npt.NDArray[np.float32], ...]:
-    """Return a row's weights in both losses, float32 ``[P + R]`` each; its first token, never predicted, has none."""
-    found = tuple(table[roles] for table in tables_of(weights))
+def row_weights(
+    roles: npt.NDArray[np.int8], mask: npt.NDArray[np.int8], weights: Weights
+) -> tuple[npt.NDArray[np.float32], ...]:
+    """Return a row's weights in both losses, float32 ``[P + R]`` each, as ``roles`` and ``mask`` are laid out.
+
+    Its first token, never predicted, has none, and what was sampled has none where the mask is 0.
+    """
+    left_out = (roles == SAMPLED) & (mask == 0)
+    found = tuple(table[np.where(left_out, SCAFFOLD, roles)] for table in tables_of(weights))
     for values in found:
         values[:1] = 0.0
     return found
