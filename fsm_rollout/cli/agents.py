@@ -79,8 +79,12 @@ def draw(
         bool,
         typer.Option("--implicit", help="also show the ends that need no transition: failed, timed_out, limits, ..."),
     ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN", help="a run's folder: also show what followed from where it went"),
+    ] = None,
 ) -> None:
-    """Draw an agent: its states, transitions, limits and bound.
+    """Draw an agent: its states, transitions, limits and bound; with --run, where a run went and what followed.
 
     Example: fsm-rollout draw configs/agents/tool_user.yaml -o tool_user.svg
     """
@@ -88,18 +92,22 @@ def draw(
     from fsm_rollout.diagrams import draw as diagrams
 
     look_here()
-    if output == STANDARD_OUTPUT:
-        typer.echo(diagrams.to_mermaid(load_agent(file), implicit=implicit))
-        return
-    if output is not None:
+    if output is not None and output != STANDARD_OUTPUT:
         diagrams.form_of(output)  # before any work
-    graph = load_agent(file)
+    graph, values = load_agent(file), None
+    if run is not None:
+        from fsm_rollout.report.values import values_of_run
+
+        values = values_of_run(graph, run)
+    if output == STANDARD_OUTPUT:
+        typer.echo(diagrams.to_mermaid(graph, implicit=implicit, values=values))
+        return
     try:
-        output = diagrams.draw(graph, output or file.with_suffix(".svg"), implicit=implicit)
+        output = diagrams.draw(graph, output or file.with_suffix(".svg"), implicit=implicit, values=values)
     except diagrams.DrawingError:  # there is no Graphviz
         if output is not None:
             raise
-        output = diagrams.draw(graph, file.with_suffix(".mmd"), implicit=implicit)
+        output = diagrams.draw(graph, file.with_suffix(".mmd"), implicit=implicit, values=values)
     typer.echo(f"{short(output)} written")
 
 

@@ -25,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.diagrams.palette import INK, PALE
-from fsm_rollout.diagrams.picture import Picture, picture, shown
+from fsm_rollout.diagrams.picture import Picture, Values, picture, shown
 from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
 from fsm_rollout.files import written_whole
 
@@ -49,17 +49,20 @@ class DrawingError(RolloutError):
     """A picture cannot be drawn: Graphviz is not installed, or it failed."""
 
 
-def to_dot(graph: AgentGraph, *, implicit: bool = False) -> str:
-    """Return ``graph`` as DOT, which needs no Graphviz; ``implicit`` shows the ends that need no transition, dashed."""
-    return _written("agent.dot.jinja", picture(graph, implicit=implicit))
+def to_dot(graph: AgentGraph, *, implicit: bool = False, values: Values | None = None) -> str:
+    """Return ``graph`` as DOT, which needs no Graphviz; ``implicit`` shows the ends that need no transition, dashed.
+
+    ``values`` are a run's, :class:`~fsm_rollout.report.values.RunValues`.
+    """
+    return _written("agent.dot.jinja", picture(graph, implicit=implicit, values=values))
 
 
-def to_mermaid(graph: AgentGraph, *, implicit: bool = False) -> str:
+def to_mermaid(graph: AgentGraph, *, implicit: bool = False, values: Values | None = None) -> str:
     """Return ``graph`` as a Mermaid flowchart, for places that draw Mermaid; needs no Graphviz."""
-    return _written("agent.mmd.jinja", picture(graph, implicit=implicit))
+    return _written("agent.mmd.jinja", picture(graph, implicit=implicit, values=values))
 
 
-def to_svg(graph: AgentGraph, *, implicit: bool = False) -> str:
+def to_svg(graph: AgentGraph, *, implicit: bool = False, values: Values | None = None) -> str:
     """Return ``graph`` as SVG: an ``<svg>`` element, for a file or inside HTML.
 
     It has the page's colour behind it and follows the reader's ``prefers-color-scheme``. A transparent one would be
@@ -68,7 +71,7 @@ def to_svg(graph: AgentGraph, *, implicit: bool = False) -> str:
     Raises:
         DrawingError: there is no Graphviz.
     """
-    drawn = picture(graph, implicit=implicit)
+    drawn = picture(graph, implicit=implicit, values=values)
     dot = _written("agent.dot.jinja", drawn)
     svg = render(dot, "svg").decode()
     svg = re.sub(r"<!--.*?-->\n?", "", svg[svg.index("<svg") :], flags=re.DOTALL)  # they name the Graphviz version
@@ -79,9 +82,9 @@ def to_svg(graph: AgentGraph, *, implicit: bool = False) -> str:
     return f'{head} class="{_CLASS}" role="img"{mark}\n{title}\n{style}\n{source}{body}'
 
 
-def to_png(graph: AgentGraph, *, implicit: bool = False) -> bytes:
+def to_png(graph: AgentGraph, *, implicit: bool = False, values: Values | None = None) -> bytes:
     """Return ``graph`` as a PNG in the light colours, at 192 dots per inch; DrawingError without Graphviz."""
-    return render(to_dot(graph, implicit=implicit), "png")
+    return render(to_dot(graph, implicit=implicit, values=values), "png")
 
 
 def source_of(svg: str) -> str | None:
@@ -104,7 +107,7 @@ def form_of(path: Path) -> Callable[..., str | bytes]:
     return _FORMS[suffix]
 
 
-def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path:
+def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False, values: Values | None = None) -> Path:
     """Draw ``graph`` into the file ``path``, whose suffix (.svg, .png, .dot or .mmd) says how; return the path.
 
     Raises:
@@ -112,7 +115,7 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False) -> Path
         DrawingError: there is no Graphviz, which .svg and .png need.
     """
     path = Path(path)
-    drawn = form_of(path)(graph, implicit=implicit)
+    drawn = form_of(path)(graph, implicit=implicit, values=values)
     with written_whole(path) as partial:
         partial.write_bytes(drawn.encode() if isinstance(drawn, str) else drawn)
     return path

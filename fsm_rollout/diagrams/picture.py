@@ -10,9 +10,9 @@ A graph that does not pass verification can be drawn too: a picture helps to see
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from fsm_rollout.agent.graph import MAIN, POLICY, TERMINATED, AgentGraph, ToolSpec, TransitionSpec
 from fsm_rollout.agent.limits import LIMITS
@@ -27,6 +27,19 @@ ANY = "*"  # stands for every working state, where drawing each transition from 
 FEW = 6  # up to this many arrows are drawn for a transition that leaves any state
 
 
+class Values(Protocol):
+    """What a run was worth, in words, as it is written on a picture."""
+
+    about: str
+    """What these values are of."""
+
+    def of_state(self, name: str) -> str:
+        """Return what being there was worth; empty where that is not known."""
+
+    def of_transition(self, sources: Collection[str], trigger: str, dest: str, row: int | None) -> tuple[str, float]:
+        """Return what going this way was worth, and how often it was gone of all times that it could be, 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """One state, or :data:`ANY`."""
@@ -37,6 +50,7 @@ class Box:
     handler: str = ""
     lines: tuple[str, ...] = ()  # what a visit is charged for and bounded by, most telling first
     trained: bool | None = None  # whether what it samples is trained on; `None` where nothing is known to be sampled
+    value: str = ""  # over a run, if the picture is of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,8 @@ class Label:
     order: int | None = None
     conditions: tuple[str, ...] = ()  # must all hold
     stop_reason: str | None = None  # how a trajectory that takes it has ended
+    value: str = ""  # over a run, if the picture is of one
+    share: float | None = None  # of all times that it could be taken in that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,12 @@ class Arrow:
     colour: Colour
     implicit: bool = False  # the machine's own last transitions, which no user wrote
 
+    @property
+    def share(self) -> float | None:
+        """How often a run went this way, 0 to 1; ``None``: the picture is of no run."""
+        shares = [label.share for label in self.labels if label.share is not None]
+        return sum(shares) if shares else None
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -69,26 +91,30 @@ class Picture:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     bound: str  # the proven bound, in words
+    about: str = ""  # what values are of
 
 
-def picture(graph: AgentGraph, *, implicit: bool = False) -> Picture:
-    """Return the picture of ``graph``; ``implicit`` adds the ends that the machine has without a transition."""
+def picture(graph: AgentGraph, *, implicit: bool = False, values: Values | None = None) -> Picture:
+    """Return the picture of ``graph``; ``implicit`` adds the ends that the machine has without a transition.
+
+    With ``values`` it also says what a run was worth: in its states, and where it went from them.
+    """
     structure = Structure(graph)
-    arrows = [*_arrows(structure), *(_implicit_arrows(structure) if implicit else ())]
+    arrows = [*_arrows(structure, values), *(_implicit_arrows(structure) if implicit else ())]
     names = dict.fromkeys([*graph.states, *(name for arrow in arrows for name in (arrow.source, arrow.dest))])
     try:
         bound = f"proven: {prove(graph)}"
     except ConfigError:
         bound = "not proven to end"
-    boxes = tuple(_box(structure, name) for name in names)
-    return Picture(graph, boxes, tuple(arrows), bound)
+    boxes = tuple(_box(structure, name, values) for name in names)
+    return Picture(graph, boxes, tuple(arrows), bound, values.about if values else "")
 
 
 def _colour(graph: AgentGraph, name: str) -> Colour:
     return colour_of(name, tuple(graph.states)) if name in graph.states or graph.is_final(name) else PALE
 
 
-def _box(structure: Structure, name: str) -> Box:
+def _box(structure: Structure, name: str, values: Values | None) -> Box:
     graph, spec, colour = structure.graph, structure.specs.get(name), _colour(structure.graph, name)
     if spec is None:
         return Box(name, "any" if name == ANY else "final" if graph.is_final(name) else "undefined", colour)
@@ -100,7 +126,8 @@ def _box(structure: Structure, name: str) -> Box:
     if samples and context.engine != POLICY:
         handler += f" by {context.engine}"
     facts = tuple(_facts(graph, name, spec.name, spec.spends))
-    return Box(name, "working", colour, handler, facts, trained=context.trained if samples else None)
+    value = values.of_state(name) if values else ""
+    return Box(name, "working", colour, handler, facts, trained=context.trained if samples else None, value=value)
 
 
 def _facts(graph: AgentGraph, name: str, handler: str, spends: str | None) -> Iterator[str]:
@@ -132,25 +159,29 @@ def _kind(tool: ToolSpec) -> str:
     return " (MCP)" if tool.mcp is not None else " (verifiers)" if tool.verifiers is not None else ""
 
 
-def _arrows(structure: Structure) -> Iterator[Arrow]:
+def _arrows(structure: Structure, values: Values | None) -> Iterator[Arrow]:
     """Yield the arrows of what the user wrote, in the order in which the transitions stand."""
     graph = structure.graph
-    rows = [(row, structure.sources(row)) for row in graph.transitions]
+    rows: list[tuple[int | None, TransitionSpec, Sequence[str]]] = []
+    rows += [(place, row, structure.sources(row)) for place, row in enumerate(graph.transitions)]
     for name in graph.working_states:
-        rows += [(row, (name,)) for place, row in graph.rows_of(name, Trigger.FAILED) if place is None]
-    rivals = Counter((source, row.trigger) for row, sources in rows for source in sources)
+        rows += [(place, row, (name,)) for place, row in graph.rows_of(name, Trigger.FAILED) if place is None]
+    rivals = Counter((source, row.trigger) for _, row, sources in rows for source in sources)
     seen: Counter[tuple[str, str]] = Counter()
     labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
-    for row, sources in rows:
+    for place, row, sources in rows:
         seen.update((source, row.trigger) for source in sources)
-        if ANY in row.source and len(sources) > FEW:
-            labels[ANY, row.dest].append(_label(graph, row, None))
-            continue
-        for source in sources:
-            order = seen[source, row.trigger] if rivals[source, row.trigger] > 1 else None
-            labels[source, row.dest].append(_label(graph, row, order))
+        together = ANY in row.source and len(sources) > FEW
+        for source in (ANY,) if together else sources:
+            order = seen[source, row.trigger] if not together and rivals[source, row.trigger] > 1 else None
+            label = _label(graph, row, order)
+            if values is not None:
+                value, share = values.of_transition(sources if together else (source,), row.trigger, row.dest, place)
+                label = replace(label, value=value, share=share)
+            labels[source, row.dest].append(label)
     for (source, dest), stacked in labels.items():
-        yield Arrow(source, dest, tuple(stacked), _colour(graph, source))
+        taken = values is None or any(label.share for label in stacked)
+        yield Arrow(source, dest, tuple(stacked), _colour(graph, source) if taken else PALE)
 
 
 def _label(graph: AgentGraph, row: TransitionSpec, order: int | None) -> Label:
