@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import loads
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.tools import tool_schema
@@ -44,7 +44,7 @@ def check_exact(trajectories: Sequence[Trajectory], engine: ScriptedEngine) -> N
     for entry in engine.log:
         if isinstance(entry.what, Request):
             asked[entry.what.request_id], sampled[entry.what.request_id] = list(entry.what.ids), []
-        else:
+        elif isinstance(entry.what, Chunk):
             sampled[entry.what.request_id] += entry.what.ids
     for request_id, before in asked.items():
         places = range(len(before), len(before) + len(sampled[request_id]))

@@ -46,6 +46,7 @@ ORDER = (
         "engines.replicas",
         "engines.engine_ids",
         "engines.retries",
+        "engines.sessions",
         "engines.silence",
         "engines.pool",
         "engines.scripted.script",

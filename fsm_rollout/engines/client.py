@@ -7,7 +7,7 @@ none is left when the client is drained. Several clients may use one pool: a run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from fsm_rollout.concurrency.deadline import Deadline
@@ -31,6 +31,8 @@ class Client(Protocol):
     facts: EngineFacts
     chats: dict[object, ChatTemplate]
     """The chat templates of the engine's model, by settings."""
+    label: str
+    """What the names of its sessions begin with: those of clients of one engine differ."""
 
     @property
     def weight_version(self) -> int:
@@ -41,6 +43,9 @@ class Client(Protocol):
 
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Have the engine keep nothing more for these sessions, of which no request is under way, and none follows."""
 
     async def drain(self) -> None:
         """End every request of this client."""
@@ -56,6 +61,8 @@ class EngineClient:
         self.pool = engine if isinstance(engine, EnginePool) else EnginePool(Placement(engine))
         self.facts: EngineFacts = self.pool.facts
         self.chats: dict[object, ChatTemplate] = {}  # the chat templates of this engine's model, by settings
+        self.label = f"{self.pool.clients}:" if self.pool.clients else ""
+        self.pool.clients += 1
 
     @property
     def weight_version(self) -> int:
@@ -94,6 +101,10 @@ class EngineClient:
     async def abort(self, pending: PendingRequest) -> None:
         """See :class:`Client`."""
         await self.pool.abort(pending)
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """See :class:`Client`."""
+        self.pool.sessions.end(sessions)
 
     async def begin(self) -> None:
         """Have an engine awake that sleeps between runs, until this client is drained."""

@@ -30,6 +30,7 @@ from fsm_rollout.engines.replica import Placement, PoolTimes, Replica
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import FIRST, Router, StickyRouter, choose
+from fsm_rollout.engines.sessions import Sessions
 from fsm_rollout.engines.silence import SilenceWatch
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -68,13 +69,14 @@ class EnginePool:
         times: PoolTimes | None = None,
         sleeps: bool = False,
     ) -> None:
-        self.tries, self.sleeps = tries or Tries(), sleeps
+        self.tries, self.sleeps, self.clients = tries or Tries(), sleeps, 0  # and how many clients there have been
         self.runs: set[object] = set()  # the clients that have a run, of a pool that sleeps between runs
         self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
+        self.sessions = Sessions()
         self._router: Router = router or StickyRouter()
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
-        self.replicas = self._lives.all  # all replicas, each with its state
+        self.replicas = self._lives.all
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_anew()
         if placement.restarts:
@@ -182,14 +184,12 @@ class EnginePool:
         if not any(self._lanes) or self._lives.closed or self._lives.looks:
             return
         # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
-        for replica in self._lives.up:
-            if replica.process is not None:
-                self._look_at(replica)
+        for replica in [replica for replica in self._lives.up if replica.process is not None]:
+            self._look_at(replica)
         if self._lives.looks:
             return
         room, up = 0, self._lives.open
-        for replica in up:
-            # What an engine does that has nothing of ours says nothing of how much it can do.
+        for replica in up:  # what an engine does that has nothing of ours says nothing of how much it can do
             replica.allowed = replica.may_have(len(self.replicas) == 1) if replica.in_flight else FIRST
             replica.waiting = 0
             room += max(0, replica.allowed - replica.in_flight)
@@ -241,6 +241,8 @@ class EnginePool:
         loop, engine, failure = asyncio.get_running_loop(), replica.engine, None
         assert engine is not None
         self.dispatches += 1
+        if replica.keeper is not None:
+            self.sessions.send(requests, replica.keeper)
         replica.requests += len(requests)
         self._silence.begin(unfinished.values())
         if any(self._lanes):
@@ -425,8 +427,7 @@ class EnginePool:
                 self.end(pending, FinishReason.ABORT)
         if self._open:
             return
-        if self._retries.bisection.busy:
-            self._retries.bisection.clear()
+        self._retries.bisection.clear()
         self._silence.stop()
         if tasks := [*self._dispatches, *self._engine_ids.tasks]:
             for task in tasks:

@@ -182,6 +182,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
+    """Those of the requests that run."""
+    capacity: int = 0
+    """How many tokens it has room for; 0: it does not say."""
+    cached_tokens: int = 0
+    """Those of no running request that it still has, because a later one may begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +255,17 @@ class TokenSource(Protocol):
 
     async def aclose(self) -> None:
         """Stop and free everything; requests under way end with "abort". Safe to call twice."""
+
+
+@runtime_checkable
+class SessionKeeper(Protocol):
+    """What an engine has beside, that keeps what it has computed for a session until it hears of the session's end.
+
+    A session is begun by its first request. None of its requests is under way when it is ended, and none follows.
+    """
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Keep nothing for these any longer than for others; returns at once. Unknown ones are harmless."""
 
 
 @runtime_checkable

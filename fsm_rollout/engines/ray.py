@@ -27,6 +27,7 @@ from fsm_rollout.engines.protocol import (
     Load,
     ReplicaLost,
     Request,
+    SessionKeeper,
     TokenSource,
     WeightSource,
     facts_of,
@@ -65,7 +66,7 @@ class ReplicaActor:
         self._placement = LocalPlacement(build)
         self._contexts = Contexts()
         self._next_number = 0
-        self._early: dict[int, bytes | Sequence[str]] = {}
+        self._early: dict[int, bytes | tuple[str, Sequence[str]]] = {}
         self._chunks: list[Chunk] = []
         self._failures: list[Failure] = []
         self._news = asyncio.Event()
@@ -79,8 +80,8 @@ class ReplicaActor:
         facts = facts_of(engine)
         return facts if with_tokenizer else replace(facts, tokenizer=None), engine.weight_version
 
-    async def tell(self, number: int, message: bytes | Sequence[str]) -> None:
-        """Take requests, or ids to abort, in the order of ``number``: Ray may bring a small one before a large one."""
+    async def tell(self, number: int, message: bytes | tuple[str, Sequence[str]]) -> None:
+        """Take requests, or what to end, in the order of ``number``: Ray may bring a small one before a large one."""
         self._early[number] = message
         while self._next_number in self._early:
             message = self._early.pop(self._next_number)
@@ -88,7 +89,7 @@ class ReplicaActor:
             if isinstance(message, bytes):
                 task = asyncio.ensure_future(self._serve(unpack_requests(message, self._contexts)))
             else:
-                task = asyncio.ensure_future(self._abort(message))
+                task = asyncio.ensure_future(self._end(*message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -129,11 +130,15 @@ class ReplicaActor:
                 self._failures.append(Failure(list(under_way), why))
             self._news.set()
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
+    async def _end(self, what: str, ids: Sequence[str]) -> None:
+        """End requests ("abort") or sessions ("end_sessions")."""
         try:
-            await self._engine.abort(request_ids)
+            if what == "abort":
+                await self._engine.abort(ids)
+            elif isinstance(self._engine, SessionKeeper):
+                self._engine.end_sessions(ids)
         except Exception as error:  # an engine that cannot even abort has failed these requests
-            self._failures.append(Failure(list(request_ids), describe(error)))
+            self._failures.append(Failure(list(ids), describe(error)))
             self._news.set()
 
     async def ping(self) -> None:
@@ -192,6 +197,11 @@ class RayEngine:
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Send the abort after all that was sent before."""
         self._abort(list(request_ids))
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Hand it on, after all that was sent before."""
+        if self.failure is None:
+            self._send(("end_sessions", list(sessions)))
 
     async def update_weights(self, weights: object, version: int | None = None) -> int:
         """Let the actor read the weights from the object store or a folder."""
@@ -272,9 +282,9 @@ class RayEngine:
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         if self.failure is None:
-            self._send(request_ids)
+            self._send(("abort", request_ids))
 
-    def _send(self, message: bytes | Sequence[str]) -> None:
+    def _send(self, message: bytes | tuple[str, Sequence[str]]) -> None:
         self._tell.remote(self._sent, message)  # a dead actor is noticed by the call that is open
         self._sent += 1
 

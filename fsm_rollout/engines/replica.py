@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, TokenSource, WeightSource
+from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, SessionKeeper, TokenSource, WeightSource
 from fsm_rollout.engines.router import FIRST, ReplicaView, allowance
 from fsm_rollout.errors import EngineError
 
@@ -151,6 +151,7 @@ class Replica(ReplicaView):
     task: asyncio.Task[None] | None = None  # what starts it again
     engine: TokenSource | None = None
     process: Process | None = None  # the engine again, if it works in another process and so may be gone
+    keeper: SessionKeeper | None = None  # the engine again, if it keeps something for sessions
     requests: int = 0  # sent to it
     tokens: int = 0  # got from it
     restarts: int = 0
@@ -173,6 +174,7 @@ class Replica(ReplicaView):
     def live_on(self, engine: TokenSource | None) -> None:
         """Have another engine, or none."""
         self.engine, self.process = engine, engine if isinstance(engine, Process) else None
+        self.keeper = engine if isinstance(engine, SessionKeeper) else None
 
     @property
     def failure(self) -> EngineError | None:

@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow
 from fsm_rollout.trajectory.trajectory import INTERACTION, Trajectory
 
 if TYPE_CHECKING:
+    from fsm_rollout.engines.client import Client
     from fsm_rollout.engines.pending import PendingRequest
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ class ActiveTrajectory:
         self.trace = None if trace is None else trace.of(trajectory.group_id, trajectory.trajectory_id)
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
         self.interactions: dict[str, BoundInteraction] = {}
+        # Of which client each session is that engines keep something for. A session that was ended does not come back:
+        # those of a trajectory that goes on here have other names.
+        self.sessions: dict[str, Client] = {}
+        self.life = f"~{trajectory.resumptions + 1}" if trajectory.streams else ""
 
     @cached_property
     def tools(self) -> ToolSession:
@@ -159,6 +164,21 @@ class ActiveTrajectory:
         except JournalError as error:
             logger.warning("trajectory %s: %s", self.trajectory.trajectory_id, error)
             return None
+
+    def session(self, client: Client, stream: str) -> str:
+        """Return the name of a stream's session, begun now if it has not been."""
+        name = f"{client.label}{self.trajectory.trajectory_id}/{stream}{self.life}"
+        self.sessions[name] = client
+        return name
+
+    def end_sessions(self, stream: str | None = None) -> None:
+        """End the sessions of a stream that another one replaces, or all; those that were not begun are none."""
+        ended = f"{self.trajectory.trajectory_id}/{stream}{self.life}"
+        sessions = {name: of for name, of in self.sessions.items() if stream is None or name == of.label + ended}
+        for name in sessions:
+            del self.sessions[name]
+        for client in dict.fromkeys(sessions.values()):
+            client.end_sessions([name for name, of in sessions.items() if of is client])
 
     def emit(self, event: AnyEvent) -> None:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""
@@ -219,6 +239,7 @@ class ActiveTrajectory:
             self.on_close()
             self.on_close = None
         self.run_agent = None  # so that this and who runs agents come apart
+        self.end_sessions()
         try:
             if "tools" in self.__dict__:
                 for failure in await self.tools.release():

@@ -75,6 +75,8 @@ def begin_stream(
         instead_of_glue=instead_of_glue,
         text_only=text_only,
     )
+    if (before := visit.trajectory.stream(bound.name)) is not None:
+        visit.active.end_sessions(f"{bound.name}/{before.number + 1}")
     visit.take_in(opened)
     return visit.trajectory.streams[-1]
 
@@ -109,7 +111,7 @@ def submit(
         group_id=trajectory.group_id,
         agent=bound.agent or trajectory.agent,
         context=bound.name,
-        session=f"{trajectory.trajectory_id}/{session}",
+        session=visit.active.session(bound.client, session),
         turn=index,
         sampled=sampled,
         routed=routed,

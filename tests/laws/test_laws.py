@@ -69,7 +69,7 @@ def everything(run: Simulation) -> Simulation:
     for trajectory in run.trajectories:
         note(f"{trajectory} {trajectory.detail or ''} {trajectory.visits}")
     held = [laws.keeps_running, laws.comes_back, laws.stays_within(prove(run.graph)), laws.keeps_limits]
-    return judge(run, [*held, laws.keeps_streams, laws.keeps_events, fails_only_as_drawn])
+    return judge(run, [*held, laws.keeps_streams, laws.keeps_events, laws.ends_sessions, fails_only_as_drawn])
 
 
 def fails_only_as_drawn(run: Simulation) -> None:

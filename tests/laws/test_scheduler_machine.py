@@ -289,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for line in self.engine.log:
             if isinstance(line.what, Request):
                 asked[line.what.request_id] = line.what.trajectory_id
-            elif asked[line.what.request_id] == trajectory.trajectory_id:
+            elif isinstance(line.what, Chunk) and asked[line.what.request_id] == trajectory.trajectory_id:
                 chunk: Chunk = line.what
                 emitted += [(i, p, chunk.weight_version) for i, p in zip(chunk.ids, chunk.logprobs, strict=True)]
         held: list[tuple[int, float, int]] = []

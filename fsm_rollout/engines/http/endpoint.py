@@ -93,6 +93,7 @@ class Endpoint(ABC):
     name: ClassVar[str]  # what it is called in messages
     kind: ClassVar[str]
     described: ClassVar[str]
+    keeps_sessions = False  # whether it keeps what it has computed for a session until it hears of its end
     health: ClassVar[str]  # a route that it answers while it is well
     generate: ClassVar[str]  # the route that streams an answer
 
@@ -140,6 +141,10 @@ class Endpoint(ABC):
             Whether there is a way to say so; else closing their connections does it.
         """
         return False
+
+    async def end_session(self, session: str) -> None:
+        """Have it keep nothing more for a session, where it :attr:`keeps_sessions`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:

@@ -86,6 +86,7 @@ class ServerLink(threading.Thread):
         self._rids = (f"{prefix}-{number:012d}" for number in itertools.count())
         self._sent: dict[Entry, asyncio.Task[None]] = {}  # what the server has at present
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()  # those that end sessions
         # Gives up what is under way when the process has not ended by then.
         self._ending: asyncio.TimerHandle | None = None
         self._enough = asyncio.Event()
@@ -133,6 +134,12 @@ class ServerLink(threading.Thread):
         if under_way := [request_id for request_id in request_ids if request_id in self._entries]:
             with suppress(RuntimeError):  # the loop is closed, and with it everything
                 self._loop.call_soon_threadsafe(self._abort, under_way)
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Have the server keep nothing more for these, soon."""
+        if self._endpoint.keeps_sessions and self.failure is None:
+            with suppress(RuntimeError):  # the loop is closed, and with it everything
+                self._loop.call_soon_threadsafe(self._end_soon, list(sessions))
 
     def load(self) -> Load:
         """Return how many have been admitted, how many wait for that, and the tokens of the former."""
@@ -276,6 +283,18 @@ class ServerLink(threading.Thread):
         for entry in entries:
             self._end(entry, FinishReason.ABORT)
 
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def _end_soon(self, sessions: list[str]) -> None:
+        task = self._spawn(self._end_sessions(sessions))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _end_sessions(self, sessions: list[str]) -> None:
+        with suppress(EngineError):  # a server that is gone keeps nothing
+            for session in sessions:
+                await self._endpoint.end_session(session)
+
     # -- holds -------------------------------------------------------------------------------------------------------
 
     async def _recall(self, entries: Collection[Entry], *, everything: bool = False) -> None:
@@ -407,4 +426,6 @@ class ServerLink(threading.Thread):
                     await self.hold("paused")
         for entry in list(self._entries.values()):
             self._end(entry, FinishReason.ABORT)
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=LAST_TOKENS)
         self._give_up(error, for_good=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Logged", "Script", "ScriptError", "ScriptedEngine", "Turn", "scripted_logprob"]
+__all__ = ["Logged", "Script", "ScriptError", "ScriptedEngine", "SessionEnded", "Turn", "scripted_logprob"]
 
 
 @dataclass(eq=False, slots=True)
@@ -54,11 +54,17 @@ class _Answer:
             self.timer = None
 
 
+class SessionEnded(msgspec.Struct, frozen=True):
+    """What the log says where the engine hears that a session has ended."""
+
+    session: str
+
+
 class Logged(msgspec.Struct, frozen=True):
-    """One line of the engine's own log: a request it took or a chunk it gave, at a time of the event loop's clock."""
+    """One line of the engine's own log: what it took, gave or heard, at a time of the event loop's clock."""
 
     at: float
-    what: Request | Chunk
+    what: Request | Chunk | SessionEnded
 
 
 # The tokens of texts by their tokenizers: the same few are said again and again, by one engine after the other.
@@ -122,7 +128,7 @@ class ScriptedEngine:
 
     @property
     def log(self) -> Sequence[Logged]:
-        """Every request taken and every chunk given, in order.
+        """Every request taken, every chunk given and every session ended, in order.
 
         Raises:
             EngineError: the engine was not asked to keep a log.
@@ -150,6 +156,12 @@ class ScriptedEngine:
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests now; what was streamed stays."""
         self._abort(request_ids)
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Note in the log that these have ended."""
+        if self._log is not None:
+            now = asyncio.get_running_loop().time()
+            self._log += [Logged(now, SessionEnded(session)) for session in sessions]
 
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Count an update; ``weights`` are not looked at. Pieces from now on carry the new version."""

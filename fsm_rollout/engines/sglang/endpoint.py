@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
@@ -80,6 +81,9 @@ class Info(msgspec.Struct):
     sampling_mask_max_tokens: int = 0
     enable_weights_cpu_backup: bool = False
     enable_return_routed_experts: bool = False
+    enable_session_radix_cache: bool = False
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
     language_model_only: bool = False
     tp_size: int = 1
     pp_size: int = 1
@@ -138,6 +142,8 @@ class SGLangEndpoint(Endpoint):
         self._mask_tokens = 0  # the longest sampling mask that it gives
         self._says_experts = False  # whether it says which experts tokens were routed to
         self._memory = ["kv_cache"]  # what it gives back while it sleeps
+        self._urgency = 0  # what one step of priority adds to its number; 0: it does not schedule by priority
+        self._caller = secrets.token_hex(4)  # what our sessions' names begin with: others may use the server too
         self._pictures = SentPictures(processor, in_files=alone)
 
     async def meet(self) -> int:
@@ -147,6 +153,9 @@ class SGLangEndpoint(Endpoint):
         self.info = info
         self._mask_tokens = info.sampling_mask_max_tokens
         self._says_experts = info.enable_return_routed_experts
+        self.keeps_sessions = info.enable_session_radix_cache
+        if info.enable_priority_scheduling:
+            self._urgency = -1 if info.schedule_low_priority_values_first else 1
         if self._says_experts and not all(self._experts):
             raise EngineError(
                 f"{self.name} at {self.url} returns routed experts, and the model folder's config.json "
@@ -193,6 +202,10 @@ class SGLangEndpoint(Endpoint):
         with suppress(EngineError):  # asked again, or the requests fail by themselves
             await asyncio.gather(*(self.call("/abort_request", body) for body in asked))
         return True
+
+    async def end_session(self, session: str) -> None:
+        """See :class:`Endpoint`."""
+        await self.call("/close_session", {"session_id": f"{self._caller}/{session}"})
 
     # -- weights and memory ------------------------------------------------------------------------------------------
 
@@ -265,6 +278,10 @@ class SGLangEndpoint(Endpoint):
         if self.processor is not None:
             body = self._pictures.prompt(entry.ids, entry.request.media)
         body |= {"rid": entry.rid, "sampling_params": sampling, "return_logprob": True, "stream": True}
+        if self.keeps_sessions and entry.request.session:
+            body["session_id"] = f"{self._caller}/{entry.request.session}"
+        if self._urgency:  # what has begun comes first, as in the pool's queue
+            body["priority"] = self._urgency * (2 if entry.request.sampled else min(1, entry.request.turn))
         if self._says_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
         sampling |= params.penalties

@@ -32,6 +32,8 @@ STREAMING = {"skip_tokenizer_init", "incremental_streaming_output", "stream_inte
 OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
 # Those with which a model sees pictures: a picture is decoded and processed once, and known again by its hash.
 PICTURES = {"enable_multimodal": True, "mm_preprocess_cache_size_mb": 512, "trust_mm_content_hashes": True}
+# Those that choose a cache which knows no sessions.
+OTHER_CACHES = {"disable_radix_cache", "radix_cache_backend", "enable_flexkv", "enable_lmcache"}
 KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
 READY_EVERY = 0.1  # seconds between two looks whether a server that starts is ready
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
@@ -111,6 +113,7 @@ class SGLangEngine(SGLangServer):
             "weight_version": "0",
             "tp_size": tp,
             "log_level": "error",
+            **({} if OTHER_CACHES & args.keys() else {"enable_session_radix_cache": True}),
             **(PICTURES if processor is not None else {}),
             **{name: value for name, value in choices.items() if value is not None},
             **args,

@@ -9,7 +9,7 @@ A handle names memory that the server opens itself, so no tensor travels.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,10 @@ class SGLangServer(HTTPEngine):
     """An engine whose weights are an SGLang server's."""
 
     _endpoint: SGLangEndpoint
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Have the server keep nothing more for these, where it keeps something (``--enable-session-radix-cache``)."""
+        self._link.end_sessions(sessions)
 
     def _route(self, endpoint: SGLangEndpoint) -> None:
         self._weights = WeightRoutes(endpoint)

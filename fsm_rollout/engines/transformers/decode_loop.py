@@ -6,8 +6,9 @@ is not in its row yet goes through the model, but for the last) and from then on
 feeds the last token of every row and samples the next. So requests join and leave between any two steps, and there is
 one sampling path.
 
-A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new; it
-is given to another request when there are twice as many rows as requests may run. A step feeds the rows up to the last
+A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new, until
+the session has ended; while it lives, its row is given to another request only when there are twice as many rows as
+requests may run, the longest idle one first. A step feeds the rows up to the last
 that runs. A few idle ones among them take part (their last token is fed again), because leaving gaps is cheaper than
 moving rows; when they are many they change places with running ones. Requests that are alike, as the samples of a
 group are, are filled once; and what most prompts begin with (instructions, tools) is held once, where
@@ -61,6 +62,7 @@ class _Decoding:
     cached: int = 0  # how many of its tokens its row holds, those that it shares counted in
     stops: StopStrings | None = None  # looks for the request's stop strings, if it has any
     idle: bool = False  # it has ended; its row is kept for the next turn of its session
+    over: bool = False  # its session has ended, too, or it had none
 
     @property
     def missing(self) -> list[int]:
@@ -110,7 +112,7 @@ class DecodeLoop:
         self._waiting: deque[_Decoding] = deque()
         self._unfilled: deque[_Decoding] = deque()
         self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
-        self._idle: dict[str, _Decoding] = {}  # the idle rows by session, the longest idle first
+        self._idle: dict[str, _Decoding] = {}  # the idle rows by session: those that are over, then the longest idle
         self._steps = 0
         self.release()
 
@@ -162,6 +164,12 @@ class DecodeLoop:
         self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in names)
         self._rest(decoding)
         return [self._chunk(r, FinishReason.ABORT) for r in ended]
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Let the rows of these sessions be the first that others are given."""
+        for session in sessions:
+            if (row := self._idle.pop(session, None)) is not None:
+                self._lay_aside(row, over=True)
 
     def flush(self) -> list[Chunk]:
         """Return chunks with everything sampled and not yet sent."""
@@ -253,9 +261,9 @@ class DecodeLoop:
             self._cache.hold(prompt[:length] if length >= WORTH_SHARING else [])
 
     def _give_row(self, running: _Decoding, kept: _Decoding | None) -> None:
-        """Give a request its row: the one its session has kept, a new one, or (all being there) the longest idle."""
-        if kept is None and self._idle and len(self._rows) >= self._most_rows:
-            kept = next(iter(self._idle.values()))
+        """Give a request its row: its session's, one that is over, a new one, or (all being there) the longest idle."""
+        if kept is None and (longest := next(iter(self._idle.values()), None)) is not None:
+            kept = longest if longest.over or len(self._rows) >= self._most_rows else None
         if kept is None:
             running.row = len(self._rows)
             self._rows.append(running)
@@ -340,7 +348,13 @@ class DecodeLoop:
             if (before := self._idle.pop(running.request.session, None)) is not None:
                 self._remove(before)
             running.idle = True
-            self._idle[running.request.session] = running
+            self._lay_aside(running, over=not running.request.session)
+
+    def _lay_aside(self, running: _Decoding, *, over: bool) -> None:
+        running.over = over
+        self._idle[running.request.session] = running
+        if over:
+            self._idle = {running.request.session: running, **self._idle}
 
     def _remove(self, idle: _Decoding) -> None:
         """Remove an idle row; the last row moves into the gap."""

@@ -92,6 +92,10 @@ class _ModelThread(threading.Thread):
         """End requests with what they have."""
         return self.order(lambda: self._deliver(self.decode.abort(request_ids)))
 
+    def end_sessions(self, sessions: Sequence[str]) -> None:
+        """Keep the rows of these sessions for them no longer."""
+        self._orders.put(partial(self.decode.end_sessions, sessions))
+
     @property
     def under_way(self) -> list[str]:
         """The ids of all requests that have not had their last chunk."""
@@ -222,7 +226,8 @@ class TransformersEngine:
         dtype: default: float32 on a CPU, the checkpoint's own on a GPU. A loaded model keeps its own.
         max_context: the longest input plus output, in tokens; default: the model's window.
         max_running: how many requests decode together; the others wait. What twice as many sessions said is kept for
-            their next turns: with more trajectories than that at a time, each turn is filled from its beginning.
+            their next turns until they end: with more trajectories than that at a time, each turn is filled from its
+            beginning.
         fill_tokens: how many prompt tokens are filled at most between two decoding steps; default: 2,048 on a CPU (its
             caches are small: more at once is slower), 8,192 on a GPU.
         send_every: decoding steps between two chunks of a request.
@@ -337,6 +342,11 @@ class TransformersEngine:
         """End these requests before the next step; what was sampled stays."""
         if not self._closed:
             await asyncio.wrap_future(self._thread.abort(list(request_ids)))
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Keep what these sessions have said no longer than others need its place."""
+        if not self._closed:
+            self._thread.end_sessions(list(sessions))
 
     async def update_weights(self, weights: str | Path | Mapping[str, torch.Tensor], version: int | None = None) -> int:
         """Load new weights between two steps; see the protocol. Tensors that are not named stay as they are.

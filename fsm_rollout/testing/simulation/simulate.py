@@ -24,7 +24,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine, SessionEnded
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
@@ -156,6 +156,8 @@ class Simulation:
             what = line.what
             if isinstance(what, Request):
                 requests[what.request_id] = Sampled(what, array("i"), array("f"), [])
+                continue
+            if isinstance(what, SessionEnded):
                 continue
             sampled = requests[what.request_id]
             sampled.ids.extend(what.ids)

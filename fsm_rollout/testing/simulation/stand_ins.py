@@ -22,7 +22,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Engine, ReplicaLost, Request, TokenSource
 from fsm_rollout.engines.replica import LocalPlacement
-from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine
+from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine, SessionEnded
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.agent_histories import AgentHistories
@@ -171,6 +171,13 @@ class MortalReplica:
     async def ping(self) -> None:
         """Answer while it lives."""
 
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Hear of it, while it lives."""
+        if self.failure is None:
+            now = asyncio.get_running_loop().time()
+            self._traffic += [Logged(now, SessionEnded(session)) for session in sessions]
+            self.scripted.end_sessions(sessions)
+
     def kill(self) -> None:
         """End this life as the death of a process does: nothing more leaves it, nothing more reaches it."""
         if self.failure is None:
@@ -229,5 +236,6 @@ class MortalReplicas(LocalPlacement):
         """
         received = {id(line.what) for line in self.traffic}
         living = [life for life in (self.lives[name][-1] for name in up) if life.failure is None]
-        unsent = [line for life in living for line in life.scripted.log if isinstance(line.what, Chunk)]
-        return self.traffic + [line for line in unsent if len(line.what.ids) and id(line.what) not in received]
+        logged = [line for life in living for line in life.scripted.log]
+        unsent = [line for line in logged if isinstance(line.what, Chunk) and len(line.what.ids)]
+        return self.traffic + [line for line in unsent if id(line.what) not in received]

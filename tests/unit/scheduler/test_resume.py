@@ -226,6 +226,7 @@ def test_time_away_counts_against_no_limit() -> None:
     assert trajectory.stop_reason == "answered"
     assert 2.0 < (trajectory.wall_seconds or 0.0) < 10.0
     assert trajectory.suspended_seconds == pytest.approx(1000.0)
+    assert [request.session for request in bench.asked] == ["p0/0/main/1", "p0/0/main/1~1"], "the first has ended"
 
 
 # -- sub-agents ------------------------------------------------------------------------------------------------------

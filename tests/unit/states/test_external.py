@@ -14,6 +14,7 @@ import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external import gateway
@@ -204,7 +205,7 @@ async def counts(visit: ForeignVisit) -> None:
 def test_usage_counts_what_stood_before_the_turn_and_what_was_sampled() -> None:
     _, engine = run("counts", ["one two", "three", "four five six"])
     lengths: dict[str, list[int]] = {}
-    for entry in engine.log:
+    for entry in [entry for entry in engine.log if isinstance(entry.what, Request | Chunk)]:
         lengths.setdefault(entry.what.request_id, []).append(len(entry.what.ids))
     assert [(asked, sum(sampled)) for asked, *sampled in lengths.values()] == SEEN
     assert len(set(SEEN)) == 3

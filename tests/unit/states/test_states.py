@@ -10,8 +10,8 @@ import pytest
 
 from fsm_rollout.agent.graph import Context
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, SessionEnded, Turn
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -147,7 +147,10 @@ def test_each_stream_of_a_context_is_a_session_of_its_own() -> None:
     lines = ("PENDING prompted GENERATING", "GENERATING generated AGAIN", "AGAIN generated TERMINATED")
     twice = {"states": {**SINGLE["states"], "AGAIN": once_more}, "transitions": rows(*lines)}
     _, bench = run(agent(twice), ["one", "two"])
-    assert [request.session for request in bench.asked] == ["p0/0/main/1", "p0/0/main/2"]
+    heard = [line.what for line in bench.engine.log if isinstance(line.what, Request | SessionEnded)]
+    assert [(type(what), what.session) for what in heard] == [
+        (kind, f"p0/0/main/{stream}") for stream in (1, 2) for kind in (Request, SessionEnded)
+    ]
 
 
 def test_calls_that_an_earlier_visit_has_finished_are_not_made_again() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fsm_rollout import load_agent, prove
 from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import Logged
+from fsm_rollout.engines.scripted.engine import Logged, SessionEnded
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.laws import LawBroken
@@ -46,6 +46,12 @@ def share_a_session(run: Simulation) -> None:
     ]
 
 
+def keep_a_session(run: Simulation) -> None:
+    (life,) = [life for lives in run.replicas.lives.values() for life in lives]
+    log = life.scripted._log
+    log.remove(next(line for line in log if isinstance(line.what, SessionEnded)))
+
+
 def rotate(values: array) -> None:
     values.insert(0, values.pop())
 
@@ -53,7 +59,8 @@ def rotate(values: array) -> None:
 def hold_all(run: Simulation) -> None:
     bound = laws.stays_within(prove(run.graph))
     for law in (
-        laws.keeps_running, laws.comes_back, bound, laws.keeps_limits, laws.keeps_streams, laws.keeps_events
+        laws.keeps_running, laws.comes_back, bound, laws.keeps_limits, laws.keeps_streams, laws.keeps_events,
+        laws.ends_sessions,
     ):  # fmt: skip
         law(run)
 
@@ -69,13 +76,15 @@ def hold_all(run: Simulation) -> None:
         (lambda run: run.groups[0].trajectories.pop(), 8),
         (lambda run: run.events["p0/0"].append(run.events["p0/0"][-1]), 8),
         (share_a_session, 5),
+        (keep_a_session, 8),
         (swap_groups, 8),
         (lambda run: setattr(run.groups[0].trajectories[0], "transitions", 99), 2),
         (lambda run: run.events["p0/0"].pop(-2), 6),
     ],
     ids=[
         "owner", "logprobs", "version", "token", "a group is lost", "a sample is lost", "it ends twice",
-        "a session is shared", "groups are swapped", "too many transitions", "an event is forgotten",
+        "a session is shared", "a session is kept", "groups are swapped", "too many transitions",
+        "an event is forgotten",
     ],
 )  # fmt: skip
 def test_a_spoilt_run_breaks_its_law(spoil: Callable[[Simulation], object], law: int) -> None:
