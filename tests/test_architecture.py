@@ -206,6 +206,7 @@ CONTENT_HOMES = {
     "chat.messages": "checks what handlers write, and makes copies of it for templates",
     "chat.markers": "reads a tokenizer's added tokens, which are no messages",
     "states.external.chat_request": "reads the protocols' messages",
+    "states.external.sameness": "compares pictures in messages, too",
     "states.external.anthropic_dialect": "reads that protocol's blocks",
     "states.external.response_items": "reads that protocol's items",
 }

@@ -46,6 +46,7 @@ def summarize(
     where those that they share count once, of all that they have (``TrajectoryBatch.tree``), ``None`` without rows.
     ``turns_mean`` counts the messages of all streams of a trajectory, system messages apart, and ``generations_mean``
     what was sampled. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``;
+    ``forks`` (if there are any) counts the streams that are ones of their own by the reason why.
     ``failures`` (if there are any) says of each kind what the first one was, as ``details`` does of ends that are no
     failures.
 
@@ -68,6 +69,7 @@ def summarize(
     for trajectory in samples:
         visits.update(trajectory.visits)
     parts = [parts_of(trajectory) for trajectory in samples]
+    forks = Counter(stream.why for trajectory in everything for stream in trajectory.streams if stream.why)
     return {
         "trajectories": len(samples),
         "groups": len({trajectory.group_id for trajectory in samples}),
@@ -83,6 +85,7 @@ def summarize(
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),
         "tree_token_ratio": tree_token_ratio(everything),
         **({"cost": sum(costs)} if (costs := [t.cost for t in everything if t.cost is not None]) else {}),
+        **({"forks": dict(forks.most_common())} if forks else {}),
         "tool_calls": sum(trajectory.calls_seen for trajectory in everything),
         "bad_calls": sum(trajectory.bad_calls for trajectory in everything),
         "tool_failures": sum(trajectory.calls_failed - trajectory.bad_calls for trajectory in everything),
@@ -187,6 +190,8 @@ def summary_table(summary: Summary) -> Table:
     row("tokens", f"{tokens:,} after the prompts, {trained:,} trained ({share}){of_both}")
     if "cost" in summary:
         row("cost", f"{number(summary['cost'], 2)}{of_both}")
+    if "forks" in summary:
+        row("forks", _counted(summary["forks"]) + of_both)
     row("tool calls", _calls(summary) + of_both)
     row("score", _score(summary))
     if rewards := summary.get("tool_rewards"):

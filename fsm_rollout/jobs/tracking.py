@@ -113,7 +113,7 @@ class Tracking:
 
 
 def figures_of(summary: Summary) -> Iterator[tuple[str, float]]:
-    """Yield the figures of a summary by name: scores, tokens, stop reasons (as shares), tool calls and seconds."""
+    """Yield the figures of a summary by name: scores, tokens, stop reasons and forks (for each), tool calls, times."""
     every = summary["trajectories"]
     yield "trajectories", every
     yield "score/scored", summary["scored"]
@@ -126,6 +126,7 @@ def figures_of(summary: Summary) -> Iterator[tuple[str, float]]:
             yield name, summary[name]
     for reason, count in summary["stop_reasons"].items():
         yield f"stop_reasons/{reason}", count / every
+    yield from ((f"forks/{reason}", count / every) for reason, count in summary.get("forks", {}).items())
     yield "seconds/wall", summary["wall_seconds"]
     for part, spread in summary["timing"].items():
         if part != "slowest":

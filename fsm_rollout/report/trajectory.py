@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,10 @@ from fsm_rollout.report.pictures import picture_data, pictures_in, words_of
 from fsm_rollout.report.recording import Recording, RunFolder
 from fsm_rollout.report.spans import BUSY, Clock, Interval, packed, parts_of
 from fsm_rollout.report.texts import TokenTexts, visible
+from fsm_rollout.trajectory.enums import ForkReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import StoredPicture
-from fsm_rollout.trajectory.stream import BRANCH, FURTHER, text_of
+from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Texts = Callable[[str], TokenTexts | None]  # gives the token texts of an engine, by its name
@@ -43,6 +44,21 @@ NO_EVENTS = (
     "made from the trajectory alone: its path, its tool calls and its times are in the journal only "
     "(rollout.page(trajectory) finds them there, and the tokens' texts)"
 )
+
+# Why a stream is one of its own, in words.
+FORKS: Mapping[str, str] = {
+    ForkReason.CONVERSATION: "another conversation of its agent",
+    ForkReason.SUB_AGENT: "the first history of a sub-agent",
+    ForkReason.SIDE_CALL: "a call beside the work of its agent: a title, say",
+    ForkReason.SUMMARY: "a summary that its agent asked for with other tools or instructions",
+    ForkReason.COMPACTION: "goes on from a summary of what was said",
+    ForkReason.EARLIER_POINT: "goes on from an earlier point, or in another way",
+    ForkReason.ANOTHER_ANSWER: "another answer to a question that was answered",
+    ForkReason.REWRITTEN: "a history that its agent rewrote",
+    ForkReason.TOOLS_CHANGED: "begins like an earlier one, with other tools",
+    ForkReason.SYSTEM_CHANGED: "begins like an earlier one, with other instructions",
+    ForkReason.NOT_GLUED: "its messages could not be glued to the stream before",
+}
 
 
 def page_of_run(run: RunFolder, trajectory_id: str, links: Links) -> str:
@@ -118,7 +134,7 @@ def trajectory_page(
         states=names,
         data=token_data(trajectory, texts),
         t=trajectory,
-        relations={stream.context: relation_of(stream.context) for stream in trajectory.streams},
+        relations=[FORKS.get(stream.why, "") for stream in trajectory.streams],
         run=run,
         links=links,
         version=links.version if links else "",
@@ -180,13 +196,6 @@ def token_data(trajectory: Trajectory, texts: Texts) -> dict[str, object]:
         "kind": "trajectory", "streams": streams, "vocabularies": vocabularies, "markers": markers,
         "pictures": picture_data(pictures_in(trajectory.prompt_messages, seen)),
     }  # fmt: skip
-
-
-def relation_of(context: str) -> str:
-    """Return what a foreign agent's context is to the earlier ones of its agent; nothing for all others."""
-    if BRANCH in context:
-        return "a history that its agent rewrote, or went on with in another way"
-    return "another conversation of its agent" if FURTHER in context else ""
 
 
 def ending_of(recording: Recording) -> str:

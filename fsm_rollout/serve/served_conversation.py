@@ -13,8 +13,9 @@ from fsm_rollout.agent.graph import MAIN, AgentGraph
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.chat_request import Chain, ChatReply, ProtocolError, chains_of, extend_chain, refuse
+from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError, refuse
 from fsm_rollout.states.external.responding import Answer, Exchange
+from fsm_rollout.states.external.sameness import Chain, chains_of, extend_chain
 from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied

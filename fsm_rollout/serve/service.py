@@ -27,9 +27,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
 from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of, shown_context
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.external.agent_histories import COMPACT
 from fsm_rollout.states.external.chat_request import (
-    Chain,
     ChatRequest,
     ProtocolError,
     cleaned,
@@ -37,7 +35,9 @@ from fsm_rollout.states.external.chat_request import (
     refuse,
     unsupported,
 )
+from fsm_rollout.states.external.origins import COMPACT
 from fsm_rollout.states.external.responding import Exchange
+from fsm_rollout.states.external.sameness import Chain
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import (
     AnyEvent,

@@ -61,6 +61,7 @@ class BoundContext:
     sampled_last: frozenset[int]  # those behind which nothing is sampled: these, and ids that stand for pictures
     root: str  # the agent's context that it is, or is a branch of
     trained: bool  # whether what is sampled in it is trained on
+    why: str = ""  # of a branch: why it is one (`ForkReason`)
     agent: str = ""  # as whose requests an engine gets them; empty: the trajectory's agent's
 
 

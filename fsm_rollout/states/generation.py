@@ -72,6 +72,7 @@ def begin_stream(
         parts=list(encoded.parts),
         media=list(encoded.media),
         shares=shares,
+        why=bound.why,
         instead_of_glue=instead_of_glue,
         text_only=text_only,
     )

@@ -100,6 +100,33 @@ def routing_key(limit: str, state: str) -> str:
     return f"{limit}@{state}" if limit == LimitName.MAX_VISITS else limit
 
 
+class ForkReason(Word):
+    """Why a history is a stream of its own; all but the last are of foreign agents alone."""
+
+    CONVERSATION = "conversation"
+    """Another conversation of its agent: it shares no user's message with an earlier history."""
+    SUB_AGENT = "sub_agent"
+    """The first history of another thread, as the caller's headers name it."""
+    SIDE_CALL = "side_call"
+    """A title or the like, asked for beside the agent's work; not trained unless that is asked for."""
+    SUMMARY = "summary"
+    """A summary of the conversation, asked for with other tools or instructions."""
+    COMPACTION = "compaction"
+    """It goes on from a summary that stands in the place of what was said."""
+    EARLIER_POINT = "earlier_point"
+    """It goes on from an earlier point, or in another way."""
+    ANOTHER_ANSWER = "another_answer"
+    """It asks for another answer to a question that was answered."""
+    REWRITTEN = "rewritten"
+    """Its agent rewrote what was said."""
+    TOOLS_CHANGED = "tools_changed"
+    """It begins like an earlier one, and shows other tools."""
+    SYSTEM_CHANGED = "system_changed"
+    """It begins like an earlier one, under other instructions."""
+    NOT_GLUED = "not_glued"
+    """The chat template cannot go on with the tokens that there are, or is not to (``history: split``)."""
+
+
 class StopReason(Word):
     """Why a trajectory ended: the fixed reasons.
 

@@ -74,6 +74,8 @@ class ContextOpened(Event, frozen=True, kw_only=True, tag="context_opened"):
     shares: tuple[int, int] | None = None
     # Whether a generation opened it, because its messages could not be glued to the stream before.
     instead_of_glue: bool = False
+    # Of a foreign agent's: why it is a stream of its own, of :class:`~fsm_rollout.trajectory.enums.ForkReason`.
+    why: str = ""
     # Whether its engine gives text alone: the ids spell what was said, and are none that a model sampled.
     text_only: bool = False
 

@@ -15,7 +15,7 @@ import msgspec
 
 from fsm_rollout.errors import StreamError
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.enums import FinishReason, ForkReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream, Usage
@@ -64,6 +64,8 @@ class Stream(msgspec.Struct):
     """The sampling of each generation, by its index."""
     shares: tuple[int, int] | None = None
     """Of a fork: the trajectory's stream, by its number, that it begins as, and with how many of its tokens."""
+    why: str = ""
+    """Why it is a stream of its own where that is known (:class:`~fsm_rollout.trajectory.enums.ForkReason`)."""
     replies: list[int] = []
     """Which of ``messages`` an interaction said."""
     reply: str | list[events.PlainData] | None = None
@@ -100,6 +102,7 @@ class Stream(msgspec.Struct):
     @classmethod
     def begun(cls, event: events.ContextOpened, number: int, turn: int, before: Stream | None) -> Stream:
         """Return the stream that an event opened before the generation ``turn``, in the place of ``before``."""
+        not_glued = event.instead_of_glue and before is not None and before.sampled
         return cls(
             context=event.context,
             number=number,
@@ -114,6 +117,7 @@ class Stream(msgspec.Struct):
             media=list(event.media),
             sampled_with=[],
             shares=event.shares,
+            why=ForkReason.NOT_GLUED if not_glued else event.why,
             replies=list(before.replies) if before is not None and event.instead_of_glue else [],
             counted=0 if event.text_only else None,
         )

@@ -35,6 +35,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from tests.foreign import CALCULATOR, CALL, YAML, agent, check_exact
 
 WORDS = st.sampled_from(["yes", "no", "what is 2 + 2?", "é漢字", "<|im_end|>", "a b  c "])
+OTHER = {"type": "function", "function": {"name": "note", "description": "d", "parameters": {"type": "object"}}}
 ANSWERS = ("four", "let me think about that for a while", CALL, f"so {CALL}", "<tool_call>{broken")
 
 
@@ -77,17 +78,39 @@ def items_of(message: dict[str, Any], keep_ids: bool) -> list[dict[str, Any]]:
     return [said, *calls] if message["content"] or not calls else calls
 
 
+def sent_again(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a message as a careless client sends it: a date and an id change with each request, so do names of calls;
+    thoughts come and go, and white space."""
+    match message["role"]:
+        case "system":
+            stamp = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number:05x};\n"
+            return message | {"content": f"{stamp}{message['content']}\nToday's date: 2026-11-{number:02}"}
+        case "assistant":
+            calls = [call | {"id": f"{number}-{call['id']}"} for call in message.get("tool_calls") or ()]
+            thought = {"reasoning_content": f"thought {number}"} if number % 3 else {}
+            return (
+                message
+                | {"content": f"{message['content']}\n" * bool(message["content"]), **thought}
+                | ({"tool_calls": calls} if calls else {})
+            )
+        case "tool":
+            return message | {"tool_call_id": f"{number}-{message['tool_call_id']}"}
+    return message
+
+
 class ForeignAgent(RuleBasedStateMachine):
     histories = Bundle("histories")
     broken = Bundle("broken")
     """Questions whose answers were broken off."""
 
-    @initialize(seed=st.integers(0, 2**16), wire=st.sampled_from(["chat", "items", "items with ids", "by id"]))
+    @initialize(
+        seed=st.integers(0, 2**16), wire=st.sampled_from(["chat", "careless", "items", "items with ids", "by id"])
+    )
     def begin(self, seed: int, wire: str) -> None:
         self.wire = wire
         self.loop = asyncio.new_event_loop()
         self.streams = 0
-        self.calls = 0
+        self.calls = self.requests = 0
 
         def turn(request: Any) -> Turn:
             self.calls += not request.sampled
@@ -115,8 +138,13 @@ class ForeignAgent(RuleBasedStateMachine):
 
     def request(self, messages: list[dict[str, Any]], tools: bool) -> ChatRequest:
         """Return a call, as it is, or as the dialect with items reads it; ``by id``: after the answer last given."""
+        self.requests += 1
         if self.wire == "chat":
             return ChatRequest([dict(message) for message in messages], tools=[CALCULATOR] if tools else [])
+        if self.wire == "careless":
+            shown = [CALCULATOR, OTHER] if self.requests % 2 else [OTHER, CALCULATOR]
+            careless = [sent_again(message, self.requests) for message in messages]
+            return ChatRequest([*careless[:1], *careless], tools=shown if tools else [])
         body: dict[str, Any] = {"tools": [{"type": "function", **CALCULATOR["function"]}] if tools else []}
         answers = [i for i, message in enumerate(messages) if "answer" in message]
         if self.wire == "by id" and answers:
@@ -142,7 +170,7 @@ class ForeignAgent(RuleBasedStateMachine):
     @rule(target=histories, word=WORDS, tools=st.booleans(), system=st.booleans())
     def start(self, word: str, tools: bool, system: bool) -> History:
         """Begin a history that is like no other."""
-        head = [{"role": "system", "content": "Be brief."}] if system else []
+        head = [{"role": "system", "content": "Be brief."}] if system or self.wire == "careless" else []
         self.streams += 1
         return self.do(self.ask([*head, {"role": "user", "content": f"{self.streams} {self.calls} {word}"}], tools))
 
@@ -222,6 +250,9 @@ class ForeignAgent(RuleBasedStateMachine):
             check_exact([self.trajectory], self.engine)
             assert len(self.trajectory.streams) == self.streams
             streams = self.trajectory.streams
+            assert all(bool(stream.why) == bool(number) for number, stream in enumerate(streams))
+            if self.wire == "careless":
+                assert all([m["role"] for m in stream.messages].count("system") == 1 for stream in streams)
             for stream in streams:  # a branch says what it goes on from, but for one that could not be glued
                 if stream.shares is not None:
                     source, shared = stream.shares

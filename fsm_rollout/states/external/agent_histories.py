@@ -7,18 +7,18 @@ Invariants:
    same history is a branch (``main~2``), a history that shares no user's message with an earlier one is another
    conversation (``main+2``). A branch begins with the very tokens of what it shares, as its prompt, so nothing that was
    sampled is encoded again where the histories are the same, and nothing is trained twice.
-3. Two histories are the same if their callers see them so: what the model thought before it spoke counts for nothing,
-   since callers drop it or send it back, each as it likes.
-4. A call is answered once. The same call again is a retry if its answer never reached the caller: it gets that answer,
+3. Two histories are the same if their callers see them so (``sameness``): thoughts that come back or do not, names of
+   calls, dates and ids in instructions count for nothing. No thread of the agent goes on with the stream of another.
+4. A side call (a title, say) is in a stream of its own, which is not trained unless that is asked for. Every stream but
+   the first says why it is one.
+5. A call is answered once. The same call again is a retry if its answer never reached the caller: it gets that answer,
    or the rest of it. Otherwise it asks for another answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import eq
 from typing import Any
 
@@ -29,61 +29,21 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.external.chat_request import (
-    THOUGHT,
-    Chain,
-    ChatReply,
-    ChatRequest,
-    ProtocolError,
-    chains_of,
-    extend_chain,
-    refuse,
-)
+from fsm_rollout.states.external.agent_history import AgentHistory, CallersView, HistoryTurn, turns_of
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
+from fsm_rollout.states.external.origins import COMPACT, Origin, is_side_call, why_opened
 from fsm_rollout.states.external.responding import Answer
-from fsm_rollout.states.external.text_stream import TextStream, split_thought
+from fsm_rollout.states.external.sameness import Chain, Pins, extend_chain, renamed
+from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.states.generation import OnTokens, begin_stream
-from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
+from fsm_rollout.trajectory.enums import FinishReason, ForkReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of, text_of
-from fsm_rollout.trajectory.tokens import Owner
 
-# What a caller that wants its history compacted has the model asked, as the user's message.
-COMPACT: Message = {
-    "role": "user",
-    "content": "The conversation so far will be replaced by a summary. Write it now, and nothing else: what is to be "
-    "done, what was done and found out, with names, paths and numbers, and what comes next.",
-}
-
-
-@dataclass(slots=True)
-class _Turn:
-    """An assistant turn of a branch: where its tokens are, and whether its caller has received it."""
-
-    before: int  # how many messages stand before it
-    start: int
-    end: int  # its tokens
-    answered: bool = True  # whether it has come to its end; else the rest of it can be sampled
-    delivered: bool = True
-    stopped: bool = False  # whether it has ended, be it at a stop string, and was not cut
-
-
-@dataclass(slots=True)
-class _Branch:
-    """One history with its stream."""
-
-    name: str
-    bound: BoundContext
-    chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
-    turns: list[_Turn] = field(default_factory=list)
-    asks: bool = True  # whether its last message waits for an answer
-    left: _Branch | None = None  # the branch that it forks off,
-    shares: int = 0  # and how many messages they share
-    busy: bool = False
-
-    def begins_with(self, chains: Sequence[Chain], count: int) -> bool:
-        """Whether its first ``count`` messages are those of the history that has these hashes."""
-        return count < min(len(chains), len(self.chains)) and self.chains[count] == chains[count]
+# The tools of a call by what stands for each; one object for all calls, since caches know them by identity.
+Tools = tuple[dict[str, Any], ...]
+Schemas = dict[tuple[str, ...], Tools]
 
 
 class AgentHistories:
@@ -92,20 +52,27 @@ class AgentHistories:
     Args:
         ctx: the visit.
         context: whose chat template, engine and settings hold for all of them.
-        schemas: tools that were shown before, by their JSON; one object for each, since caches know them by identity.
+        schemas: tools that were shown before.
+        pins: text of system messages that changes from call to call, as it first was.
+        train_side_calls: whether side calls are trained like the others.
     """
 
-    def __init__(self, ctx: HandlerContext, context: str, schemas: dict[str, tuple[dict[str, Any], ...]]) -> None:
+    def __init__(
+        self, ctx: HandlerContext, context: str, schemas: Schemas, pins: Pins | None = None, *,
+        train_side_calls: bool = False,
+    ) -> None:  # fmt: skip
         self.ctx = ctx
         self.context = context
         self.limit: str | None = None  # the limit that a call has reached
         self.failure: EngineError | PictureSampled | None = None  # why the latest call was not answered
-        self._schemas = schemas
+        self._schemas, self._pins, self._train_side_calls = schemas, pins or Pins(), train_side_calls
+        self._task = text_of(ctx.trajectory.prompt_messages[-1]).strip()
+        self._windows: dict[str, int] = {}  # by each thread of the agent that has called, its latest window
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
-        self._branches: list[_Branch] = []
-        self._tags = ctx.agent.contexts[context].chat.thinks
+        self._branches: list[AgentHistory] = []
+        self._view = CallersView(ctx.agent.contexts[context].chat.thinks)
         # The answers by their names: where they are, and whether instructions of their calls' own stand first there.
-        self._replies: dict[str, tuple[_Branch, int, bool]] = {}
+        self._replies: dict[str, tuple[AgentHistory, int, bool]] = {}
         if ctx.resumed:
             ctx.forget_recorded()
         # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
@@ -142,8 +109,8 @@ class AgentHistories:
             ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
         request = request.with_earlier(self._earlier)
-        if request.compacts:
-            request = replace(request, messages=[*request.messages, COMPACT])
+        messages = self._pins.settled(request.messages)
+        request = replace(request, messages=[*messages, COMPACT] if request.compacts else messages)
         while True:
             try:
                 return await self._answer(request, on_tokens)
@@ -164,7 +131,7 @@ class AgentHistories:
             stream, turns = self.ctx.trajectory.stream(source.name), {turn.before: turn for turn in source.turns}
             assert stream is not None
             own = enumerate(stream.messages[source.shares : end], source.shares)
-            said[:0] = [self._seen(stream, turns[at], m) if at in turns else m for at, m in own]
+            said[:0] = [self._view.seen(stream, turns[at], m) if at in turns else m for at, m in own]
             if source.left is None:
                 return said, instructions
             source, end = source.left, min(source.shares, end)
@@ -172,9 +139,8 @@ class AgentHistories:
     def text_stream(self, pending: PendingRequest) -> TextStream:
         """Return what reads the text of an answer that an engine is asked for."""
         request = pending.request
-        header = request.ids[: len(request.ids) - request.of_turn]
-        inside = self._tags is not None and self._tags.opened_by(header)
-        return TextStream(self.ctx.context(request.context), self._tags, inside)
+        tags, header = self._view.tags, request.ids[: len(request.ids) - request.of_turn]
+        return TextStream(self.ctx.context(request.context), tags, tags is not None and tags.opened_by(header))
 
     async def _answer(self, request: ChatRequest, on_tokens: OnTokens | None) -> Answer:
         """Answer a call whose messages are all there."""
@@ -184,6 +150,8 @@ class AgentHistories:
         try:
             async with self._claiming:
                 branch, number = await self._claim(request)
+                thread, window = request.origin
+                self._windows[thread] = max(window, self._windows.get(thread, 0))
                 answered = number is not None and branch.turns[number].answered
                 branch.busy = not answered
             if number is None or not answered:
@@ -216,7 +184,9 @@ class AgentHistories:
         self.limit = limit
         return refuse(f"the limit '{limit}' of this agent is reached; bring your work to an end", "limit_reached")
 
-    async def _generate(self, branch: _Branch, request: ChatRequest, on_tokens: OnTokens | None, *, paid: bool) -> None:
+    async def _generate(
+        self, branch: AgentHistory, request: ChatRequest, on_tokens: OnTokens | None, *, paid: bool
+    ) -> None:
         try:
             # A call may set what the agent and the run do not, and lower `max_tokens`.
             sampling = self.ctx.agent.samplings[self.ctx.state, self.context].over_at_most(request.sampling)
@@ -228,27 +198,29 @@ class AgentHistories:
         finally:
             self._note_turn(branch)
 
-    def _note_turn(self, branch: _Branch) -> None:
+    def _note_turn(self, branch: AgentHistory) -> None:
         """Take what was sampled into the branch, also when it was cut off."""
         stream = self.ctx.trajectory.stream(branch.name)
         if stream is None or not self._has_turn(branch):
             return  # nothing was sampled; the question stands
         answered = stream.finish_reason != FinishReason.ABORT
         if branch.asks:
-            branch.turns.append(_Turn(len(branch.chains) - 1, stream.turn_at, len(stream.tokens), delivered=False))
+            branch.turns.append(
+                HistoryTurn(len(branch.chains) - 1, stream.turn_at, len(stream.tokens), delivered=False)
+            )
             branch.asks = False
             branch.chains.append(b"")
         turn = branch.turns[-1]
         turn.stopped = stream.finish_reason == FinishReason.STOP
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
-        branch.chains[-1] = extend_chain(branch.chains[-2], self._seen(stream, turn, stream.messages[-1]))
+        branch.chains[-1] = extend_chain(branch.chains[-2], self._view.seen(stream, turn, stream.messages[-1]))
 
-    def _has_turn(self, branch: _Branch) -> bool:
+    def _has_turn(self, branch: AgentHistory) -> bool:
         """Whether something of an answer to the branch's last question stands in its stream."""
         stream = self.ctx.trajectory.stream(branch.name)
         return stream is not None and len(stream.messages) == len(branch.chains) - (not branch.asks)
 
-    def _reply(self, branch: _Branch, number: int, request: ChatRequest) -> Answer:
+    def _reply(self, branch: AgentHistory, number: int, request: ChatRequest) -> Answer:
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
         turn = branch.turns[number]
@@ -260,45 +232,26 @@ class AgentHistories:
 
         self._replies[request.reply_id] = branch, number, request.instructions
         reply = ChatReply(
-            model=request.model, message=self._seen(stream, turn, stream.messages[turn.before]),
+            model=request.model, message=self._view.seen(stream, turn, stream.messages[turn.before]),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH, prompt_tokens=turn.start,
             completion_tokens=len(ids),
         )  # fmt: skip
         return Answer(reply, delivered)
 
-    def _seen(self, stream: Stream, turn: _Turn, message: Message) -> Message:
-        """Return a turn's message as its caller sees it: what the model thought beside what it says."""
-        if self._tags is None:
-            return message
-        reach = max(0, turn.start - 256)  # tokens that hold the header's end
-        inside = self._tags.opened_by(stream.tokens.tail(reach)[: turn.start - reach])
-        thought, text = split_thought(text_of(message), self._tags, inside)
-        return message | {"content": text, THOUGHT: thought} if thought else message | {"content": text}
-
-    def _chains(self, messages: Iterable[Message]) -> list[Chain]:
-        """Return what stands for the prefixes of a history that a caller sends; it may have put thoughts back."""
-        if self._tags is not None:
-            messages = [
-                message | {"content": split_thought(text_of(message), self._tags)[1]}
-                if message["role"] == "assistant"
-                else message
-                for message in messages
-            ]
-        return chains_of(None, messages)
-
     # -- finding the stream ---------------------------------------------------------------------------------------
 
-    async def _claim(self, request: ChatRequest) -> tuple[_Branch, int | None]:
+    async def _claim(self, request: ChatRequest) -> tuple[AgentHistory, int | None]:
         """Return the branch that a call belongs to, with its question written, and its turn if that has begun."""
         messages = request.messages
         if messages[-1]["role"] == "assistant":
             raise refuse("the last message is the assistant's own; end with one that it is to answer")
-        chains, count = self._chains(messages), len(messages)
+        chains, count, thread = self._view.chains(messages), len(messages), request.origin.thread
         schemas = self._shown(request.tools)
         if request.compacts and not schemas and self._branches:  # it says nothing of tools: those of what it compacts
             schemas = max(self._branches, key=lambda branch: sum(map(eq, branch.chains, chains))).bound.tools
         branches = [branch for branch in self._branches if branch.bound.tools == schemas]
-        asked = [branch for branch in branches if branch.begins_with(chains, count)]
+        own = [branch for branch in branches if branch.thread in (None, thread)]
+        asked = [branch for branch in own if branch.begins_with(chains, count)]
         # 1. A retry: the same question, whose answer nobody has had.
         for branch in asked:
             if branch.busy:
@@ -316,30 +269,37 @@ class AgentHistories:
             if turn.answered and branch.begins_with(chains, turn.before + 1)
         ]
         if ends:
-            end, branch, number = max(ends, key=lambda found: found[0])
+            end, branch, number = max(ends, key=lambda found: (found[0], found[1].thread in (None, thread)))
             new = messages[end:]
             if all(message["role"] != "assistant" for message in new):
-                if number == len(branch.turns) - 1 and not branch.asks:
+                whose = branch.thread in (None, thread)
+                if whose and number == len(branch.turns) - 1 and not branch.asks:
                     branch.turns[-1].delivered = True  # or it would not be re-sent
-                    self.ctx.write(new, context=branch.name)
-                    branch.chains, branch.asks = chains, True
+                    stream = self.ctx.trajectory.stream(branch.name)
+                    assert stream is not None
+                    self.ctx.write(renamed(stream.messages, messages, new), context=branch.name)
+                    branch.chains, branch.asks, branch.thread = chains, True, thread
                     return branch, None
-                return await self._fork(chains, messages, branch, branch.turns[number].end, end, number), None
+                why = ForkReason.EARLIER_POINT
+                return await self._fork(request, chains, branch, branch.turns[number].end, end, number, why), None
         # 3. Another answer to a question that was answered.
-        for branch in asked:
+        for branch in (branch for branch in branches if branch.begins_with(chains, count)):
             for number, turn in enumerate(branch.turns):
                 if turn.before == count:
-                    return await self._fork(chains, messages, branch, turn.start, count, number), None
+                    why = ForkReason.ANOTHER_ANSWER
+                    return await self._fork(request, chains, branch, turn.start, count, number, why), None
         # 4. A history of its own.
-        return await self._open(chains, messages, schemas), None
+        return await self._open(request, chains, schemas), None
 
     async def _fork(
-        self, chains: list[Chain], messages: list[Message], branch: _Branch, end: int, shared: int, number: int
-    ) -> _Branch:
+        self, request: ChatRequest, chains: list[Chain], branch: AgentHistory, end: int, shared: int, number: int,
+        why: ForkReason,
+    ) -> AgentHistory:  # fmt: skip
         """Open a branch with the first ``end`` tokens of another, which are its first ``shared`` messages."""
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
-        new, turn, bound = messages[shared:], branch.turns[number], branch.bound
+        new = renamed(stream.messages, request.messages, request.messages[shared:])
+        turn, bound = branch.turns[number], branch.bound
         history = [*stream.messages[:shared], *new]
         ids = stream.tokens.ids[:end]
         guarded_at = [at for at in stream.guarded_at if at < end]
@@ -348,7 +308,7 @@ class AgentHistories:
         encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts), media=tuple(media))
         if new:
             if bound.chat.must_split(history[:shared], new, bound.tools):
-                return await self._open(chains, messages, bound.tools)
+                return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
             stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
             try:
                 finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -356,7 +316,7 @@ class AgentHistories:
                     FollowUp(history[:shared], new, bound.tools, ids[turn.start :], finish_reason, self.ctx.active.date)
                 )
             except ChatTemplateError:
-                return await self._open(chains, messages, bound.tools)
+                return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
             if glue.entry is not None:
                 self.ctx.active.glue_entries.add(glue.entry)
             places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
@@ -364,40 +324,71 @@ class AgentHistories:
             media += [span.moved(len(ids)) for span in glue.media]
             guarded = encoded.guarded + glue.guarded
             encoded = Encoded(ids + glue.ids, guarded, places, tuple(parts), media=tuple(media))
-        bound = self._bind(BRANCH, bound.tools)
+        bound = self._bind(BRANCH, bound.tools, self._of_origin(request.origin) or why, trained=bound.trained)
         number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
         begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
-        return self._begun(bound, chains, branch, shared)
+        return self._begun(bound, chains, request.origin, branch, shared)
 
-    async def _open(self, chains: list[Chain], messages: list[Message], schemas: tuple[dict[str, Any], ...]) -> _Branch:
+    async def _open(
+        self, request: ChatRequest, chains: list[Chain], schemas: Tools,
+        why: ForkReason | None = None,
+    ) -> AgentHistory:  # fmt: skip
         """Open a history by rendering it in full; ChatTemplateError where that shows nothing of its tools."""
+        messages, origin = request.messages, request.origin
         if schemas:
             system = "\n".join(text_of(message) for message in messages if message["role"] == "system")
             check_shown(self.ctx.agent.contexts[self.context].chat, system, schemas)
+        # 1. Beside the agent's own work?
         stream = self.ctx.trajectory.stream(self.context)
-        if stream is None or (stream.turn is None and not self._branches):
-            bound = replace(self._bind(None, schemas), name=self.context)
-            self.ctx.active.branches[self.context] = bound
+        begins = stream is None or (stream.turn is None and all(b.name != self.context for b in self._branches))
+        if is_side_call(messages, schemas, self._task, first=begins):
+            bound = self._bind(FURTHER, schemas, ForkReason.SIDE_CALL, trained=self._train_side_calls)
+        # 2. Its first history has the context's own name.
+        elif begins:
+            bound = self._bind(None, schemas)
             if stream is not None and stream.messages == messages and not schemas and not self._own_tools:
-                return self._begun(bound, chains)  # the prompt, as it was opened
+                return self._begun(bound, chains, origin)  # the prompt, as it was opened
         else:
             user = next((place for place, message in enumerate(messages, 1) if message["role"] == "user"), len(chains))
             shares = any(branch.begins_with(chains, user) for branch in self._branches)
-            bound = self._bind(BRANCH if shares else FURTHER, schemas)
+            why = self._of_origin(origin) or why or self._why(messages, schemas, shares)
+            bound = self._bind(BRANCH if shares else FURTHER, schemas, why)
         await self.ctx.open(bound, list(messages))
-        return self._begun(bound, chains)
+        return self._begun(bound, chains, origin)
+
+    def _of_origin(self, origin: Origin) -> ForkReason | None:
+        """Return what a call's headers say of why it opens a stream."""
+        if not origin.thread or not self._windows:
+            return None
+        if origin.thread not in self._windows:
+            return ForkReason.SUB_AGENT
+        return ForkReason.COMPACTION if origin.window > self._windows[origin.thread] else None
+
+    def _why(self, messages: list[Message], schemas: Tools, shares: bool) -> ForkReason:
+        streams = [(self.ctx.trajectory.stream(branch.name), branch.bound.tools) for branch in self._branches]
+        present = [(stream, tools) for stream, tools in streams if stream is not None]
+        return why_opened(messages, schemas, present, self._view.closing, shares=shares)
 
     @property
     def _own_tools(self) -> bool:
         """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
         return bool(self.ctx.agent.contexts[self.context].tools)
 
-    def _begun(self, bound: BoundContext, chains: list[Chain], left: _Branch | None = None, shares: int = 0) -> _Branch:
+    def _begun(
+        self,
+        bound: BoundContext,
+        chains: list[Chain],
+        origin: Origin,
+        left: AgentHistory | None = None,
+        shares: int = 0,
+    ) -> AgentHistory:
         """Note a branch that has its first question to answer."""
-        self._branches.append(branch := _Branch(bound.name, bound, chains, left=left, shares=shares))
+        self._branches.append(
+            branch := AgentHistory(bound.name, bound, chains, origin.thread, left=left, shares=shares)
+        )
         return branch
 
-    def _bind(self, mark: str | None, schemas: tuple[dict[str, Any], ...]) -> BoundContext:
+    def _bind(self, mark: str | None, schemas: Tools, why: str = "", *, trained: bool = True) -> BoundContext:
         """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
         base = self.ctx.agent.contexts[self.context]
         names = {stream.context for stream in self.ctx.trajectory.streams}
@@ -407,40 +398,35 @@ class AgentHistories:
         name = self.context if mark is None else f"{self.context}{mark}{number}"
         shown = schemas or base.client.facts.text_only
         tool_format = shown_format(base.spec, base.chat, base.client) if shown else None
-        bound = replace(base, name=name, tools=schemas, tool_format=tool_format)
+        bound = replace(
+            base, name=name, tools=schemas, tool_format=tool_format, why=why, trained=base.trained and trained
+        )
         self.ctx.active.branches[name] = bound
         return bound
 
-    def _shown(self, tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    def _shown(self, tools: list[dict[str, Any]]) -> Tools:
         """Return the schemas of a call, the same objects each time."""
-        key = json.dumps(tools, sort_keys=True)
+        settled = self._pins.tools(tools)
+        key = tuple(settled)
         if key not in self._schemas:
             if len(self._schemas) >= 256:
                 self._schemas.clear()
-            self._schemas[key] = tuple(tools)
+            self._schemas[key] = tuple(map(dict, settled.values()))
         return self._schemas[key]
 
     # -- what there was before ------------------------------------------------------------------------------------
 
     def _remember(self, stream: Stream, *, delivered: bool) -> None:
         """Take in a stream of an earlier visit, or of this one before it was interrupted."""
-        bound = self.ctx.context(stream.context)
-        spans: dict[int, list[int]] = {}
-        for span in stream.tokens.spans:
-            if span.owner is Owner.MODEL:
-                spans.setdefault(span.turn, [span.start, span.end])[1] = span.end
-        places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
-        if len(places) != len(spans) or not spans:
+        bound = replace(self.ctx.context(stream.context), trained=stream.tokens.trained, why=stream.why)
+        turns = turns_of(stream, delivered=delivered)
+        if not turns:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        turns = [
-            _Turn(before, start, end, delivered=delivered)
-            for before, (start, end) in zip(places, spans.values(), strict=True)
-        ]
-        seen = {turn.before: self._seen(stream, turn, stream.messages[turn.before]) for turn in turns}
-        chains = self._chains(seen.get(place, message) for place, message in enumerate(stream.messages))
+        seen = {turn.before: self._view.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
+        chains = self._view.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks = stream.awaiting or bool(stream.pending)
-        self._branches.append(_Branch(stream.context, bound, chains, turns, asks))
+        self._branches.append(AgentHistory(stream.context, bound, chains, turns=turns, asks=asks))
 
 
 def _sampled(error: PictureSampled) -> ProtocolError:

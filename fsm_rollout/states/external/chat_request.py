@@ -7,19 +7,17 @@ A picture comes with its bytes: nothing is fetched for a caller, and no file is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from fsm_rollout.errors import ConfigError, PictureError
+from fsm_rollout.states.external.origins import NOWHERE, Origin
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import is_picture, picture_of
 from fsm_rollout.trajectory.settings import Sampling
@@ -67,6 +65,7 @@ class ChatRequest:
     truncates: bool = False  # whether the oldest messages may be left out where there is no room for all
     compacts: bool = False  # whether it asks for a summary that takes the messages' place
     echo: Mapping[str, Any] = field(default_factory=dict)  # what the protocol's answer says of the call again
+    origin: Origin = NOWHERE  # of which thread of its agent it is
     reply_id: str = field(default_factory=partial(secrets.token_hex, 12))  # names the answer
 
     def with_earlier(self, find: Callable[[str], tuple[Sequence[Message], bool]]) -> ChatRequest:
@@ -196,16 +195,6 @@ def arguments_of(arguments: object) -> object:
     return arguments if isinstance(arguments, Mapping) else {}
 
 
-def key_of(message: Message) -> str:
-    """Return what makes two messages the same, as text."""
-    calls = [
-        (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
-        for call in message.get("tool_calls") or ()
-    ]
-    said = comparable([{"content": message["content"]}]) if media_of(message) else text_of(message)
-    return _encode([message["role"], said, calls, message.get("tool_call_id")])
-
-
 def named(messages: Sequence[Message]) -> list[Message]:
     """Return messages where each of a tool's has the name of the tool: some templates show it."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
@@ -215,24 +204,3 @@ def named(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
-
-
-_encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
-
-
-Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
-
-
-def begin_chain(data: object) -> Chain:
-    """Return that of an empty history; ``data`` is what must be the same beside the messages."""
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def extend_chain(before: Chain, message: Message) -> Chain:
-    """Return that of a history with one message more."""
-    return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
-    """Return those of all prefixes of a history, the empty one first."""
-    return list(accumulate(messages, extend_chain, initial=begin_chain(data)))

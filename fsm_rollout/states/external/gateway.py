@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -19,6 +20,7 @@ from aiohttp import web
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
+from fsm_rollout.states.external.origins import origin_of
 from fsm_rollout.states.external.responding import (
     DIALECTS,
     Exchange,
@@ -124,7 +126,7 @@ class Gateway:
             message = f"there is no {request.method} {request.path} here; there is POST {', POST '.join(DIALECTS)}"
             raise ProtocolError(404, "not_found", message)
         dialect = dialect_of(request.path)
-        chat = await chat_of(request, dialect)
+        chat = replace(await chat_of(request, dialect), origin=origin_of(request.headers))
         return await respond(request, dialect, chat, _parts(session.histories, chat))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -90,12 +91,24 @@ class External(State):
         dialect: Literal["openai", "responses", "anthropic"] = Field(
             "openai", description="the protocol that it speaks; the first two are OpenAI's, and have the same address"
         )
+        train_side_calls: bool = Field(
+            False, description="train what it asks for beside its work (a title of the conversation, say), too"
+        )
+        pins: tuple[str, ...] = Field(
+            (), description="regular expressions: text of system messages that changes from call to call, beside what "
+            "is known to (dates, ids, billing headers); each match is taken as it first was",
+        )  # fmt: skip
         env: dict[str, str] = Field(default_factory=dict, description="for the program; `$NAME` is read here")
 
         @model_validator(mode="after")
         def _one_agent(self) -> External.Options:
             if (self.command is None) == (self.use is None):
                 raise ValueError("give either `command` (a program) or `use` (module:function)")
+            for pattern in self.pins:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"pins: {pattern!r} is no regular expression: {error}") from None
             return self
 
     options: Options
@@ -105,7 +118,9 @@ class External(State):
         self._function: Any = load_object(self.options.use) if self.options.use is not None else None
         if self.options.use is not None and not callable(self._function):
             raise ConfigError(f"'{self.options.use}' is no function")
-        self._schemas: dict[str, tuple[dict[str, Any], ...]] = {}  # the tools that foreign agents have shown: a cache
+        self._schemas: dict[
+            tuple[str, ...], tuple[dict[str, Any], ...]
+        ] = {}  # the tools that foreign agents have shown: a cache
 
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Serve the agent, run it, and see how it ended."""
@@ -114,8 +129,12 @@ class External(State):
             raise ConfigError(f"a foreign agent needs the package `{package}`: pip install 'fsm-rollout[external]'")
         from fsm_rollout.states.external.agent_histories import AgentHistories
         from fsm_rollout.states.external.gateway import AgentSession, gateway  # a server: only for those who need one
+        from fsm_rollout.states.external.sameness import Pins
 
-        histories = AgentHistories(ctx, self.spec.context, self._schemas)
+        histories = AgentHistories(
+            ctx, self.spec.context, self._schemas, Pins(self.options.pins),
+            train_side_calls=self.options.train_side_calls,
+        )  # fmt: skip
         session = AgentSession(histories, trajectory.agent)
         async with gateway().session(session) as (url, key):
             dialect = import_module(f"fsm_rollout.states.external.{self.options.dialect}_dialect")

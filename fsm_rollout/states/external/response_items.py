@@ -21,6 +21,7 @@ from fsm_rollout.states.external.chat_request import (
     tool_of,
     unsupported,
 )
+from fsm_rollout.states.external.origins import SUMMED_UP
 from fsm_rollout.trajectory.events import Message
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -133,7 +134,7 @@ def _summary_of(item: Mapping[str, Any], where: str) -> str:
     if not sealed.startswith(_SUMMARY):
         raise refuse(f"{where}: a compaction item that is not from here cannot be read", "unsupported_content", where)
     text = base64.b64decode(sealed.removeprefix(_SUMMARY), validate=True).decode()
-    return f"The conversation so far was replaced by this summary:\n\n{text}"
+    return f"{SUMMED_UP}{text}"
 
 
 def tools_of(body: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], Mapping[str, Any]]]:

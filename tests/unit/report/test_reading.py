@@ -22,7 +22,8 @@ from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import GOES_ON, percent
-from fsm_rollout.report.trajectory import trajectory_page
+from fsm_rollout.report.trajectory import FORKS, trajectory_page
+from fsm_rollout.trajectory.enums import ForkReason
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Scored, Transitioned
 from fsm_rollout.trajectory.journal import Journal
 from tests.cases import table
@@ -233,12 +234,15 @@ def test_a_foreign_agent_s_histories_are_told_apart() -> None:
         *(event for event in history() if not isinstance(event, Ended | Scored)),
         *(
             ContextOpened(
-                at=111.0, context=context, state="EXTERNAL", messages=[{"role": "user", "content": "x"}],
-                ids=array("i", [1, 2]), trained=True, engine="policy",
+                at=111.0, context=f"main~{number}", state="EXTERNAL", messages=[{"role": "user", "content": "x"}],
+                ids=array("i", [1, 2]), trained=True, engine="policy", why=why,
             )
-            for context in ("main~2", "main+2")
+            for number, why in enumerate(ForkReason)
         ),
     ]  # fmt: skip
     page = trajectory_page(Recording.of(events))
-    assert page.count("a history that its agent rewrote") == 1
-    assert page.count("another conversation of its agent") == 1
+    assert [page.count(f"; {FORKS[why]}</figcaption>") for why in ForkReason] == [1] * len(ForkReason)
+    (trajectory,) = [Recording.of(events).trajectory]
+    counted = summarize([trajectory], wall_seconds=1.0)
+    assert counted["forks"] == dict.fromkeys(ForkReason, 1)
+    assert "side_call 1" in on_screen(summary_table(counted), 400)

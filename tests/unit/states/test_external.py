@@ -25,6 +25,7 @@ from tests.foreign import CALCULATOR, CALL, agent, chat, check_exact, client
 
 HERE = "tests.unit.states.test_external"
 SEEN: list[Any] = []
+FORKS = [f"{mark}{number}" for mark in "~+" for number in range(2, 9)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def _fresh() -> None:
 
 def run(
     graph: AgentGraph | str, turns: Any, prompt: Any = "What is 20 + 22?", n: int = 1, processor: Any = None,
-    **options: Any,
+    check: bool = True, **options: Any,
 ) -> tuple[list[Trajectory], ScriptedEngine]:  # fmt: skip
     """Run a foreign agent (the name of a function here), and hold its rows to the engine's log."""
     tokenizer = embedded_tokenizer() if processor is None else processor.tokenizer
@@ -50,7 +51,8 @@ def run(
                     trajectories.extend(group.trajectories)
 
     asyncio.run(main())
-    check_exact(trajectories, engine)
+    if check:
+        check_exact(trajectories, engine)
     return trajectories, engine
 
 
@@ -104,7 +106,7 @@ async def rewriter(visit: ForeignVisit) -> None:
 def test_a_rewrite_is_a_counted_stream_of_its_own() -> None:
     (trajectory,), _ = run("rewriter", {"main": ["a", "b"], "main~2": ["c"]})
     assert [stream.context for stream in trajectory.streams] == ["main", "main~2"]
-    assert trajectory.forks == 1
+    assert (trajectory.forks, trajectory.streams[1].why) == (1, "rewritten")
     assert trajectory.streams[0].tokens.trained_length == 4  # two turns of a token and a stop
 
 
@@ -130,6 +132,9 @@ def test_a_branch_begins_with_the_very_tokens_that_it_shares() -> None:
     again = streams["main~4"]  # another answer to the first question
     assert again.ids[: again.prompt_length] == streams["main"].ids[: streams["main"].prompt_length]
     assert trajectory.forks == 3
+    reasons = {stream.context: stream.why for stream in trajectory.streams}
+    earlier = dict.fromkeys(("main~2", "main~3"), "earlier_point")
+    assert reasons == {"main": "", **earlier, "main~4": "another_answer", "main+2": "conversation"}
     number = trajectory.streams.index(first)
     shared = {stream.context: stream.shares for stream in trajectory.streams}
     whole, opening = (number, end), (number, first.tokens.prompt_length)
@@ -152,6 +157,51 @@ def test_histories_that_grow_side_by_side_are_a_stream_each() -> None:
     assert [stream.context for stream in trajectory.streams] == ["main", "main+2"]
     assert [stream.turn for stream in trajectory.streams] == [4, 5]
     assert trajectory.forks == 0
+
+
+async def opencode(visit: ForeignVisit) -> None:
+    """Call as opencode does: a title, its work, a sub-agent, a summary, and what goes on from that."""
+
+    def told(number: int, rest: str = "") -> list[dict[str, Any]]:
+        return [{"role": "system", "content": f"Work.\nToday's date: 2026-11-{number}{rest}"}]
+
+    tools = [CALCULATOR, {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}]
+    async with client(visit) as api:
+
+        async def say(messages: list[Any], session: str = "a", **options: Any) -> Any:
+            return await chat(api, messages, extra_headers={"x-session-id": session}, **options)
+
+        title = {"role": "system", "content": "You are a title generator."}
+        asked = {"role": "user", "content": visit.task}
+        await say([title, {"role": "user", "content": "Generate a title for this conversation:"}, asked])
+        work = [asked]
+        called = await say(history := [*told(26), *work], tools=tools)
+        work.append(history[-1] | {"content": called.content + "\n"})
+        work[-1]["tool_calls"][0]["id"] = "renamed"
+        work += [{"role": "tool", "tool_call_id": "renamed", "content": "42"}, *told(26)]
+        await say(history := [*told(27), *work], tools=tools[::-1])
+        await say([*told(28), asked], session="b", tools=tools)
+        prompt = {"role": "user", "content": "Give a detailed summary of our conversation."}
+        summary = await say([{"role": "system", "content": "You sum up."}, *work, history[-1], prompt])
+        after = [asked, {"role": "user", "content": f"So far: {summary.content}"}]
+        await say([*told(29), *after], tools=tools)
+        await say([*told(29, "; be brief."), asked, {"role": "assistant", "content": "x"}, asked], tools=tools)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_harness_s_histories_are_a_stream_each_and_each_says_why(train: bool) -> None:
+    graph = agent(f"use: '{HERE}:opencode', train_side_calls: {str(train).lower()}")
+    turns = {"main": [f"I add. {CALL}", "It is 42."]}
+    (trajectory,), _ = run(graph, turns | {f"main{mark}": ["as was said before"] for mark in FORKS}, check=train)
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    side, work, *others = trajectory.streams
+    assert (work.context, work.why, [m["role"] for m in work.messages]) == (
+        "main", "", ["system", "user", "assistant", "tool", "assistant"],
+    )  # fmt: skip
+    assert work.messages[3]["tool_call_id"] == work.messages[2]["tool_calls"][0]["id"] != "renamed"
+    assert (side.why, side.tokens.trained_length > 0) == ("side_call", train)
+    assert [stream.why for stream in others] == ["sub_agent", "summary", "compaction", "system_changed"]
+    assert all(stream.tokens.trained_length for stream in others)
 
 
 async def gives_up(visit: ForeignVisit) -> None:

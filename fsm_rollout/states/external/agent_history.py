@@ -1,0 +1,92 @@
+"""One history of a foreign agent with its stream, and the assistant's turns in it.
+
+Invariant: a branch's chains stand for its messages as its caller sees them; where its tokens are, its stream says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fsm_rollout.chat.thinking import ThinkingTags
+from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.external.chat_request import THOUGHT
+from fsm_rollout.states.external.sameness import Chain, chains_of
+from fsm_rollout.states.external.text_stream import split_thought
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import Stream, text_of
+from fsm_rollout.trajectory.tokens import Owner
+
+
+@dataclass(slots=True)
+class HistoryTurn:
+    """An assistant turn of a branch: where its tokens are, and whether its caller has received it."""
+
+    before: int  # how many messages stand before it
+    start: int
+    end: int  # its tokens
+    answered: bool = True  # whether it has come to its end; else the rest of it can be sampled
+    delivered: bool = True
+    stopped: bool = False  # whether it has ended, be it at a stop string, and was not cut
+
+
+@dataclass(slots=True)
+class AgentHistory:
+    """One history with its stream."""
+
+    name: str
+    bound: BoundContext
+    chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
+    thread: str | None = None  # which of its agent's it is; ``None``: that is not known
+    turns: list[HistoryTurn] = field(default_factory=list)
+    asks: bool = True  # whether its last message waits for an answer
+    left: AgentHistory | None = None  # the branch that it forks off,
+    shares: int = 0  # and how many messages they share
+    busy: bool = False
+
+    def begins_with(self, chains: Sequence[Chain], count: int) -> bool:
+        """Whether its first ``count`` messages are those of the history that has these hashes."""
+        return count < min(len(chains), len(self.chains)) and self.chains[count] == chains[count]
+
+
+class CallersView:
+    """What callers see of a model's turns: what it thought, by ``tags``, apart from what it says."""
+
+    def __init__(self, tags: ThinkingTags | None) -> None:
+        self.tags = tags
+        self.closing = "" if tags is None else tags.closing  # ends a thought
+
+    def seen(self, stream: Stream, turn: HistoryTurn, message: Message) -> Message:
+        """Return a turn's message as its caller sees it."""
+        if self.tags is None:
+            return message
+        reach = max(0, turn.start - 256)  # tokens that hold the header's end
+        inside = self.tags.opened_by(stream.tokens.tail(reach)[: turn.start - reach])
+        thought, text = split_thought(text_of(message), self.tags, inside)
+        return message | {"content": text, THOUGHT: thought} if thought else message | {"content": text}
+
+    def chains(self, messages: Iterable[Message]) -> list[Chain]:
+        """Return what stands for the prefixes of a history that a caller sends; it may have put thoughts back."""
+        if self.tags is not None:
+            messages = [
+                message | {"content": split_thought(text_of(message), self.tags)[1]}
+                if message["role"] == "assistant"
+                else message
+                for message in messages
+            ]
+        return chains_of(None, messages)
+
+
+def turns_of(stream: Stream, *, delivered: bool) -> list[HistoryTurn]:
+    """Return the turns that were sampled in a stream; none: it is not one that can be gone on with."""
+    spans: dict[int, list[int]] = {}
+    for span in stream.tokens.spans:
+        if span.owner is Owner.MODEL:
+            spans.setdefault(span.turn, [span.start, span.end])[1] = span.end
+    places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
+    if len(places) != len(spans):
+        return []  # a turn went on after it was cut
+    return [
+        HistoryTurn(before, start, end, delivered=delivered)
+        for before, (start, end) in zip(places, spans.values(), strict=True)
+    ]

@@ -1,0 +1,179 @@
+"""Which histories are the same, as their callers see them, and what stands for one.
+
+Invariants: what a caller may change without meaning anything by it counts for nothing: what the model thought before it
+spoke, white space around what it said, the order of a call's arguments, the names of calls. What stands for a history
+is made of its messages in order, so it stands for each beginning of it, too. Text of system messages that changes from
+call to call (:class:`Pins`) is taken as it first was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from fsm_rollout.trajectory.event_bytes import comparable
+from fsm_rollout.trajectory.events import Message
+from fsm_rollout.trajectory.stream import media_of, text_of
+
+Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
+
+_encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
+
+
+def key_of(message: Message) -> str:
+    """Return what makes two messages the same, as text."""
+    calls = [
+        (call["function"]["name"], _settled(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
+    ]
+    said: object = text_of(message)
+    if media_of(message):
+        said = comparable([{"content": message["content"]}])
+    elif message["role"] == "assistant":
+        said = text_of(message).strip()
+    return _encode([message["role"], said, calls, message.get("tool_call_id")])
+
+
+def _settled(value: Any) -> Any:
+    """Return plain data with whole numbers as integers: what parses and writes it again may not keep 1.0 from 1."""
+    match value:
+        case dict():
+            return {key: _settled(item) for key, item in value.items()}
+        case list():
+            return [_settled(item) for item in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
+
+
+def begin_chain(data: object) -> Chain:
+    """Return that of an empty history; ``data`` is what must be the same beside the messages."""
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def extend_chain(before: Chain, message: Message) -> Chain:
+    """Return that of a history with one message more; results of tools name their calls as :func:`placed` has it."""
+    return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
+    """Return those of all prefixes of a history, the empty one first."""
+    return list(accumulate(placed(messages), extend_chain, initial=begin_chain(data)))
+
+
+def placed(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yield messages where each result of a tool names its call by the place among those of its turn."""
+    places: dict[str, str] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            name = message.get("tool_call_id", "")
+            yield message | {"tool_call_id": places.get(name, name)}
+            continue
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            places[call.get("id")] = f"#{place}"
+        yield message
+
+
+def renamed(ours: Sequence[Message], theirs: Sequence[Message], new: Iterable[Message]) -> list[Message]:
+    """Return new messages of a caller whose history ``theirs`` is ``ours``, with its names of calls as ours."""
+    names: dict[str, str] = {}
+    for own, their in zip(ours, theirs, strict=False):
+        for call, same in zip(own.get("tool_calls") or (), their.get("tool_calls") or (), strict=False):
+            names[same["id"]] = call["id"]
+    return [
+        message | {"tool_call_id": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
+        for message in new
+    ]
+
+
+# -- what changes from call to call ---------------------------------------------------------------------------------
+
+_CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?: ?[AaPp][Mm])?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2})\b)?"
+_DAY = r"(?:(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?,? +)?"
+_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+# A value that names a moment, or one call among many.
+_VALUE = re.compile(
+    "|".join(
+        (
+            rf"{_DAY}\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}(?:[T ]{_CLOCK})?",  # 2026-11-26T01:00:48Z
+            rf"{_DAY}\d{{1,2}}[-/.]\d{{1,2}}[-/.]\d{{4}}(?:,? {_CLOCK})?",  # 11/26/2026, 1:00:48 AM
+            rf"{_DAY}{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,?(?: {_CLOCK})? \d{{4}}",  # Thu Nov 26 01:00:48 2026
+            rf"{_DAY}\d{{1,2}}\.? {_MONTH} \d{{4}}(?:,? {_CLOCK})?",  # Thursday, 26 November 2026
+            rf"\b{_CLOCK}",
+            r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b",  # a UUID
+            r"\b(?=[a-z]*\d)[0-9a-f]{8,}(?:\.\d+)?\b",  # a checksum, or seconds since 1970
+            r"\b(?:[a-z]+[_-])+(?=[a-z]*\d)[0-9a-z]{12,}\b",  # ses_5f1a...
+        )
+    ),
+    re.IGNORECASE,
+)
+_LABEL = re.compile(
+    r"date|\btime|\bnow\b|today|timestamp|session|request|trace|turn|conversation|thread|nonce|checksum|uuid|\bid\b",
+    re.IGNORECASE,
+)
+_BILLING = re.compile(r"\s*x-[a-z-]*billing[a-z-]*:", re.IGNORECASE)
+_CHANGES = "\0"  # stands in the place of what changes
+_MOST_TEXTS = 256  # that are remembered
+
+
+class Pins:
+    """Takes text that differs from earlier text in nothing but what changes with each call as that was.
+
+    So much is known to change: what stands in a billing header, and in lines that speak of a date, a time, a session, a
+    request or the like, the moments and ids; further, what ``patterns`` match. One line that reads otherwise in
+    anything else is another text.
+    """
+
+    def __init__(self, patterns: Iterable[str] = ()) -> None:
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._first: dict[str, str] = {}  # by what does not change, the text that was the first with it
+        self._known: dict[str, str] = {}  # by a text, what it is taken as
+        self._orders: dict[frozenset[str], tuple[str, ...]] = {}  # the first order of each set of tools
+
+    def text(self, text: str) -> str:
+        """Return what a text is taken as."""
+        if (known := self._known.get(text)) is None:
+            if len(self._known) >= _MOST_TEXTS:
+                self._known.clear()
+            known = self._known[text] = self._first.setdefault(self._unchanging(text), text)
+        return known
+
+    def _unchanging(self, text: str) -> str:
+        for pattern in self._patterns:
+            text = pattern.sub(_CHANGES, text)
+        lines = text.split("\n")
+        for place, line in enumerate(lines):
+            if _BILLING.match(line):
+                lines[place] = _CHANGES
+            elif _LABEL.search(line):
+                lines[place] = _VALUE.sub(_CHANGES, line)
+        return "\n".join(lines)
+
+    def settled(self, messages: Iterable[Message]) -> list[Message]:
+        """Return a history with its system messages as they first were; one that stands there again is left out."""
+        said: list[Message] = []
+        seen: set[str] = set()
+        for message in messages:
+            if message["role"] == "system" and not media_of(message):
+                text = self.text(given := text_of(message))
+                if text in seen:
+                    continue
+                seen.add(text)
+                message = message if text == given else message | {"content": text}
+            said.append(message)
+        return said
+
+    def tools(self, tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """Return OpenAI schemas by what stands for each: descriptions as they first were, and in the first order."""
+        settled: dict[str, Mapping[str, Any]] = {}
+        for tool in tools:
+            function = tool["function"]
+            if isinstance(about := function.get("description"), str) and (text := self.text(about)) != about:
+                tool = {**tool, "function": {**function, "description": text}}
+            settled[_encode(tool)] = tool
+        order = self._orders.setdefault(frozenset(settled), tuple(settled))
+        return {name: settled[name] for name in order}
