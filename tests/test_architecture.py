@@ -35,6 +35,8 @@ ORDER = (
         "engines.chunk_stream",
         "engines.wire",
         "engines.common_keys",
+        "engines.scripted.prefix_cache",
+        "engines.scripted.memory",
         "engines.specs",
         "engines.build",
         "engines.router",

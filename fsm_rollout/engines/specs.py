@@ -18,6 +18,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.chat.hosted import hosted_tokenizer
 from fsm_rollout.engines.common_keys import Count, EngineSpec, ModelSpec, Positive
 from fsm_rollout.engines.router import Router
+from fsm_rollout.engines.scripted.memory import Memory
 from fsm_rollout.engines.scripted.script import Turns, read_script
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.model.folders import load_processor, load_tokenizer
@@ -38,7 +39,7 @@ _MODEL = (
 class ScriptedSpec(ModelSpec):
     """``kind: scripted``; see :class:`fsm_rollout.engines.scripted.engine.ScriptedEngine`."""
 
-    engine_class = "fsm_rollout.engines.scripted.engine:ScriptedEngine"
+    engine_class = "fsm_rollout.engines.scripted.simulated:scripted"
     names_model, loads_weights = "tokenizer", False
     kind: Literal["scripted"] = Field(description="plays written turns: an agent without a model")
     turns: Turns | None = Field(
@@ -50,6 +51,9 @@ class ScriptedSpec(ModelSpec):
     tokenizer: Folder = Field("embedded", description="that of " + _MODEL)
     max_context: Count = Field(32_768, description="the longest input plus output, in tokens")
     max_running: Count | None = Field(None, description="how many requests are answered at once; default: all")
+    memory: Memory | None = Field(
+        None, description="how much a real server would keep, and how long its work would take, in place of `delay`"
+    )
 
     @model_validator(mode="after")
     def _one_script(self) -> ScriptedSpec:

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_logprob
+from fsm_rollout.engines.scripted.memory import Memory
+from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, check_engine_sync, run_virtual
@@ -33,6 +35,13 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
     assert report.tokens > 100
     assert len(report.checks) == 19
     assert not report.seeds_matter
+
+
+@pytest.mark.parametrize(("tokens", "max_running"), [(100_000, None), (1500, 3)])
+def test_the_simulated_engine_conforms(tokenizer: Any, tokens: int, max_running: int | None):
+    memory = Memory(tokens=tokens, fill=1e-4, step=0.02)
+    engine = SimulatedEngine(script, tokenizer=tokenizer, memory=memory, max_running=max_running)
+    assert len(run_virtual(check_engine(engine)).checks) == 19
 
 
 def test_an_engine_of_tokens_alone_conforms(tokenizer: Any) -> None:

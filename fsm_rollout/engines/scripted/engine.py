@@ -311,6 +311,7 @@ class ScriptedEngine:
         finish_reason: FinishReason | None = None,
         error: str | None = None,
         version: int | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         """Give a chunk; the last one makes room for another request."""
         if finish_reason is not None:
@@ -322,6 +323,7 @@ class ScriptedEngine:
             weight_version=self.weight_version if version is None else version,
             finish_reason=finish_reason if error is None else FinishReason.ABORT,
             error=error,
+            cached_tokens=cached_tokens,
             replica=self._replica,
             notes=tuple(notes),
             usage=answer.plan.usage,
