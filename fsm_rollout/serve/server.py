@@ -25,7 +25,7 @@ from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
 from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external import openai_dialect
-from fsm_rollout.states.external.chat_request import ProtocolError
+from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError
 from fsm_rollout.states.external.responding import (
     DIALECTS,
     chat_of,
@@ -35,6 +35,7 @@ from fsm_rollout.states.external.responding import (
     refuse_upgrade,
     respond,
 )
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.journal import Recorded
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,16 @@ class Server:
             service, metrics, agent, status = self.service, self.service.metrics, "", 500
             try:
                 chat = await chat_of(request, dialect)
+                if chat.counts:
+                    told = ChatReply(
+                        chat.model,
+                        {"role": "assistant", "content": ""},
+                        FinishReason.STOP,
+                        await service.count(chat),
+                        0,
+                    )
+                    status = 200
+                    return web.Response(body=dialect.whole(told, chat), content_type="application/json")
                 caller = digest_of(key_of_caller(request)) if self._callers else ""
                 exchange = service.ask(chat, caller)
                 agent = chat.model

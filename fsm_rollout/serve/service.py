@@ -14,12 +14,14 @@ import secrets
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 
+from fsm_rollout.chat.reference import Opening
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment import users
 from fsm_rollout.environment.users import Reply
-from fsm_rollout.errors import ConfigError, did_you_mean
+from fsm_rollout.errors import ChatTemplateError, ConfigError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.report import metrics
 from fsm_rollout.rollout import Rollout
@@ -143,18 +145,43 @@ class Service:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
+    async def count(self, chat: ChatRequest) -> int:
+        """Return how many tokens the first answer to these messages has before it, the agent's own among them.
+
+        Raises:
+            ProtocolError: there is no such agent, or no such prompt.
+        """
+        self._check_model(chat)
+        agent = self.rollout.scheduler.agents.by_name[chat.model]
+        bound, messages = agent.contexts[shown_context(agent.graph)], [cleaned(message) for message in chat.messages]
+        if bound.spec.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": bound.spec.system})
+        try:
+            return len((await bound.chat.encode(Opening(messages, bound.tools, datetime.now(UTC)))).ids)
+        except ChatTemplateError as error:
+            raise refuse(f"the chat template cannot render these messages: {error}") from None
+
+    def _check_model(self, chat: ChatRequest) -> None:
+        if chat.model not in self.models:
+            hint = did_you_mean(chat.model, self.models) or f"; there are {', '.join(self.models)}"
+            raise ProtocolError(404, "model_not_found", f"there is no agent '{chat.model}'{hint}")
+
     def ask(self, chat: ChatRequest, caller: str = "") -> Exchange:
         """Begin to answer a request; ProtocolError if it asks for what is not here, or too many are under way."""
         # 1. What is wrong with it.
         if self._closing:
             raise CLOSING
-        if chat.model not in self.models:
-            hint = did_you_mean(chat.model, self.models) or f"; there are {', '.join(self.models)}"
-            raise ProtocolError(404, "model_not_found", f"there is no agent '{chat.model}'{hint}")
+        self._check_model(chat)
         if chat.tools:
             raise unsupported("tools", "is not supported: the agent has its own, which run here; leave them out")
         if chat.seed is not None:
             raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
+        if chat.logprobs:
+            raise unsupported(
+                "logprobs", "is not supported: an answer is of several turns, whose log-probs are in the journal"
+            )
+        if chat.sampling.stop:
+            raise unsupported("stop", "is not supported: the agent's turns end as it has them end; leave it out")
         if chat.truncates:
             raise unsupported("truncation", "may be 'disabled': the agent's own limits hold; shorten the messages")
         if self.calls_under_way >= self.calls:

@@ -18,23 +18,32 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
 
 from fsm_rollout.agent.limits import LimitReached
-from fsm_rollout.chat.markers import Encoded
-from fsm_rollout.chat.reference import FollowUp
+from fsm_rollout.chat.reference import Opening
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.external.agent_history import AgentHistory, CallersView, HistoryTurn, turns_of
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
+from fsm_rollout.states.external.agent_history import (
+    AgentHistory,
+    CallersView,
+    HistoryTurn,
+    continued,
+    ends_of,
+    logprobs_of,
+    turns_of,
+)
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, unsupported
+from fsm_rollout.states.external.named_answers import NamedAnswers
 from fsm_rollout.states.external.origins import COMPACT, Origin, is_side_call, why_opened
 from fsm_rollout.states.external.responding import Answer
 from fsm_rollout.states.external.sameness import Chain, Pins, extend_chain, renamed
-from fsm_rollout.states.external.text_stream import TextStream
+from fsm_rollout.states.external.text_stream import TextStream, until_stop
 from fsm_rollout.states.generation import OnTokens, begin_stream
 from fsm_rollout.trajectory.enums import FinishReason, ForkReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
@@ -71,8 +80,7 @@ class AgentHistories:
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
         self._branches: list[AgentHistory] = []
         self._view = CallersView(ctx.agent.contexts[context].chat.thinks)
-        # The answers by their names: where they are, and whether instructions of their calls' own stand first there.
-        self._replies: dict[str, tuple[AgentHistory, int, bool]] = {}
+        self._answers = NamedAnswers(ctx.trajectory, self._view)
         if ctx.resumed:
             ctx.forget_recorded()
         # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
@@ -108,7 +116,9 @@ class AgentHistories:
         Raises:
             ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
-        request = request.with_earlier(self._earlier)
+        if request.seed is not None:
+            raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
+        request = request.with_earlier(self._answers.history)
         messages = self._pins.settled(request.messages)
         request = replace(request, messages=[*messages, COMPACT] if request.compacts else messages)
         while True:
@@ -121,26 +131,39 @@ class AgentHistories:
                     raise
                 request = shorter
 
-    def _earlier(self, reply_id: str) -> tuple[list[Message], bool]:
-        """Return the history of an answer, itself the last, and whether its first message was instructions."""
-        if reply_id not in self._replies:
-            raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
-        branch, number, instructions = self._replies[reply_id]
-        end, source, said = branch.turns[number].before + 1, branch, list[Message]()
-        while True:  # each message as its caller sees it, forks' from the branches that they left
-            stream, turns = self.ctx.trajectory.stream(source.name), {turn.before: turn for turn in source.turns}
-            assert stream is not None
-            own = enumerate(stream.messages[source.shares : end], source.shares)
-            said[:0] = [self._view.seen(stream, turns[at], m) if at in turns else m for at, m in own]
-            if source.left is None:
-                return said, instructions
-            source, end = source.left, min(source.shares, end)
+    async def count(self, request: ChatRequest) -> int:
+        """Return how many tokens would stand before the answer to a call; ProtocolError: none can."""
+        messages = self._pins.settled(request.messages)
+        chains, schemas = self._view.chains(messages), self._shown(request.tools)
+        ends = ends_of([branch for branch in self._branches if branch.bound.tools == schemas], chains)
+        end, branch, number = max(ends, key=lambda found: found[0], default=(0, None, 0))
+        bound = self.ctx.agent.contexts[self.context] if branch is None else branch.bound
+        stream = None if branch is None else self.ctx.trajectory.stream(branch.name)
+        encoded = None
+        try:
+            if branch is not None and stream is not None:
+                new = renamed(stream.messages, messages, messages[end:])
+                turn = branch.turns[number]
+                encoded = await continued(bound, stream, turn, turn.end, end, new, self.ctx.active.date)
+            encoded = encoded or await bound.chat.encode(Opening(messages, schemas, self.ctx.active.date))
+        except ChatTemplateError as error:
+            raise refuse(f"the chat template cannot render this history exactly: {error}") from None
+        return len(encoded.ids)
 
-    def text_stream(self, pending: PendingRequest) -> TextStream:
-        """Return what reads the text of an answer that an engine is asked for."""
+    def again(self, reply_id: str) -> tuple[ChatReply, ChatRequest]:
+        """Return an answer by its name, and its call without messages and tools; ProtocolError: there is none."""
+        history, number, request = self._answers.find(reply_id, "")
+        return self._reply(history, number, request).reply, request
+
+    def forget(self, reply_id: str) -> None:
+        """Let an answer be found by its name no more."""
+        self._answers.forget(reply_id)
+
+    def text_stream(self, pending: PendingRequest, stops: Sequence[str] = ()) -> TextStream:
+        """Return what reads the text of an answer that an engine is asked for, up to the first of ``stops``."""
         request = pending.request
         tags, header = self._view.tags, request.ids[: len(request.ids) - request.of_turn]
-        return TextStream(self.ctx.context(request.context), tags, tags is not None and tags.opened_by(header))
+        return TextStream(self.ctx.context(request.context), tags, tags is not None and tags.opened_by(header), stops)
 
     async def _answer(self, request: ChatRequest, on_tokens: OnTokens | None) -> Answer:
         """Answer a call whose messages are all there."""
@@ -189,16 +212,19 @@ class AgentHistories:
     ) -> None:
         try:
             # A call may set what the agent and the run do not, and lower `max_tokens`.
-            sampling = self.ctx.agent.samplings[self.ctx.state, self.context].over_at_most(request.sampling)
+            ours = self.ctx.agent.samplings[self.ctx.state, self.context]
+            sampling = ours.over_at_most(request.sampling)
+            if ours.stop and request.sampling.stop:
+                sampling = sampling.model_copy(update={"stop": (*ours.stop, *request.sampling.stop)})
             await self.ctx.generate_beside(branch.name, sampling, on_tokens, paid=paid)
         except LimitReached as reached:
             if not self._has_turn(branch):
                 raise
             self._told(reached.limit)  # the turn stands, cut; the next call is refused
         finally:
-            self._note_turn(branch)
+            self._note_turn(branch, request.sampling.stop or ())
 
-    def _note_turn(self, branch: AgentHistory) -> None:
+    def _note_turn(self, branch: AgentHistory, stops: tuple[str, ...]) -> None:
         """Take what was sampled into the branch, also when it was cut off."""
         stream = self.ctx.trajectory.stream(branch.name)
         if stream is None or not self._has_turn(branch):
@@ -211,7 +237,7 @@ class AgentHistories:
             branch.asks = False
             branch.chains.append(b"")
         turn = branch.turns[-1]
-        turn.stopped = stream.finish_reason == FinishReason.STOP
+        turn.stops, turn.stopped = stops, stream.finish_reason == FinishReason.STOP
         turn.start, turn.end, turn.answered = stream.turn_at, len(stream.tokens), answered
         branch.chains[-1] = extend_chain(branch.chains[-2], self._view.seen(stream, turn, stream.messages[-1]))
 
@@ -224,17 +250,21 @@ class AgentHistories:
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
         turn = branch.turns[number]
+        if turn.stops != (stops := request.sampling.stop or ()):  # it was sampled before an interruption
+            turn.stops = stops
+            branch.chains = self._chains(stream, branch.turns)
         ids = stream.tokens.tail(turn.start)[: turn.end - turn.start]
         stopped = turn.stopped or (len(ids) > 0 and ids[-1] in branch.bound.stop_ids)
 
         def delivered() -> None:
             turn.delivered = True
 
-        self._replies[request.reply_id] = branch, number, request.instructions
+        self._answers.add(branch, number, request)
         reply = ChatReply(
             model=request.model, message=self._view.seen(stream, turn, stream.messages[turn.before]),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH, prompt_tokens=turn.start,
-            completion_tokens=len(ids),
+            completion_tokens=len(ids), stopped_at=until_stop(text_of(stream.messages[turn.before]), stops)[1],
+            logprobs=logprobs_of(branch.bound, stream, turn) if request.logprobs else (),
         )  # fmt: skip
         return Answer(reply, delivered)
 
@@ -262,12 +292,7 @@ class AgentHistories:
             if branch.asks and len(branch.chains) == count + 1:
                 return branch, None
         # 2. What grows: the longest history of ours that it begins with, and no assistant's turn after that.
-        ends = [
-            (turn.before + 1, branch, number)
-            for branch in reversed(branches)
-            for number, turn in enumerate(branch.turns)
-            if turn.answered and branch.begins_with(chains, turn.before + 1)
-        ]
+        ends = ends_of(branches, chains)
         if ends:
             end, branch, number = max(ends, key=lambda found: (found[0], found[1].thread in (None, thread)))
             new = messages[end:]
@@ -299,33 +324,15 @@ class AgentHistories:
         stream = self.ctx.trajectory.stream(branch.name)
         assert stream is not None
         new = renamed(stream.messages, request.messages, request.messages[shared:])
-        turn, bound = branch.turns[number], branch.bound
-        history = [*stream.messages[:shared], *new]
-        ids = stream.tokens.ids[:end]
-        guarded_at = [at for at in stream.guarded_at if at < end]
-        parts = [part for part in stream.parts if part.start + part.length <= end]
-        media = [span for span in stream.media if span.end <= end]
-        encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts), media=tuple(media))
-        if new:
-            if bound.chat.must_split(history[:shared], new, bound.tools):
-                return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
-            stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
-            try:
-                finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                glue = await bound.chat.encode(
-                    FollowUp(history[:shared], new, bound.tools, ids[turn.start :], finish_reason, self.ctx.active.date)
-                )
-            except ChatTemplateError:
-                return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
-            if glue.entry is not None:
-                self.ctx.active.glue_entries.add(glue.entry)
-            places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
-            parts += [part.moved(len(ids), shared) for part in glue.parts]
-            media += [span.moved(len(ids)) for span in glue.media]
-            guarded = encoded.guarded + glue.guarded
-            encoded = Encoded(ids + glue.ids, guarded, places, tuple(parts), media=tuple(media))
+        bound = branch.bound
+        encoded = await continued(bound, stream, branch.turns[number], end, shared, new, self.ctx.active.date)
+        if encoded is None:
+            return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
+        if encoded.entry is not None:
+            self.ctx.active.glue_entries.add(encoded.entry)
         bound = self._bind(BRANCH, bound.tools, self._of_origin(request.origin) or why, trained=bound.trained)
         number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
+        history = [*stream.messages[:shared], *new]
         begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
         return self._begun(bound, chains, request.origin, branch, shared)
 
@@ -422,11 +429,15 @@ class AgentHistories:
         turns = turns_of(stream, delivered=delivered)
         if not turns:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        seen = {turn.before: self._view.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
-        chains = self._view.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
+        chains = self._chains(stream, turns)
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks = stream.awaiting or bool(stream.pending)
         self._branches.append(AgentHistory(stream.context, bound, chains, turns=turns, asks=asks))
+
+    def _chains(self, stream: Stream, turns: Iterable[HistoryTurn]) -> list[Chain]:
+        """Return what stands for the prefixes of a stream's messages, as their caller sees them."""
+        seen = {turn.before: self._view.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
+        return self._view.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
 
 
 def _sampled(error: PictureSampled) -> ProtocolError:

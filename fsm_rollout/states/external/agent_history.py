@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
+from fsm_rollout.chat.markers import Encoded
+from fsm_rollout.chat.reference import FollowUp
 from fsm_rollout.chat.thinking import ThinkingTags
+from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import THOUGHT
 from fsm_rollout.states.external.sameness import Chain, chains_of
-from fsm_rollout.states.external.text_stream import split_thought
+from fsm_rollout.states.external.text_stream import split_thought, until_stop
+from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import Stream, text_of
 from fsm_rollout.trajectory.tokens import Owner
@@ -28,6 +33,7 @@ class HistoryTurn:
     answered: bool = True  # whether it has come to its end; else the rest of it can be sampled
     delivered: bool = True
     stopped: bool = False  # whether it has ended, be it at a stop string, and was not cut
+    stops: tuple[str, ...] = ()  # the strings that were to end it by its call, and that its caller does not see
 
 
 @dataclass(slots=True)
@@ -58,11 +64,12 @@ class CallersView:
 
     def seen(self, stream: Stream, turn: HistoryTurn, message: Message) -> Message:
         """Return a turn's message as its caller sees it."""
-        if self.tags is None:
+        if self.tags is None and not turn.stops:
             return message
         reach = max(0, turn.start - 256)  # tokens that hold the header's end
-        inside = self.tags.opened_by(stream.tokens.tail(reach)[: turn.start - reach])
+        inside = self.tags is not None and self.tags.opened_by(stream.tokens.tail(reach)[: turn.start - reach])
         thought, text = split_thought(text_of(message), self.tags, inside)
+        text, _ = until_stop(text, turn.stops)
         return message | {"content": text, THOUGHT: thought} if thought else message | {"content": text}
 
     def chains(self, messages: Iterable[Message]) -> list[Chain]:
@@ -90,3 +97,51 @@ def turns_of(stream: Stream, *, delivered: bool) -> list[HistoryTurn]:
         HistoryTurn(before, start, end, delivered=delivered)
         for before, (start, end) in zip(places, spans.values(), strict=True)
     ]
+
+
+def ends_of(histories: Sequence[AgentHistory], chains: Sequence[Chain]) -> list[tuple[int, AgentHistory, int]]:
+    """Return the answers of ours that a history begins with: each one's end, whose it is, and its number there."""
+    return [
+        (turn.before + 1, history, number)
+        for history in reversed(histories)
+        for number, turn in enumerate(history.turns)
+        if turn.answered and history.begins_with(chains, turn.before + 1)
+    ]
+
+
+def logprobs_of(bound: BoundContext, stream: Stream, turn: HistoryTurn) -> list[tuple[str, float]]:
+    """Return the tokens of a turn but that which ends it: their texts, and their log-probs."""
+    ids = stream.tokens.tail(turn.start)[: turn.end - turn.start]
+    values = stream.tokens.response_logprobs()[turn.start - stream.tokens.prompt_length :]
+    last = len(ids) - (len(ids) > 0 and ids[-1] in bound.stop_ids)
+    return [(bound.chat.decode([id_]), float(value)) for id_, value in zip(ids[:last], values, strict=False)]
+
+
+async def continued(
+    bound: BoundContext, stream: Stream, turn: HistoryTurn, end: int, shared: int, new: list[Message], date: datetime
+) -> Encoded | None:  # fmt: skip
+    """Return the first ``end`` tokens of a stream with messages behind its first ``shared``.
+
+    ``turn`` is its last that stands there. None: the chat template cannot go on with these tokens.
+    """
+    ids = stream.tokens.ids[:end]
+    guarded_at = [at for at in stream.guarded_at if at < end]
+    parts = [part for part in stream.parts if part.start + part.length <= end]
+    media = [span for span in stream.media if span.end <= end]
+    encoded = Encoded(ids, len(guarded_at), tuple(guarded_at), tuple(parts), media=tuple(media))
+    if not new:
+        return encoded
+    history = stream.messages[:shared]
+    if bound.chat.must_split(history, new, bound.tools):
+        return None
+    stopped = len(ids) > turn.start and ids[-1] in bound.stop_ids
+    finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+    try:
+        glue = await bound.chat.encode(FollowUp(history, new, bound.tools, ids[turn.start :], finish_reason, date))
+    except ChatTemplateError:
+        return None
+    places = (*guarded_at, *(len(ids) + at for at in glue.guarded_at))
+    parts += [part.moved(len(ids), shared) for part in glue.parts]
+    media += [span.moved(len(ids)) for span in glue.media]
+    guarded = encoded.guarded + glue.guarded
+    return Encoded(ids + glue.ids, guarded, places, tuple(parts), glue.entry, media=tuple(media))

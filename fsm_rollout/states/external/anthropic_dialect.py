@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from anthropic.types import (
     ErrorResponse,
     InputJSONDelta,
     InvalidRequestError,
+    MessageTokensCount,
     RawContentBlockDeltaEvent,
     RawContentBlockStartEvent,
     RawContentBlockStopEvent,
@@ -57,7 +59,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refuse("`messages` must be a list of at least one message", param="messages")
-    for key in ("stop_sequences", "container", "mcp_servers"):
+    for key in ("container", "mcp_servers"):
         if body.get(key):
             raise unsupported(key)
     choice = (body.get("tool_choice") or {}).get("type", "auto")
@@ -81,8 +83,13 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         tools=[] if choice == "none" else tools,
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
-        sampling=sampling_of(body, body.get("max_tokens")),
+        sampling=sampling_of(body, body.get("max_tokens"), "stop_sequences"),
     )
+
+
+def read_count(body: Mapping[str, Any]) -> ChatRequest:
+    """Return the request in the body of a call that asks how many tokens its messages have, or raise ProtocolError."""
+    return replace(read(body), counts=True, stream=False)
 
 
 def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Message]:
@@ -122,7 +129,9 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
         yield {"role": role, "content": text}
 
 
-def _stop_reason(reply: ChatReply) -> Literal["end_turn", "max_tokens", "tool_use"]:
+def _stop_reason(reply: ChatReply) -> Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]:
+    if reply.stopped_at is not None:
+        return "stop_sequence"
     if reply.finish_reason == FinishReason.LENGTH:
         return "max_tokens"
     return "tool_use" if reply.calls else "end_turn"
@@ -137,12 +146,14 @@ def _tool_blocks(reply: ChatReply) -> list[ToolUseBlock]:
 
 def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     """Return a reply as one body."""
+    if request.counts:
+        return MessageTokensCount(input_tokens=reply.prompt_tokens).model_dump_json().encode()
     content: list[_Block] = [TextBlock(type="text", text=reply.text)] if reply.text or not reply.calls else []
     if reply.thought:
         content.insert(0, ThinkingBlock(type="thinking", thinking=reply.thought, signature=""))
     message = Reply(
         id=f"msg_{request.reply_id}", type="message", role="assistant", model=reply.model,
-        content=[*content, *_tool_blocks(reply)], stop_reason=_stop_reason(reply), stop_sequence=None,
+        content=[*content, *_tool_blocks(reply)], stop_reason=_stop_reason(reply), stop_sequence=reply.stopped_at,
         usage=Usage(input_tokens=reply.prompt_tokens, output_tokens=reply.completion_tokens),
     )  # fmt: skip
     return message.model_dump_json(exclude_unset=True).encode()
@@ -202,7 +213,7 @@ class AnthropicEvents:
             RawMessageDeltaEvent.model_validate(
                 {
                     "type": "message_delta",
-                    "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": None},
+                    "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stopped_at},
                     "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
                 }
             )
@@ -215,7 +226,7 @@ class AnthropicEvents:
 
 
 EVENTS = AnthropicEvents
-ROUTES: Routes = {"/v1/messages": read}
+ROUTES: Routes = {"/v1/messages": read, "/v1/messages/count_tokens": read_count}
 
 
 def _sse(event: BaseModel) -> bytes:

@@ -59,6 +59,8 @@ class ChatRequest:
     # The sampling that the call asks for; what the agent and the run set comes first.
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
+    logprobs: bool = False  # whether the answer is to say the log-probs of its tokens
+    counts: bool = False  # whether it asks for no answer, but how many tokens the messages have
     notes: bool = False  # whether a stream is also to hold what happens beside the text: an extension of ours
     previous: str = ""  # the id of the answer of ours whose history comes before the messages
     instructions: bool = False  # whether the first message is one that what goes on from the answer does not inherit
@@ -99,6 +101,8 @@ class ChatReply:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    stopped_at: str | None = None  # the string of the call's `stop` that has ended it
+    logprobs: Sequence[tuple[str, float]] = ()  # of its tokens but that which ends the turn: their texts, and log-probs
     extra: Mapping[str, object] = field(default_factory=dict)  # further fields of the answer, for those who look
 
     @property
@@ -122,10 +126,18 @@ class ChatReply:
 Routes = Mapping[str, Callable[[Mapping[str, Any]], ChatRequest]]
 
 
-def sampling_of(body: Mapping[str, Any], max_tokens: object) -> Sampling:
-    """Return what a body says of sampling, or raise ProtocolError."""
+def sampling_of(body: Mapping[str, Any], max_tokens: object, stop: str = "stop") -> Sampling:
+    """Return what a body says of sampling, or raise ProtocolError; ``stop`` is the key of strings that end a turn."""
+    strings = body.get(stop) or ()
+    if isinstance(strings, str):
+        strings = (strings,)
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise refuse(f"`{stop}` must be text, or a list of texts", param=stop)
     try:
-        return Sampling(temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens)
+        return Sampling(
+            temperature=body.get("temperature"), top_p=body.get("top_p"), max_tokens=max_tokens,
+            stop=tuple(strings) or None,
+        )  # fmt: skip
     except (ValueError, ConfigError) as error:
         raise refuse(f"sampling: {error}") from None
 

@@ -8,6 +8,7 @@ what was sampled for it until then is recorded.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator
@@ -19,20 +20,23 @@ from aiohttp import web
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
-from fsm_rollout.states.external.chat_request import ChatRequest, ProtocolError
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError
 from fsm_rollout.states.external.origins import origin_of
 from fsm_rollout.states.external.responding import (
     DIALECTS,
+    Answer,
     Exchange,
     Parts,
     chat_of,
     dialect_of,
     failed,
     key_of_caller,
+    named_response,
     refuse_upgrade,
     respond,
 )
 from fsm_rollout.states.external.text_stream import TextStream
+from fsm_rollout.trajectory.enums import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +126,12 @@ class Gateway:
             body = openai_dialect.models([session.model], seeing)
             return web.Response(body=body, content_type="application/json")
         refuse_upgrade(request)
+        if (named := named_response(request)) is not None:
+            body = dialect_of(request.path).whole(*session.histories.again(named))
+            if request.method == "DELETE":
+                session.histories.forget(named)
+                body = json.dumps({"id": f"resp_{named}", "object": "response", "deleted": True}).encode()
+            return web.Response(body=body, content_type="application/json")
         if request.path not in DIALECTS or request.method != "POST":
             message = f"there is no {request.method} {request.path} here; there is POST {', POST '.join(DIALECTS)}"
             raise ProtocolError(404, "not_found", message)
@@ -132,6 +142,10 @@ class Gateway:
 
 async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
     """Yield an answer as it comes."""
+    if chat.counts:
+        counted = await histories.count(chat)
+        yield Answer(ChatReply(chat.model, {"role": "assistant", "content": ""}, FinishReason.STOP, counted, 0))
+        return
     if not chat.stream:
         yield await histories.answer(chat)
         return
@@ -139,7 +153,7 @@ async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
 
     def on_tokens(pending: PendingRequest) -> None:
         if not streams:
-            streams.append(histories.text_stream(pending))
+            streams.append(histories.text_stream(pending, chat.sampling.stop or ()))
         if streams[0].new(pending):
             exchange.show(streams[0].shown, streams[0].thought)
 

@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion import Choice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from openai.types.shared import ErrorObject
 
 from fsm_rollout.states.external.chat_request import (
@@ -41,7 +42,7 @@ picture_part = openai_part  # a picture as the protocol's clients send it
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What is refused unless it has one of these values.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "n": (None, 1), "stop": (None, [], ""), "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
+    "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
     "function_call": (None,), "modalities": (None, ["text"]), "prediction": (None,), "web_search_options": (None,),
 }  # fmt: skip
 
@@ -54,11 +55,10 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for key, served in _UNSERVED.items():
         if body.get(key) not in served:
             raise unsupported(key)
-    for key in ("logprobs", "top_logprobs"):
-        if body.get(key):
-            raise unsupported(
-                key, "is not supported: answers are text, and their tokens' logprobs are in the journal; leave it out"
-            )
+    if body.get("n") not in (None, 1):
+        raise unsupported("n", "may be 1: ask again for each further answer, which becomes a branch of its own")
+    if body.get("top_logprobs"):
+        raise unsupported("top_logprobs", "is not supported: of the token that was sampled alone the log-prob is known")
     if (body.get("response_format") or {}).get("type", "text") != "text":
         raise unsupported("response_format", "is not supported; ask for text")
     choice = body.get("tool_choice")
@@ -77,6 +77,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
         seed=body.get("seed"),
+        logprobs=body.get("logprobs") is True,
         notes=body.get("notes") is True,
     )
 
@@ -136,6 +137,17 @@ def _usage(reply: ChatReply) -> CompletionUsage:
     )
 
 
+def _logprobs(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
+    """Return what holds the log-probs of an answer's tokens; nothing where they are not asked for."""
+    if not request.logprobs:
+        return {}
+    content = [
+        ChatCompletionTokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
+        for text, value in reply.logprobs
+    ]
+    return {"logprobs": {"content": content, "refusal": None}}
+
+
 def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     """Return a reply as one body."""
     calls = [
@@ -149,7 +161,8 @@ def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     message = ChatCompletionMessage(
         role="assistant", content=reply.text or None, tool_calls=cast(Any, calls or None), **_thought(reply.thought)
     )
-    choice = Choice(index=0, message=message, finish_reason=_finish(reply))
+    logprobs = cast(Any, _logprobs(reply, request))
+    choice = Choice(index=0, message=message, finish_reason=_finish(reply), **logprobs)
     completion = ChatCompletion(
         id=f"chatcmpl-{request.reply_id}", object="chat.completion", created=int(time.time()), model=reply.model,
         choices=[choice], usage=_usage(reply), **cast(Any, dict(reply.extra)),
@@ -188,7 +201,11 @@ class OpenAIEvents:
             )
             delta = ChoiceDeltaToolCall(index=index, id=call["id"], type="function", function=function)
             yield self._event(ChoiceDelta(tool_calls=[delta]))
-        yield self._event(ChoiceDelta(), _finish(reply))
+        last = ChunkChoice(
+            index=0, delta=ChoiceDelta(), finish_reason=_finish(reply),
+            **cast(Any, _logprobs(reply, self._request)),
+        )  # fmt: skip
+        yield self._sse(self._chunk([last]))
         if self._request.include_usage:
             yield self._sse(self._chunk([], _usage(reply)))
         yield b"data: [DONE]\n\n"
@@ -197,8 +214,8 @@ class OpenAIEvents:
         """Yield an error that comes after the beginning."""
         yield b"data: " + failure(error) + b"\n\n"
 
-    def _event(self, delta: ChoiceDelta, finish_reason: Finish | None = None) -> bytes:
-        return self._sse(self._chunk([ChunkChoice(index=0, delta=delta, finish_reason=finish_reason)]))
+    def _event(self, delta: ChoiceDelta) -> bytes:
+        return self._sse(self._chunk([ChunkChoice(index=0, delta=delta, finish_reason=None)]))
 
     def _chunk(
         self, choices: list[ChunkChoice], usage: CompletionUsage | None = None, **extra: object

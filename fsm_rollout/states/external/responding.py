@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -167,13 +168,23 @@ async def body_of(request: web.Request) -> dict[str, object]:
 # The paths that are answered, each with the protocol that it is of: its module is loaded when somebody asks there.
 DIALECTS = {
     "/v1/chat/completions": "openai", "/v1/responses": "responses", "/v1/responses/compact": "responses",
-    "/v1/messages": "anthropic",
+    "/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic",
 }  # fmt: skip
+
+
+_RESPONSE = re.compile(r"/v1/responses/resp_([^/]+)")
 
 
 def dialect_of(path: str) -> ModuleType:
     """Return the protocol of a path; OpenAI's for those that are of none. ImportError: its package is not here."""
-    return import_module(f"fsm_rollout.states.external.{DIALECTS.get(path, 'openai')}_dialect")
+    name = "responses" if _RESPONSE.fullmatch(path) else DIALECTS.get(path, "openai")
+    return import_module(f"fsm_rollout.states.external.{name}_dialect")
+
+
+def named_response(request: web.Request) -> str | None:
+    """Return the name of the answer that a request is about, to have it again or deleted; ``None``: of none."""
+    found = _RESPONSE.fullmatch(request.path)
+    return found[1] if found is not None and request.method in ("GET", "DELETE") else None
 
 
 async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:

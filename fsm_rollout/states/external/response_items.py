@@ -33,7 +33,7 @@ _BETWEEN = "__"  # between a namespace and the name of a tool of it
 _OF_ANSWER = re.compile(
     r"(?:resp|msg|rs|fc|ctc|cmp)_([0-9a-f]{24}|chat-[0-9a-f]{12}-\d+)(?:_\d+)?\Z"
 )  # an id of ours; the group is the answer
-_SUMMARY = "fsm-rollout:"  # what our summaries begin with, which nobody else reads
+_SEAL = "fsm-rollout:"  # what sealed text of ours begins with, which nobody else reads
 _INPUT = {
     "type": "object", "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
     "required": ["input"],
@@ -123,17 +123,29 @@ class Items:
         )
 
 
+def seal(text: str) -> str:
+    """Return text as callers carry it (``encrypted_content``), who are not to read it: it is no secret."""
+    return _SEAL + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def unseal(sealed: object) -> str | None:
+    """Return the text that :func:`seal` has sealed; ``None``: it is none of ours."""
+    if not isinstance(sealed, str) or not sealed.startswith(_SEAL):
+        return None
+    return base64.b64decode(sealed.removeprefix(_SEAL), validate=True).decode("utf-8", "surrogatepass")
+
+
 def _thought_of(item: Mapping[str, Any]) -> str:
     """Return what a reasoning item says, if its caller has kept that."""
-    return "".join(str(part["text"]) for part in item.get("content") or item.get("summary") or ())
+    told = "".join(str(part["text"]) for part in item.get("content") or item.get("summary") or ())
+    return told or unseal(item.get("encrypted_content")) or ""
 
 
 def _summary_of(item: Mapping[str, Any], where: str) -> str:
     """Return the summary in a compaction item of ours, as a message to go on from."""
-    sealed = str(item.get("encrypted_content") or "")
-    if not sealed.startswith(_SUMMARY):
+    text = unseal(item.get("encrypted_content"))
+    if text is None:
         raise refuse(f"{where}: a compaction item that is not from here cannot be read", "unsupported_content", where)
-    text = base64.b64decode(sealed.removeprefix(_SUMMARY), validate=True).decode()
     return f"{SUMMED_UP}{text}"
 
 
@@ -166,5 +178,4 @@ def _add_tool(tools: dict[str, tuple[dict[str, Any], Mapping[str, Any]]], tool: 
 
 def summary_item(answer: str, reply: ChatReply) -> dict[str, str]:
     """Return the compaction item that holds what a reply says; ``answer`` names the reply."""
-    sealed = base64.b64encode((reply.text or reply.thought).encode("utf-8", "surrogatepass")).decode()
-    return {"type": "compaction", "id": f"cmp_{answer}", "encrypted_content": _SUMMARY + sealed}
+    return {"type": "compaction", "id": f"cmp_{answer}", "encrypted_content": seal(reply.text or reply.thought)}

@@ -38,7 +38,7 @@ from fsm_rollout.states.external.chat_request import (
     unsupported,
 )
 from fsm_rollout.states.external.openai_dialect import failure as failure
-from fsm_rollout.states.external.response_items import Items, answer_of, summary_item, tools_of
+from fsm_rollout.states.external.response_items import Items, answer_of, seal, summary_item, tools_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.pictures import StoredPicture
 
@@ -70,7 +70,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
         raise unsupported("text.format", "is not supported; ask for text")
     if "message.output_text.logprobs" in (body.get("include") or ()):
-        raise unsupported("include", "may not ask for logprobs: they are in the journal")
+        raise unsupported("include", "may not ask for logprobs: they are in the journal, and in chat completions")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
@@ -100,7 +100,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         instructions=bool(body.get("instructions")),
         truncates=body.get("truncation") == "auto",
         compacts=compacts,
-        echo={key: body[key] for key in _ECHOED if body.get(key) is not None},
+        echo={key: body[key] for key in (*_ECHOED, "include") if body.get(key) is not None},
     )
 
 
@@ -123,7 +123,9 @@ _Item = ResponseReasoningItem | ResponseOutputMessage | ResponseFunctionToolCall
 
 def _thought_item(request: ChatRequest, thought: str) -> ResponseReasoningItem:
     content = [Content(type="reasoning_text", text=thought)]
-    return ResponseReasoningItem(id=f"rs_{request.reply_id}", type="reasoning", summary=[], content=content)
+    wanted = "reasoning.encrypted_content" in request.echo.get("include", ())
+    more: dict[str, Any] = {"encrypted_content": seal(thought)} if wanted else {}
+    return ResponseReasoningItem(id=f"rs_{request.reply_id}", type="reasoning", summary=[], content=content, **more)
 
 
 def _text_item(request: ChatRequest, text: str | None, status: Any = "completed") -> ResponseOutputMessage:
@@ -224,7 +226,8 @@ class ResponsesEvents:
 
     def begin(self) -> Iterator[bytes]:
         """Yield what comes before any text."""
-        response = _response(self._request, "in_progress", self._created)
+        # The tools, which are long, stand in the last event alone.
+        response = _response(self._request, "in_progress", self._created, tools=[])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 

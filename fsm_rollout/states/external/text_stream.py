@@ -6,6 +6,8 @@ is held back where a call, the end of the thought, or half a character, may have
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import regex
 
 from fsm_rollout.chat.formats.base import TextFormat
@@ -28,17 +30,27 @@ def split_thought(text: str, tags: ThinkingTags | None, inside: bool = False) ->
     return thought.strip(), said.lstrip()
 
 
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return a text up to the first of some strings, and which one that is; ``None``: it holds none."""
+    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    return (text, None) if found is None else (text[: found[0]], found[1])
+
+
 class TextStream:
     """The text of one turn; ``bound`` reads its calls.
 
-    With ``tags`` what the model thinks is told apart; ``inside``: the turn begins within its thought.
+    With ``tags`` what the model thinks is told apart; ``inside``: the turn begins within its thought. It is shown up to
+    the first of ``stops``.
     """
 
-    def __init__(self, bound: BoundContext, tags: ThinkingTags | None = None, inside: bool = False) -> None:
+    def __init__(
+        self, bound: BoundContext, tags: ThinkingTags | None = None, inside: bool = False, stops: Sequence[str] = ()
+    ) -> None:
         self._chat, self._stop_ids = bound.chat, bound.stop_ids
         self._tags, self._inside = tags, inside
         opening = bound.tool_format.opening if isinstance(bound.tool_format, TextFormat) else None
         self._opening = regex.compile(opening.pattern, opening.flags & ~0x20) if opening is not None else None
+        self._stop = regex.compile("|".join(map(regex.escape, stops))) if stops else None
         self._holds_all = bound.tool_format is not None and opening is None
         self._read = 0  # how many ids have become text
         self._from = 0  # where the ids begin that are decoded again, for what the first of the next ones depends on
@@ -68,6 +80,9 @@ class TextStream:
         if self._tags is not None:
             text = self._without_half(text)
             self.thought, text = split_thought(text, self._tags, self._inside)
+        if self._stop is not None:
+            found = self._stop.search(text, partial=True)
+            text = text[: found.start() if found is not None else None]
         self.shown = text if self._opening is None else text.lstrip()
         return (self.shown, self.thought) != (shown, thought)
 

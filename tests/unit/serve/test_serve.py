@@ -215,6 +215,8 @@ async def test_anthropic_s_client_is_answered_too_and_streamed_to() -> None:
         assert len(texts) > 1
         assert whole.stop_reason == final.stop_reason == "end_turn"
         assert whole.usage.output_tokens == final.usage.output_tokens > 0
+        counted = await client.messages.count_tokens(model="chatting", messages=question["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError, match="did you mean 'chatting'"):
             await client.messages.create(**question | {"model": "chating"})
         await client.close()
@@ -523,7 +525,8 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
         function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         for param, value, why in (
             ("tools", [function], "run here"), ("seed", 0, "by its trajectory's id"),
-            ("logprobs", True, "in the journal"), ("top_logprobs", 2, "in the journal"), ("n", 2, "leave it out"),
+            ("logprobs", True, "in the journal"), ("top_logprobs", 2, "sampled alone"), ("n", 2, "ask again"),
+            ("stop", "x", "leave it out"), ("response_format", {"type": "json_object"}, "ask for text"),
         ):  # fmt: skip
             error = await refused(server, **{param: value})
             assert (error.status_code, error.code, error.param) == (400, "unsupported_parameter", param)  # type: ignore[attr-defined]

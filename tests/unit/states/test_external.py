@@ -16,6 +16,7 @@ import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external import gateway
 from fsm_rollout.states.external.handler import ForeignVisit
@@ -221,7 +222,7 @@ async def gives_up(visit: ForeignVisit) -> None:
 
 
 def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
-    slow = fr.engines.scripted.script.Turn(text="a long answer", delay=0.25, chunks=4)
+    slow = Turn(text="a long answer", delay=0.25, chunks=4)
     engine = ScriptedEngine({"main": [slow, "b"]}, tokenizer=embedded_tokenizer(), log=True)
     SEEN.append(lambda: [e.what for e in engine.log if hasattr(e.what, "finish_reason")])
     trajectories: list[Trajectory] = []
@@ -310,8 +311,10 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
     [
         ({}, "`messages` must be a list"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: the role must be one of"),
-        ({"n": 2}, "`n` is not supported"),
-        ({"stop": ["x"]}, "`stop` is not supported"),
+        ({"n": 2}, "`n` may be 1: ask again"),
+        ({"stop": [1]}, "`stop` must be text"),
+        ({"seed": 1}, "`seed` is not supported: each turn is seeded by"),
+        ({"top_logprobs": 1}, "`top_logprobs` is not supported: of the token that was sampled alone"),
         ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
         ({"tool_choice": "required"}, "forcing a call is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds no picture: it has type"),
@@ -433,7 +436,7 @@ def test_how_it_ends() -> None:
     assert failed.stop_reason == "failed:KeyError"
     (scored,), _ = run("returns_score", ["x"])
     assert (scored.stop_reason, scored.score) == ("answered", 0.75)
-    (broken,), _ = run("returns_score", [fr.engines.scripted.script.Turn(text="x", fails=100, error="Boom: no")])
+    (broken,), _ = run("returns_score", [Turn(text="x", fails=100, error="Boom: no")])
     assert broken.stop_reason.startswith("failed:")
 
 
@@ -472,7 +475,7 @@ async def streams(visit: ForeignVisit) -> None:
     ],
 )
 def test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole(text: str, shown: str, called: list[Any]) -> None:
-    run("streams", [fr.engines.scripted.script.Turn(text=text, chunks=12, delay=0.001)])
+    run("streams", [Turn(text=text, chunks=12, delay=0.001)])
     ((pieces, calls),) = SEEN
     assert "".join(pieces) == shown
     assert len(pieces) > 2
@@ -484,7 +487,13 @@ async def claude(visit: ForeignVisit) -> None:
     tools: Any = [{"name": tool["name"], "description": "Add.", "input_schema": tool["parameters"]}]
     async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
         messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": visit.task}]}]
-        options: dict[str, Any] = {"model": "m", "max_tokens": 100, "tools": tools, "system": "Count."}
+        shown: dict[str, Any] = {"model": "m", "tools": tools, "system": "Count."}
+        options: dict[str, Any] = shown | {"max_tokens": 100}
+
+        async def counted() -> int:
+            return (await api.messages.count_tokens(messages=messages, **shown)).input_tokens
+
+        opening = await counted()
         async with api.messages.stream(messages=messages, **options) as stream:
             reply = await stream.get_final_message()
         assert reply.stop_reason == "tool_use"
@@ -493,22 +502,59 @@ async def claude(visit: ForeignVisit) -> None:
         (use,) = [block for block in reply.content if block.type == "tool_use"]
         assert use.input == {"left": 20, "operator": "+", "right": 22}
         messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]})
+        grown = await counted()
         async with api.messages.stream(messages=messages, **options) as stream:
             SEEN.append([text async for text in stream.text_stream])
             final = await stream.get_final_message()
         assert final.stop_reason == "end_turn"
-        with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
-            await api.messages.create(messages=messages, stop_sequences=["x"], **options)
+        messages += [{"role": "assistant", "content": final.content[0].text}, {"role": "user", "content": "Sure?"}]
+        for _ in range(2):
+            told = await counted()
+            cut = await api.messages.create(messages=messages, stop_sequences=["é", "sur"], **options)
+            assert (cut.stop_reason, cut.stop_sequence, cut.content[0].text) == ("stop_sequence", "sur", "I am ")
+            assert cut.usage.input_tokens == told
+            messages += [{"role": "assistant", "content": cut.content[0].text}, {"role": "user", "content": "Really?"}]
+        SEEN.append((opening, grown))
 
 
 def test_anthropic_s_protocol_gives_the_same_rows() -> None:
-    last = fr.engines.scripted.script.Turn(text="The answer is 42.", chunks=6, delay=0.001)
-    (trajectory,), _ = run(agent(f"use: '{HERE}:claude', dialect: anthropic"), [f"So: {CALL}", last])
+    last = Turn(text="The answer is 42.", chunks=6, delay=0.001)
+    turns = [f"So: {CALL}", last, *["I am sure of it."] * 2]
+    (trajectory,), engine = run(agent(f"use: '{HERE}:claude', dialect: anthropic"), turns, check=False)
     assert trajectory.stop_reason == "answered", trajectory.detail
     assert [stream.context for stream in trajectory.streams] == ["main"]
-    assert "".join(SEEN[0]) == "The answer is 42."
+    pieces, counted = SEEN
+    assert "".join(pieces) == "The answer is 42."
     roles = [message["role"] for message in trajectory.streams[0].messages]
-    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
+    asked = [len(entry.what.ids) for entry in engine.log if isinstance(entry.what, Request)]
+    assert list(counted) == asked[:2]
+
+
+async def wants_logprobs(visit: ForeignVisit) -> None:
+    options: dict[str, Any] = {
+        "model": "m",
+        "logprobs": True,
+        "stop": "two",
+        "messages": [{"role": "user", "content": "x"}],
+    }
+    async with client(visit) as api:
+        whole = (await api.chat.completions.create(**options)).choices[0]
+        chunks = [chunk.choices[0] async for chunk in await api.chat.completions.create(stream=True, **options)]
+    assert (whole.message.content, whole.finish_reason) == ("one ", "stop")
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "one "
+    SEEN.extend([(t.token, t.logprob) for t in said.logprobs.content] for said in (whole, chunks[-1]))
+
+
+def test_a_call_s_own_stop_is_not_shown_and_its_log_probs_are() -> None:
+    turn = Turn(text="one two three", chunks=9, delay=0.001)
+    (trajectory,), engine = run("wants_logprobs", lambda request: turn, check=False)  # the engine says more
+    assert trajectory.failure is None, trajectory.detail
+    for stream, seen in zip(trajectory.streams, SEEN, strict=True):  # the second time it asks for another answer
+        ids, values = stream.tokens.tail(stream.tokens.prompt_length), stream.tokens.response_logprobs()
+        texts = [engine.tokenizer.decode([id_]) for id_ in ids]
+        assert "".join(texts) == "one two"
+        assert seen == [(text, pytest.approx(value)) for text, value in zip(texts, values, strict=True)]
 
 
 async def hears_that_it_broke(visit: ForeignVisit) -> None:
@@ -533,7 +579,7 @@ async def claude_hears_that_it_broke(visit: ForeignVisit) -> None:
     ("use", "dialect"), [("hears_that_it_broke", "openai"), ("claude_hears_that_it_broke", "anthropic")]
 )
 def test_an_answer_that_breaks_off_says_so_in_the_protocol_s_own_event(use: str, dialect: str) -> None:
-    broken = fr.engines.scripted.script.Turn(text="Let me see.", chunks=6, delay=0.001, error="ValueError: it broke")
+    broken = Turn(text="Let me see.", chunks=6, delay=0.001, error="ValueError: it broke")
     (trajectory,), _ = run(agent(f"use: '{HERE}:{use}', dialect: {dialect}"), lambda request: broken)
     assert trajectory.failure is not None
     assert "it broke" in trajectory.detail

@@ -154,8 +154,32 @@ def test_events_come_in_the_order_that_clients_demand_and_say_what_the_whole_say
         assert "".join(pieces) == told
         place = end + 1
     assert place == len(events) - 1
+    assert [len(event["response"]["tools"]) for event in events if "response" in event] == [0, 0, 2]
     assert [event.type for event in by_client] == [event["type"] for event in events]
     assert (response["incomplete_details"] is None) == (last == "completed")
+
+
+def test_an_answer_is_had_again_by_its_id_until_it_is_deleted_and_thoughts_are_carried() -> None:
+    async def visitor(visit: ForeignVisit) -> None:
+        async with client(visit) as api:
+            sealed: Any = ["reasoning.encrypted_content"]
+            first = await api.responses.create(model="m", input="one", tools=[TOOL], include=sealed)  # type: ignore[list-item]
+            again = await api.responses.retrieve(first.id)
+            assert (again.output, again.usage, again.tools) == (first.output, first.usage, [])
+            thought, text = (item.model_dump() for item in first.output)
+            assert Items().take({"type": "reasoning", "encrypted_content": "gAAA"}, "input[0]") is None
+            read = Items()
+            read.take({key: thought[key] for key in ("type", "encrypted_content")}, "input[0]")
+            assert read.messages[0]["reasoning_content"] == thought["content"][0]["text"] == "Twenty, and\nmore."
+            await api.responses.delete(first.id)
+            for gone in (api.responses.retrieve, api.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await gone(first.id)
+            # Its items are a history like any other.
+            items: Any = [{"role": "user", "content": "one"}, thought, text, {"role": "user", "content": "two"}]
+            await api.responses.create(model="m", input=items, tools=[TOOL])  # type: ignore[list-item]
+
+    assert names(visits(visitor, [f"{THOUGHT}Yes.", "No."])) == ["main"]
 
 
 def test_what_was_answered_is_named_by_its_id() -> None:
