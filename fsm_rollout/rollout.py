@@ -48,7 +48,7 @@ from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
-from fsm_rollout.trajectory.settings import Sampling, as_sampling
+from fsm_rollout.trajectory.settings import Concurrency, Sampling, as_sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Rollout(TrainerOrders):
         reward: ``module:function``, or a function of a trajectory or of a whole group, sync or async; or a list of
             them, each also with its weight, ``(function, 0.5)``, whose weighted sum is the score. What they return:
             :class:`fsm_rollout.environment.rewards.Reward`.
-        concurrency: trajectories under way at once.
+        concurrency: trajectories under way at once; ``auto``: as many as fit into the engine's memory, or 1,024 where
+            the engine does not say how large it is.
         queue_timeout: seconds that a silent engine is waited for.
         failures: what becomes of failures, by their class, as in a run YAML: ``{"tool": "end", "engine": {"attempts":
             5}}``. A trajectory that failed through no fault of the policy's is repeated within a budget; else it has
@@ -117,7 +118,7 @@ class Rollout(TrainerOrders):
         validate: bool = False,
         validation_sampling: Sampling | Mapping[str, object] | None = None,
         reward: RewardLike | None = None,
-        concurrency: int = 1024,
+        concurrency: Concurrency = "auto",
         queue_timeout: float = 600.0,
         failures: Failures | Mapping[str, object] | None = None,
         group_filter: str | Callable[..., object] | None = None,

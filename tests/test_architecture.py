@@ -30,7 +30,9 @@ ORDER = (
     (
         "engines.stop_strings",
         "engines.thinking_budget",
+        "engines.residency",
         "engines.pending",
+        "engines.placing",
         "engines.client",
         "engines.chunk_stream",
         "engines.wire",

@@ -95,7 +95,7 @@ class EngineClient:
                 if (ended := pending.ended_as) is not None:
                     asyncio.get_running_loop().call_soon(self.pool.end, pending, ended)
                     return pending
-        self.pool.submit(pending)
+        self.pool.submit(pending, self.label)
         return pending
 
     async def abort(self, pending: PendingRequest) -> None:
@@ -104,7 +104,7 @@ class EngineClient:
 
     def end_sessions(self, sessions: Iterable[str]) -> None:
         """See :class:`Client`."""
-        self.pool.sessions.end(sessions)
+        self.pool.end_sessions(sessions)
 
     async def begin(self) -> None:
         """Have an engine awake that sleeps between runs, until this client is drained."""

@@ -45,6 +45,7 @@ from fsm_rollout.trajectory.tokens import (
 
 if TYPE_CHECKING:
     from fsm_rollout.engines.replica import Replica
+    from fsm_rollout.engines.residency import Tree
 
 logger = logging.getLogger(__name__)
 ROUNDING = 1e-3  # a logprob may be so far above 0: log-sums in half precision are not exact
@@ -125,6 +126,9 @@ class PendingRequest:
     # When the try is given up if its first chunk has not come by then; `None` from that chunk on.
     silent_until: float | None = None
     client: object = None  # who submitted it
+    tree: Tree | None = (
+        None  # the trajectory that is to be resident for it, where engines say how much memory they have
+    )
     stops: StopStrings | None = None  # looks for `sampling.stop`, where that is set
     stopped: bool = False  # whether it has found one: the last token completes it
     thinking: ThinkingBudget | None = None  # keeps `sampling.thinking`, where that is set

@@ -25,11 +25,12 @@ from itertools import chain
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.placing import Placing
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
-from fsm_rollout.engines.router import FIRST, Router, StickyRouter, choose
+from fsm_rollout.engines.router import Router, StickyRouter
 from fsm_rollout.engines.sessions import Sessions
 from fsm_rollout.engines.silence import SilenceWatch
 from fsm_rollout.errors import EngineError
@@ -74,13 +75,14 @@ class EnginePool:
         self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
         self.sessions = Sessions()
-        self._router: Router = router or StickyRouter()
+        self.placing = Placing(router or StickyRouter(), self.tries, self.replicas_changed)
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
         self.replicas = self._lives.all
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_anew()
         if placement.restarts:
             self._lives.start_in_thread()
+        self.placing.look(self._lives.open, count == 1)
         windows = [replica.live.max_context for replica in self.replicas]
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
@@ -129,6 +131,7 @@ class EnginePool:
 
     def _begin_anew(self) -> None:
         """Have no request."""
+        self.placing.begin_anew()
         self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
         self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
         self._lanes: list[dict[PendingRequest, None]] = [{}, {}, {}]  # those of them that wait for room, by lane
@@ -139,8 +142,8 @@ class EnginePool:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, pending: PendingRequest) -> None:
-        """Take a request into the ledger, and send it soon."""
+    def submit(self, pending: PendingRequest, label: str = "") -> None:
+        """Take a request into the ledger, and send it soon; ``label``: of the client who has it."""
         if self._loop is not asyncio.get_running_loop():
             self.here()
         pending.paused = bool(self._lives.held)
@@ -150,6 +153,8 @@ class EnginePool:
             logger.warning("the engine is asleep: generations wait until it is woken")
         self.requests += 1
         self._open[pending] = None
+        if self.placing.residency is not None:
+            self.placing.ask(pending, label)
         if self._lives.fallen is not None:
             asyncio.get_running_loop().call_soon(self.end, pending, FinishReason.ABORT, self._lives.fallen)
         else:
@@ -188,29 +193,10 @@ class EnginePool:
             self._look_at(replica)
         if self._lives.looks:
             return
-        room, up = 0, self._lives.open
-        for replica in up:  # what an engine does that has nothing of ours says nothing of how much it can do
-            replica.allowed = replica.may_have(len(self.replicas) == 1) if replica.in_flight else FIRST
-            replica.waiting = 0
-            room += max(0, replica.allowed - replica.in_flight)
-        # 2. Let the router choose, as long as anybody has room.
-        batches: dict[Replica, list[PendingRequest]] = {}
-        refused: list[tuple[PendingRequest, EngineError]] = []
-        for pending in chain(*self._lanes):
-            if not room:
-                break
-            avoids = pending.replica if pending.failures and (self.tries.another_replica or pending.silenced) else ""
-            try:
-                chosen = choose(self._router, pending.request, up, avoids) if len(up) > 1 else up[0]
-            except EngineError as error:
-                refused.append((pending, error))
-                continue
-            if chosen.in_flight < chosen.allowed:
-                batches.setdefault(chosen, []).append(pending)
-                chosen.in_flight += 1
-                room -= 1
-            else:
-                chosen.waiting += 1
+        # 2. Choose, as long as anybody has room.
+        up = self._lives.open
+        room = self.placing.look(up, len(self.replicas) == 1)
+        batches, refused = self.placing.assign(chain(*self._lanes), up, room)
         # 3. Send what was chosen.
         for pending, why in refused:
             self.end(pending, FinishReason.ABORT, why)
@@ -313,7 +299,8 @@ class EnginePool:
     def end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End a request, wherever it is."""
         self.leave(pending)
-        self._open.pop(pending, None)
+        if self._open.pop(pending, pending) is None and pending.tree is not None:
+            self.placing.answered(pending)
         pending.end(finish_reason, error)
         if self._retries.bisection.busy:
             self._retries.bisection.go_on()
@@ -401,6 +388,14 @@ class EnginePool:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
+        self.sessions.end(sessions := list(sessions))
+        if (residency := self.placing.residency) is not None:
+            residency.end(sessions)
+            if any(self._lanes):
+                self.replicas_changed()
+
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
         if pending.done.happened:
@@ -429,6 +424,7 @@ class EnginePool:
             return
         self._retries.bisection.clear()
         self._silence.stop()
+        self.placing.stop()
         if tasks := [*self._dispatches, *self._engine_ids.tasks]:
             for task in tasks:
                 task.cancel()

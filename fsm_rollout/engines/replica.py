@@ -195,9 +195,8 @@ class Replica(ReplicaView):
             logger.warning("the engine does not say how busy it is (%s); it is given few requests at a time", why)
         return Load()
 
-    def may_have(self, alone: bool) -> int:
+    def may_have(self, load: Load, alone: bool) -> int:
         """Return how many requests one that has some may have; any number if it is alone, and says nothing of them."""
-        load = self.busy()
         silent = not load.running and not load.waiting
         return sys.maxsize if alone and silent else allowance(load)
 

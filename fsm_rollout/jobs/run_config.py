@@ -205,7 +205,11 @@ class RunConfig(StrictModel):
         description="where the spans go: a collector's address, mlflow, phoenix or weave; with more: `{endpoint: …, "
         "content: text, sample: 0.05}`; default: what OpenTelemetry's variables say, if anything",
     )
-    concurrency: AtLeastOne = Field(1024, description="trajectories that run at once")
+    concurrency: AtLeastOne | Literal["auto"] = Field(
+        "auto",
+        description="trajectories that run at once; auto: as many as fit into the engine's memory, or 1,024 where the "
+        "engine does not say how large it is",
+    )
     workers: AtLeastOne = Field(1, description="shards, processes with engines of their own; 1: the run's own")
     worker_placement: Literal["local", "ray"] = Field(
         "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"

@@ -10,8 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count, repeat
 
+from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
@@ -21,6 +23,7 @@ from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_traje
 from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
 from fsm_rollout.states.restoring import begins_anew
 from fsm_rollout.trajectory.enums import StopReason
+from fsm_rollout.trajectory.settings import Concurrency, most_at_once
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 
@@ -34,7 +37,8 @@ class SampleRunner:
         scoring: Scoring,
         staleness: Staleness,
         failures: Failures,
-        concurrency: int,
+        concurrency: Concurrency,
+        policy: EngineClient,
     ) -> None:
         self.running: dict[str, ActiveTrajectory] = {}  # the trajectories of samples that run, by id
         self.stopping: Stop | None = None  # how `stop` has all trajectories stopped, until the next run
@@ -49,10 +53,13 @@ class SampleRunner:
         self._staleness = staleness
         self._failures = failures
         self._concurrency = concurrency
+        self._policy = policy
         self._prompts = count()  # numbers the prompts that are taken
 
     async def feed(self, run: RunState) -> None:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
+        if self._concurrency == "auto" and self._policy.pool.placing.residency is not None:
+            self._policy.call_before_dispatch(partial(self._before_dispatch, run))
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
@@ -73,11 +80,23 @@ class SampleRunner:
             run.feeding = False
             run.changed.set()
 
+    def _most(self) -> int:
+        """Return how many samples may be under way: as many as fit into the policy's memory, where that is known."""
+        fit = self._policy.pool.placing.worth_having if self._concurrency == "auto" else None
+        return most_at_once(self._concurrency) if fit is None else fit
+
+    def _before_dispatch(self, run: RunState) -> None:
+        """Have events on disk before the generations that build on them go out, and begin what has room by now."""
+        if run.journal is not None:
+            run.journal.persist()
+        if self.to_start:
+            run.changed.set()
+
     def _start_next(self, run: RunState, tasks: asyncio.TaskGroup) -> bool:
         """Start the next sample, or open the next group; return whether anything was to be done, and could be."""
         # 1. A sample of a group that is open.
         if self.to_start:
-            if run.running >= (self._concurrency if self.alone.isdisjoint(self._groups) else 1):
+            if run.running >= (self._most() if self.alone.isdisjoint(self._groups) else 1):
                 return False
             run.running += 1
             tasks.create_task(self._run_sample(run, *self.to_start.popleft()))

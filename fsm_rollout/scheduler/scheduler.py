@@ -54,7 +54,7 @@ from fsm_rollout.trajectory.events import DIED, Suspended
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
-from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.settings import Concurrency, Sampling, most_at_once
 from fsm_rollout.trajectory.trace_ids import RunNow, TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -83,7 +83,7 @@ class Scheduler(SchedulerOrders):
         clients: Mapping[str, EngineClient],
         *,
         seed: int = 0,
-        concurrency: int = 1024,
+        concurrency: Concurrency = "auto",
         sampling: Sampling | None = None,
         validate: bool = False,
         reward: Reward | None = None,
@@ -95,11 +95,10 @@ class Scheduler(SchedulerOrders):
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
         # 1. Who does the work.
-        check_at_least(1, "trajectory", "concurrency", concurrency)
+        check_at_least(1, "trajectory", "concurrency", most_at_once(concurrency))
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
-        self.clients = clients
-        self.concurrency = concurrency
+        self.clients, self.concurrency = clients, concurrency
         self.sampling = sampling or Sampling()
         self.validate = validate
         self.recorder = Recorder(journal, listeners)
@@ -119,8 +118,8 @@ class Scheduler(SchedulerOrders):
             kept=self.recorder,
         )
         # 2. Which group is where.
-        self.groups = GroupTable()
-        self.samples = SampleRunner(self.starter, self.groups, self.scoring, self.staleness, failures, concurrency)
+        groups = self.groups = GroupTable()
+        self.samples = SampleRunner(self.starter, groups, self.scoring, self.staleness, failures, concurrency, policy)
         # Groups that were delivered and are not marked yet: the caller has not asked for more.
         self._delivered: list[str] = []
         self.marks = True  # whether the journal is told of them; the driver of shards does that itself
@@ -189,7 +188,8 @@ class Scheduler(SchedulerOrders):
         for client in self.clients.values():
             client.call_before_dispatch(journal.persist if journal is not None else None)
         # 3. Groups, until there are enough or no more.
-        with calm_collection(self.concurrency), self.recorder.watched(self.failures.stall_seconds, self._waits):
+        watched = self.recorder.watched(self.failures.stall_seconds, self._waits)
+        with calm_collection(most_at_once(self.concurrency)), watched:
             run.feeder = asyncio.create_task(self.samples.feed(run))
             try:
                 for client in self.clients.values():

@@ -21,6 +21,7 @@ from fsm_rollout.scheduler.leases import LeasedScheduler
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.shard_placement import Start
 from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.trajectory.settings import most_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,14 @@ def leased_scheduler(
             f"on_event: events stay in their shards, and with workers={count} nobody hears of them here; read the "
             "journal, or give none"
         )
-    concurrency, group_filter = arguments["concurrency"], arguments["group_filter"]
-    setups = ShardSetups({**arguments, "concurrency": -(-concurrency // count)}, count)
+    given, group_filter = arguments["concurrency"], arguments["group_filter"]
+    setups = ShardSetups({**arguments, "concurrency": given if given == "auto" else -(-given // count)}, count)
     scheduler = LeasedScheduler(
         Shards(count, start, setups.of),
         shared=setups.shared,
         filter_name=getattr(group_filter, "__name__", str(group_filter)),
-        **{name: arguments[name] for name in ("concurrency", "failures", "max_staleness", "max_restarts")},
+        concurrency=most_at_once(given),
+        **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts")},
     )
     scheduler.recorder.listeners = tuple(cast(Sequence[Listener], listeners))  # that show counts
     return scheduler

@@ -26,6 +26,7 @@ from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.serve.strangers import is_loopback
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, JournalFolder, Recorded, is_journal, metadata, recordings
+from fsm_rollout.trajectory.settings import most_at_once
 
 Ready = Callable[[str, list[str]], object]
 
@@ -50,7 +51,7 @@ def serve(config: RunConfig, ready: Ready) -> None:
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
         recorded = _earlier(serving.out, {name: dump(graph) for name, graph in agents.items()})
-        concurrency, failures = config.concurrency + serving.waiting, config.failures.within_trajectories
+        concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures.within_trajectories
         rollout = rollout_of(config, agents, concurrency=concurrency, failures=failures)
         summary, begun = serving.out / SUMMARY, time.monotonic()
         summary.unlink(missing_ok=True)
@@ -101,7 +102,7 @@ async def _serve(
     try:
         with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
             rollout.journal = journal
-            service = Service(rollout, serving, config.concurrency)
+            service = Service(rollout, serving, most_at_once(config.concurrency))
             async with listening(service, keys, recorded or ()) as (url, running):
                 ready(url, list(service.models))
                 await asyncio.wait({running})  # it ends by failing alone

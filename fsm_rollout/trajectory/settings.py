@@ -8,7 +8,7 @@ them, and :class:`Price` because what it prices is counted here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from typing import Annotated, Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
@@ -53,6 +53,16 @@ Money = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST = 2**53  # larger counts are mistakes: not every reader of JSON could tell them apart
 Count = Annotated[int, Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+# How many trajectories run at once: a number, or as many as fit into the engine's memory.
+Concurrency: TypeAlias = int | Literal["auto"]
+UNTOLD = 1024  # so many run at once where an engine does not say how many fit
+
+
+def most_at_once(concurrency: Concurrency) -> int:
+    """Return how many trajectories may run at once, as far as the engine is not asked."""
+    return UNTOLD if concurrency == "auto" else concurrency
+
+
 Named = Annotated[Mapping[Name, V], AfterValidator(FrozenMap)]
 FreeForm = Annotated[Mapping[str, Any], AfterValidator(FrozenMap)]  # plain data that the YAML passes on as it is
 

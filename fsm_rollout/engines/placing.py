@@ -1,0 +1,149 @@
+"""Which replica each request that waits goes to: the memory says whether one may go, and the router where.
+
+Invariant: where engines say how much memory they have, a request goes out only to the replica where its trajectory is
+resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica once, when the trajectory is
+admitted. Where they do not say it, the router chooses for each request. No request is sent to a replica without room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.replica import Replica
+from fsm_rollout.engines.residency import Residency, Tree
+from fsm_rollout.engines.retries import Tries
+from fsm_rollout.engines.router import FIRST, Router, choose
+from fsm_rollout.errors import EngineError
+
+# Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
+# of those that are resident.
+LINE, LINE_PART = 64, 8
+# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. To fill a long
+# context again takes a good part of that.
+MARK_EVERY = 10.0
+
+
+class Placing:
+    """See the module."""
+
+    def __init__(self, router: Router, tries: Tries, changed: Callable[[], object]) -> None:
+        self.residency: Residency | None = None  # there once an engine has said how much memory it has
+        self._router, self._tries = router, tries
+        self._changed = changed  # is called when more may be sent
+        self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
+
+    # -- what it hears of ---------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Have no request, and nobody resident."""
+        self.residency = None if self.residency is None else Residency()
+        self.stop()
+
+    def stop(self) -> None:
+        """Set no timer any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _mark(self) -> None:
+        self._timer = None
+        if self.residency is not None:
+            self.residency.mark()
+            self._changed()
+
+    def ask(self, pending: PendingRequest, label: str) -> None:
+        """Take in a request of a client, whose sessions' names begin with ``label``."""
+        request = pending.request
+        if self.residency is not None and request.session:
+            key = label + root_of(request)
+            pending.tree = self.residency.ask(key, request.group_id or key, request.session, len(request.ids))
+
+    def answered(self, pending: PendingRequest) -> None:
+        """Take in the end of a request."""
+        if self.residency is not None and pending.tree is not None:
+            self.residency.answer(pending.tree, pending.request.session, len(pending.request.ids) + len(pending.ids))
+
+    def look(self, up: Sequence[Replica], alone: bool) -> int:
+        """Learn how much the replicas may have, and return how many requests more that is in all."""
+        room = 0
+        for replica in up:
+            load = replica.busy()
+            # What an engine does that has nothing of ours says nothing of how much it can do.
+            replica.allowed = replica.may_have(load, alone) if replica.in_flight else FIRST
+            replica.waiting = 0
+            room += max(0, replica.allowed - replica.in_flight)
+            if load.capacity:
+                self.residency = self.residency or Residency()
+                self.residency.resize(replica.name, load.capacity)
+        if self.residency is not None:
+            self.residency.keep_only({replica.name for replica in up})
+        return room
+
+    @property
+    def worth_having(self) -> int | None:
+        """How many trajectories are worth having under way at once; ``None``: no engine says how many fit."""
+        residency = self.residency
+        return None if residency is None else residency.resident + max(LINE, residency.resident // LINE_PART)
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def assign(
+        self, waiting: Iterable[PendingRequest], up: Sequence[Replica], room: int
+    ) -> tuple[dict[Replica, list[PendingRequest]], list[tuple[PendingRequest, EngineError]]]:
+        """Return what goes to which replica, in order, as far as there is room; and whom the router has failed."""
+        batches: dict[Replica, list[PendingRequest]] = {}
+        refused: list[tuple[PendingRequest, EngineError]] = []
+        by_name = {replica.name: replica for replica in up}
+        if self.residency is not None:
+            waiting = list(waiting)
+            self._admit(self.residency, waiting, by_name)
+        for pending in waiting:
+            if not room:
+                break
+            avoids = pending.replica if pending.failures and (self._tries.another_replica or pending.silenced) else ""
+            options = up
+            if pending.tree is not None and not avoids:
+                if pending.tree.home is None or (home := by_name.get(pending.tree.home)) is None:
+                    continue
+                options = [home]
+            try:
+                chosen = choose(self._router, pending.request, options, avoids) if len(options) > 1 else options[0]
+            except EngineError as error:
+                refused.append((pending, error))
+                continue
+            if chosen.in_flight < chosen.allowed:
+                batches.setdefault(chosen, []).append(pending)
+                chosen.in_flight += 1
+                room -= 1
+            else:
+                chosen.waiting += 1
+        return batches, refused
+
+    def _admit(self, residency: Residency, waiting: list[PendingRequest], by_name: dict[str, Replica]) -> None:
+        """Let those in the line be resident where there is room."""
+        if (tree := residency.first()) is None:
+            if self._timer is None and residency.waits:
+                self._timer = asyncio.get_running_loop().call_later(MARK_EVERY, self._mark)
+            return
+        requests: dict[Tree | None, Request] = {}
+        for pending in waiting:
+            requests.setdefault(pending.tree, pending.request)
+        while tree is not None:
+            takers = [by_name[name] for name in residency.takers(tree)]
+            taker = takers[0]
+            if len(takers) > 1 and tree in requests and any(replica.has_room for replica in takers):
+                with suppress(EngineError):  # whoever asks it again, for a request, hears why
+                    taker = choose(self._router, requests[tree], takers)
+            residency.admit(tree, taker.name)
+            tree = residency.first()
+
+
+def root_of(request: Request) -> str:
+    """Return the trajectory that a request is for, or if that is a sub-agent's the one that all begins with."""
+    name = request.trajectory_id
+    end = name.find("/", len(request.group_id) + 1) if name.startswith(f"{request.group_id}/") else -1
+    return name if end < 0 else name[:end]

@@ -1,0 +1,184 @@
+"""Whole trajectories are resident, in the order of their groups, and nobody starves."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from fsm_rollout.engines.residency import ADMIT, FULL, Residency, Tree
+
+SIZES = st.integers(1, 120)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[list[list[int]]]:
+    """Draw groups of trajectories, each the contexts of its turns."""
+    turns = st.lists(SIZES, min_size=1, max_size=6)
+    return draw(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=6))
+
+
+class Engine:
+    """Takes turns of those who are resident, in an order drawn from a seed, and keeps its own account of them."""
+
+    def __init__(self, workload: list[list[list[int]]], replicas: int, capacity: int, seed: int) -> None:
+        self.residency, self.random = Residency(), Random(seed)
+        for number in range(replicas):
+            self.residency.resize(f"r{number}", capacity)
+        self.turns = {(g, n): list(turns) for g, group in enumerate(workload) for n, turns in enumerate(group)}
+        self.context = dict.fromkeys(self.turns, 0)
+        self.asking: dict[tuple[int, int], Tree] = {}
+        self.homes: dict[tuple[int, int], str] = {}
+        self.first_admissions: list[int] = []  # groups, in the order in which trajectories were first admitted
+        self.admitted: set[tuple[int, int]] = set()
+
+    def ask(self, who: tuple[int, int]) -> None:
+        group, number = who
+        name = f"{group}/{number}"
+        before = {tree: tree.tokens for tree in self.residency.trees.values() if tree.home is not None}
+        self.asking[who] = self.residency.ask(name, str(group), f"{name}/main", self.context[who] or 1)
+        # Who has lost its place stood at a boundary, and nobody smaller stood at one and kept its own.
+        lost = [tree for tree in before if tree.home is None]
+        kept = [tree for tree in before if tree.home is not None and not tree.asking]
+        assert not {tree.key for tree in lost} & {f"{g}/{n}" for g, n in self.asking if (g, n) != who}
+        homes = {memory: [tree for tree in kept if tree.home == memory] for memory in self.residency.memories}
+        for tree in lost:
+            assert all(tree.tokens <= other.tokens for other in homes[self.homes[self.who(tree)]])
+
+    def who(self, tree: Tree) -> tuple[int, int]:
+        group, number = tree.key.split("/")
+        return int(group), int(number)
+
+    def admit(self) -> None:
+        residency = self.residency
+        while (tree := residency.first()) is not None:
+            # Nobody of an earlier group, or who came earlier within the group, waits for a place.
+            line = [other for other in residency.trees.values() if other.home is None and other.asking]
+            assert (tree.group, tree.number) == min((other.group, other.number) for other in line)
+            name = self.random.choice(residency.takers(tree))
+            residency.admit(tree, name)
+            memory = residency.memories[name]
+            assert len(memory.residents) == 1 or memory.held <= ADMIT * memory.capacity
+            self.homes[self.who(tree)] = name
+            if self.who(tree) not in self.admitted:
+                self.admitted.add(self.who(tree))
+                self.first_admissions.append(tree.group)
+
+    def check(self) -> None:
+        """Compare what it holds with an account of one's own."""
+        for name, memory in self.residency.memories.items():
+            trees = [tree for tree in self.residency.trees.values() if tree.home == name]
+            assert memory.held == sum(self.context[self.who(tree)] or 1 for tree in trees)
+            assert set(trees) == set(memory.residents)
+
+    def run(self, mark_every: int) -> int:
+        """Take all turns; return how many steps that took."""
+        for who in self.turns:
+            self.ask(who)
+        steps = 0
+        while self.turns:
+            self.admit()
+            self.check()
+            ready = [who for who, tree in self.asking.items() if tree.home is not None]
+            idle = [who for who in self.turns if who not in self.asking]
+            if mark_every and steps % mark_every == 0:
+                self.residency.mark()
+            steps += 1
+            if ready and (not idle or self.random.random() < 0.5):  # one of them is answered
+                who = self.random.choice(ready)
+                tree = self.asking.pop(who)
+                self.context[who] += self.turns[who].pop(0)
+                self.residency.answer(tree, f"{tree.key}/main", self.context[who])
+                if not self.turns[who]:
+                    del self.turns[who]
+                    self.residency.end([f"{tree.key}/main"])
+                    del self.context[who]
+            else:
+                assert idle, "somebody waits, and nobody is resident: nothing can ever happen again"
+                self.ask(self.random.choice(idle))
+        return steps
+
+
+@given(workload=workloads(), replicas=st.integers(1, 3), capacity=st.integers(20, 400), seed=st.integers(0, 99))
+def test_everybody_comes_to_an_end_in_the_order_of_groups(workload, replicas, capacity, seed):  # type: ignore[no-untyped-def]
+    engine = Engine(workload, replicas, capacity, seed)
+    engine.run(mark_every=0)
+    assert engine.first_admissions == sorted(engine.first_admissions)
+    assert not engine.residency.trees
+    assert engine.residency.resident == 0
+    assert all(memory.held == 0 for memory in engine.residency.memories.values())
+
+
+@given(workload=workloads(), capacity=st.integers(20, 400), seed=st.integers(0, 99), every=st.integers(1, 5))
+def test_who_gives_way_comes_back(workload, capacity, seed, every):  # type: ignore[no-untyped-def]
+    engine = Engine(workload, 1, capacity, seed)
+    engine.run(mark_every=every)
+    assert not engine.residency.trees
+
+
+def placed(residency: Residency, key: str, tokens: int) -> Tree:
+    tree = residency.ask(key, key, f"{key}/main", tokens)
+    while (first := residency.first()) is not None:
+        residency.admit(first, residency.takers(first)[0])
+    return tree
+
+
+def test_the_smallest_at_a_boundary_is_paused_and_no_more_than_it_takes() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    trees = {key: placed(residency, key, tokens) for key, tokens in {"a": 100, "b": 200, "c": 300, "d": 240}.items()}
+    for key in "abc":  # d goes on to say something
+        residency.answer(trees[key], f"{key}/main", trees[key].tokens)
+    residency.ask("c", "c", "c/main", 470)  # 1,010 of 1,000
+    assert FULL * 1000 >= 1010 - 100
+    assert [key for key, tree in trees.items() if tree.home is None] == ["a"]
+    assert residency.paused == 1
+
+
+def test_a_parent_holds_its_place_for_its_children() -> None:
+    residency = Residency()
+    residency.resize("r", 100)
+    parent = placed(residency, "a", 60)
+    other = placed(residency, "b", 60)
+    assert (parent.home, other.home) == ("r", None)
+    assert residency.ask("a", "a", "a/0/child/main", 30) is parent
+    assert (parent.tokens, parent.home) == (90, "r")
+    residency.end(["a/0/child/main"])
+    assert parent.tokens == 60
+
+
+def test_who_is_away_for_long_gives_way_and_keeps_the_place_of_its_group() -> None:
+    residency = Residency()
+    residency.resize("r", 100)
+    away, waits = placed(residency, "a", 60), placed(residency, "b", 60)
+    residency.answer(away, "a/main", 60)
+    residency.mark()
+    assert residency.first() is None
+    residency.mark()
+    assert residency.first() is waits
+    residency.admit(waits, "r")
+    late = residency.ask("c", "c", "c/main", 10)
+    residency.ask("a", "a", "a/main", 60)
+    assert (away.group, away.number) < (late.group, late.number)
+    residency.answer(waits, "b/main", 60)
+    residency.end(["b/main"])
+    assert residency.first() is away
+
+
+def test_residents_of_a_replica_that_is_lost_stand_in_the_line_again() -> None:
+    residency = Residency()
+    residency.resize("r", 100)
+    residency.resize("s", 100)
+    asks, idle = placed(residency, "a", 60), placed(residency, "b", 60)
+    residency.answer(idle, "b/main", 60)
+    residency.keep_only({"s"})
+    assert [tree.home for tree in (asks, idle)].count(None) >= 1
+    lost = asks if asks.home is None else idle
+    assert residency.resident == 1
+    assert residency.memories["s"].held == 60
+    residency.keep_only(set())
+    assert residency.resident == 0
+    residency.resize("t", 500)
+    assert residency.first() is asks
+    assert lost in (asks, idle)
