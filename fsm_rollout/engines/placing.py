@@ -32,6 +32,7 @@ class Placing:
 
     def __init__(self, router: Router, tries: Tries, changed: Callable[[], object]) -> None:
         self.residency: Residency | None = None  # there once an engine has said how much memory it has
+        self.share = 1  # how many pools share the engines' memory
         self._router, self._tries = router, tries
         self._changed = changed  # is called when more may be sent
         self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
@@ -78,7 +79,7 @@ class Placing:
             room += max(0, replica.allowed - replica.in_flight)
             if load.capacity:
                 self.residency = self.residency or Residency()
-                self.residency.resize(replica.name, load.capacity)
+                self.residency.resize(replica.name, load.capacity // self.share)
         if self.residency is not None:
             self.residency.keep_only({replica.name for replica in up})
         return room

@@ -41,6 +41,7 @@ class Shard:
     def __init__(self, link: Link, rollout: Rollout, count: int) -> None:
         self.link, self.rollout = link, rollout
         self.runs: dict[int, ShardRun] = {}
+        self.count = count
         self.events: dict[str, list[bytes]] = {}
         """The events of trajectories that are to come back with their groups."""
         self.gone = asyncio.Event()
@@ -80,6 +81,9 @@ class Shard:
         if asked["evaluation"] is not None:
             scheduler = self.rollout._evaluation_scheduler(asked["evaluation"])
         run = self.runs[number] = ShardRun(self, number, scheduler, asked)
+        for pool in {client.pool for client in scheduler.clients.values()}:
+            if not pool.here().placement.starts_afresh:  # its servers are those of all shards
+                pool.placing.share = self.count
         recorder = scheduler.recorder
         others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
         self._counts.number = number

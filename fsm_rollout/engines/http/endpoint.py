@@ -106,6 +106,7 @@ class Endpoint(ABC):
                 raise EngineError(f"api_key: the environment has no {name}; set it where the run is started")
         self.url, self.api_key = url.rstrip("/"), api_key
         self.max_context = 0  # the longest input plus output, in tokens
+        self.capacity = 0  # how many tokens it has room for, all requests and what it keeps together; 0: unknown
         self.processor: Any = None  # of a model that sees, where the server can be sent pictures
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:

@@ -145,7 +145,8 @@ class ServerLink(threading.Thread):
         """Return how many have been admitted, how many wait for that, and the tokens of the former."""
         entries = list(self._entries.values())
         admitted = [len(entry.ids) for entry in entries if entry.admitted]
-        return Load(running=len(admitted), waiting=len(entries) - len(admitted), used_tokens=sum(admitted))
+        waiting = len(entries) - len(admitted)
+        return Load(len(admitted), waiting, used_tokens=sum(admitted), capacity=self._endpoint.capacity)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

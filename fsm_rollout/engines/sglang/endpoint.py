@@ -78,6 +78,7 @@ class Info(msgspec.Struct):
     """``/server_info``, as far as it matters here."""
 
     max_req_input_len: int
+    max_total_num_tokens: int = 0
     sampling_mask_max_tokens: int = 0
     enable_weights_cpu_backup: bool = False
     enable_return_routed_experts: bool = False
@@ -150,6 +151,7 @@ class SGLangEndpoint(Endpoint):
         """Learn what the server is, and return the version of its weights (0 where that is no number)."""
         info = await self.ask("/server_info", Info)
         self.max_context = info.max_req_input_len
+        self.capacity = info.max_total_num_tokens * max(1, info.dp_size)
         self.info = info
         self._mask_tokens = info.sampling_mask_max_tokens
         self._says_experts = info.enable_return_routed_experts
