@@ -22,9 +22,9 @@ from fsm_rollout.errors import EngineError
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
 LINE, LINE_PART = 64, 8
-# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. To fill a long
-# context again takes a good part of that.
-MARK_EVERY = 10.0
+# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. Most tools are
+# quicker; a gap that has lasted so long will mostly last longer than it takes to fill the context again.
+MARK_EVERY = 2.0
 
 
 class Placing:
