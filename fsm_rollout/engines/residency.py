@@ -65,7 +65,7 @@ class Tree:
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class ReplicaMemory:
     """That of one replica."""
 
     capacity: int
@@ -82,7 +82,7 @@ class Residency:
     """See the module. Sizes are in tokens, replicas and trees go by their names."""
 
     def __init__(self) -> None:
-        self.memories: dict[str, Memory] = {}
+        self.memories: dict[str, ReplicaMemory] = {}
         self.trees: dict[str, Tree] = {}
         self.resident = 0  # how many trees are
         self.paused = 0  # how often one was paused so far
@@ -96,7 +96,7 @@ class Residency:
     def resize(self, name: str, capacity: int) -> None:
         """Learn how much memory a replica has for our trajectories; one that is new has nobody."""
         if (memory := self.memories.get(name)) is None:
-            self.memories[name] = Memory(capacity)
+            self.memories[name] = ReplicaMemory(capacity)
         else:
             memory.capacity = capacity
 
