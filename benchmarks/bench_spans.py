@@ -3,10 +3,11 @@
 An agent with a tool runs on a scripted engine, each trajectory three generations and two calls, untraced and traced,
 and its spans go to a server in a process of its own, which reads and forgets them. Printed are, of this process:
 
-- microseconds of CPU time for each span, apart: folding events and making spans (on the event loop), encoding them (in
-  the exporter's thread), and the metrics of each generation;
-- the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced: the median
-  of several pairs, less what tracing costs each run once (a run of one trajectory that is not traced, likewise);
+- microseconds of CPU time for each span, apart: telling the process that makes spans of the events (in the run's
+  process), making them and encoding them (in the other), and the metrics of each generation;
+- the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced, of the run's
+  process and of the other: the median of several pairs, less what tracing costs each run once (a run of one trajectory
+  that is not traced, likewise);
 - how long it takes to send the spans of so many trajectories later, from the journal.
 """
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +33,8 @@ from fsm_rollout.jobs.export_spans import send_spans
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
 from fsm_rollout.report.metrics import RunMetrics
+from fsm_rollout.report.span_book import SpanBook
+from fsm_rollout.report.span_process import RemoteBook
 from fsm_rollout.report.telemetry import SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.trajectory.events import AnyEvent, Generated
@@ -99,13 +103,17 @@ def main() -> None:
         for trajectory, event in heard:
             listener(trajectory, event)
 
-    listen(TracedRun(maker, spans.append))
-    made = of_each(lambda: listen(TracedRun(maker, lambda span: None)), len(spans))
+    listen(TracedRun(maker.ids, SpanBook(maker, spans.append)))
+    told = of_each(lambda: listen(TracedRun(maker.ids, RemoteBook([], 1))), len(spans))
+    left = of_each(lambda: listen(TracedRun(replace(maker.ids, share=0.0), RemoteBook([], 1))), len(spans))
+    made = of_each(lambda: listen(TracedRun(maker.ids, SpanBook(maker, lambda span: None))), len(spans))
     batches: Sequence[Any] = [spans[start : start + 512] for start in range(0, len(spans), 512)]
     written = of_each(lambda: [encode_spans(batch).SerializeToString() for batch in batches], len(spans))
     generations = sum(isinstance(event, Generated) for _, event in heard)
     counted = of_each(lambda: listen(RunMetrics({})), generations)
-    print(f"a span: made in {made:.1f} µs, encoded in {written:.1f} µs; {len(spans) / generations:.1f} a generation")
+    each = len(spans) / generations
+    print(f"a span: told in {told:.1f} µs; made in {made:.1f} µs, encoded in {written:.1f} µs; {each:.1f} a generation")
+    print(f"leaving out what is not traced, of a generation: {left * each:.1f} µs")
     print(f"metrics of a generation, and what belongs to it: {counted:.1f} µs")
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -63,6 +63,16 @@ class SpanMaker:
         """Return what makes the spans of a run that the journal describes so."""
         return cls(ids, resource, name, *names_of_engines(description), content)
 
+    def said(self) -> tuple[object, ...]:
+        """Return it as plain data, for :meth:`told`."""
+        ids, resource = self.ids, dict(self.resource.attributes)
+        return ids.run_id, ids.share, resource, self.name, self.models, self.kinds, self.content
+
+    @classmethod
+    def told(cls, run_id: str, share: float, resource: Attributes, *rest: Any) -> SpanMaker:
+        """Return what another process has said of one."""
+        return cls(TraceIds(run_id, share), Resource(resource), *rest)
+
     def begin(self, first: events.Prompted) -> TracedTrajectory:
         """Return what takes in the events of a trajectory that begins so; that one is taken in."""
         return TracedTrajectory(self, first)
@@ -135,15 +145,20 @@ class RunTimes:
             start, end, count = self.own[self._step]
             self.own[self._step] = start, max(end, event.at + self._epoch), count
 
-    def spans(self, maker: SpanMaker) -> Iterator[ReadableSpan]:
-        """Yield the run's span, or those of its steps."""
+    def each(self) -> Iterator[tuple[int | None, float, float, int]]:
+        """Yield the step of the run, or of each of its parts, its start and end, and how many trajectories began."""
         found: dict[int | None, list[tuple[float, float, int]]] = {}
         for times in (self.own, *self.elsewhere.values()):
             for step, time in times.items():
                 found.setdefault(step, []).append(time)
         for step, each in found.items():
             starts, ends, counts = zip(*each, strict=True)
-            yield maker.run_span(step, min(starts), max(ends), sum(counts))
+            yield step, min(starts), max(ends), sum(counts)
+
+    def spans(self, maker: SpanMaker) -> Iterator[ReadableSpan]:
+        """Yield the run's span, or those of its steps."""
+        for times in self.each():
+            yield maker.run_span(*times)
 
 
 class TracedTrajectory:

@@ -1,19 +1,21 @@
 """Tracing a run while it goes on: events in, OpenTelemetry's spans out, to whoever collects them.
 
 Invariant: what is traced is a listener of the run's recorder, and nothing else knows of it; a collector that is down
-costs one warning, and no trajectory. Spans leave in a thread of their own; those that it cannot keep up with are
-dropped, and `fsm-rollout export --format otlp` sends them later.
+costs one warning, and no trajectory. Spans are made and sent in a process of their own, and what it cannot keep up with
+is dropped; `fsm-rollout export --format otlp` sends it later. An exporter of the user's works in the run's process.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -25,14 +27,14 @@ from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.silence import Silent
-from fsm_rollout.report.telemetry import RunTimes, SpanMaker, Times, TracedTrajectory
+from fsm_rollout.report.span_book import SpanBook
+from fsm_rollout.report.span_process import RemoteBook, SpanProcess, keep_books, say
+from fsm_rollout.report.telemetry import RunTimes, SpanMaker, Times
 from fsm_rollout.report.trackio_spans import SpansToTrackio
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
 from fsm_rollout.trajectory.trace_ids import TraceIds, root_of
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
 
 QUEUE = 2**16  # spans that wait for their collector, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
 LATER = 2**14  # trajectories that have ended and may still get a reward
@@ -51,17 +53,20 @@ class Tracer:
 
     Args:
         tracing: what to trace, and where to send it.
-        exporter: takes the spans instead of the collector that ``tracing`` names.
+        exporter: takes the spans, in this process, instead of the collector that ``tracing`` names.
     """
 
     def __init__(self, tracing: Tracing, exporter: SpanExporter | None = None) -> None:
         self.tracing = tracing
-        self._spans: _WhileItAnswers | None = None
+        self._process: SpanProcess | None = None
+        self._own: BatchSpanProcessor | None = None
         self._meter: Meter | None = None
         if exporter is None:
-            exporter = self._spans = _WhileItAnswers(*exporter_of(tracing))
-        size = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE
-        self._processor = BatchSpanProcessor(exporter, max_queue_size=size)
+            tracing.destination()  # what is wrong with it is said here
+            settings = {"tracing": tracing.model_dump(mode="json"), "answers_within": ANSWERS_WITHIN}
+            self._process = SpanProcess("fsm_rollout.report.tracer:serve", settings)
+        else:
+            self._own = _batches_for(exporter)
 
     def of_run(self, run_id: str, description: Mapping[str, Any], journal: Journal | None) -> TracedRun:
         """Return what listens to the trajectories of a run."""
@@ -72,27 +77,48 @@ class Tracer:
             journal.flush()
             return events(journal.path, trajectory_id)
 
-        return TracedRun(maker, self._processor.on_end, None if journal is None else history)
+        if self._process is not None:
+            book: SpanBook | RemoteBook = self._process.book(maker)
+        else:
+            assert self._own is not None
+            book = SpanBook(maker, self._own.on_end)
+        return TracedRun(maker.ids, book, None if journal is None else history)
 
     def metrics_of(self, description: Mapping[str, Any]) -> RunMetrics | None:
         """Return what listens to all trajectories of runs that are described so; ``None``: nobody takes metrics."""
-        spans, to = self._spans, self.tracing.destination(checked=False).metrics
+        spans, to = self._process, self.tracing.destination(checked=False).metrics
         if self._meter is None and spans is not None and to is not None:
             headers = {**self.tracing.destination().headers}
             exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
             self._meter = Meter(RunMetrics(description), exporter, _resource(self.tracing), lambda: spans.is_down)
         return None if self._meter is None else self._meter.metrics
 
-    def flush(self) -> None:
-        """Send what has not been sent."""
-        self._processor.force_flush()
-
     def close(self) -> None:
         """Send what is left, and end. Blocks; safe to call twice."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        if self._own is not None:
+            self._own.shutdown()  # type: ignore[no-untyped-call]
+        if self._process is not None:
+            self._process.close()
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.close()
+
+
+def serve(descriptor: int) -> None:
+    """Be the process that makes and sends the spans of a run; entry of :class:`SpanProcess`."""
+    global ANSWERS_WITHIN
+    with Connection(descriptor) as connection:
+        settings = msgspec.msgpack.decode(connection.recv_bytes())
+        ANSWERS_WITHIN = settings["answers_within"]
+        exporter = _WhileItAnswers(*exporter_of(Tracing(**settings["tracing"])), partial(say, connection))
+        batches = _batches_for(exporter)
+        keep_books(connection, batches.on_end)
+        batches.shutdown()  # type: ignore[no-untyped-call]
+        say(connection, "ended")
+
+
+def _batches_for(exporter: SpanExporter) -> BatchSpanProcessor:
+    return BatchSpanProcessor(exporter, max_queue_size=None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else QUEUE)
 
 
 def exporter_of(tracing: Tracing, *, later: bool = False) -> tuple[SpanExporter, str]:
@@ -134,63 +160,57 @@ def maker_of(tracing: Tracing, run_id: str, description: Mapping[str, Any], fold
 
 
 class TracedRun:
-    """Listens to the trajectories of one run.
+    """Listens to the trajectories of one run, and leaves out those that are not traced.
 
     Args:
-        maker: makes its spans.
-        on_end: takes them.
+        ids: how its spans are called.
+        book: makes them.
         history: what is known of a trajectory that another process has begun, its latest event the last; ``None``:
             there is none such.
     """
 
-    def __init__(
-        self, maker: SpanMaker, on_end: Callable[[ReadableSpan], None], history: History | None = None
-    ) -> None:
-        self.maker = maker
-        self._on_end, self._history = on_end, history
+    def __init__(self, ids: TraceIds, book: SpanBook | RemoteBook, history: History | None = None) -> None:
+        self.ids = ids
+        self._book, self._history = book, history
         self.times = RunTimes()
         """When it was."""
-        self._known: dict[str, TracedTrajectory] = {}
+        self._known: set[str] = set()
         self._ended: dict[str, None] = {}  # those that have, the earliest first
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in an event that was recorded."""
-        kind, traced = type(event), self._known.get(trajectory.trajectory_id)
+        kind, trajectory_id = type(event), trajectory.trajectory_id
+        known = trajectory_id in self._known
         if kind in _OF_THE_RUN:
             self.times.take(event)
-            if traced is None:
-                traced = self._begun(trajectory, event)
-                if traced is None:
-                    return
+            if not known:
+                known = self._begun(trajectory, event)
             elif kind is Ended:
-                self._ended[trajectory.trajectory_id] = None
+                self._ended[trajectory_id] = None
                 if len(self._ended) > LATER:
                     oldest = next(iter(self._ended))
-                    del self._ended[oldest], self._known[oldest]
-        if traced is not None:
-            for span in traced.take(event):
-                self._on_end(span)
+                    del self._ended[oldest]
+                    self._known.remove(oldest)
+                    self._book.forget(oldest)
+        if known:
+            self._book.take(trajectory_id, event)
 
-    def _begun(self, trajectory: Trajectory, event: AnyEvent) -> TracedTrajectory | None:
-        """Return what traces a trajectory that begins or, begun by another process, goes on; `None`: nobody does."""
-        if type(event) is not Prompted and (self._history is None or type(event) is not Resumed):
-            return None
-        ids, trajectory_id = self.maker.ids, trajectory.trajectory_id
-        if not ids.sampled(ids.trace(root_of(trajectory.group_id, trajectory_id))):
-            return None
-        if isinstance(event, Prompted):
-            self._known[trajectory_id] = self.maker.begin(event)
-            return None
-        assert self._history is not None
-        first, *history = self._history(trajectory_id)
-        assert isinstance(first, Prompted)
-        traced = self._known[trajectory_id] = self.maker.begin(first)
-        for earlier in history[:-1]:
-            spans = traced.take(earlier)
-            if isinstance(earlier, Suspended) and earlier.reason == DIED:  # else the earlier process has sent them
-                for span in spans:
-                    self._on_end(span)
-        return traced
+    def _begun(self, trajectory: Trajectory, event: AnyEvent) -> bool:
+        """Say whether a trajectory is traced that begins or, begun by another process, goes on."""
+        kind, trajectory_id = type(event), trajectory.trajectory_id
+        if kind is not Prompted and (self._history is None or kind is not Resumed):
+            return False
+        trace_id = self.ids.trace(root_of(trajectory.group_id, trajectory_id))
+        if not self.ids.sampled(trace_id) or not self._book.takes_more():
+            return False
+        self._known.add(trajectory_id)
+        if kind is Resumed:
+            assert self._history is not None
+            for earlier in self._history(trajectory_id)[:-1]:
+                # Of these the earlier process has sent the spans, but for those of a death.
+                died = isinstance(earlier, Suspended) and earlier.reason == DIED
+                self._book.take(trajectory_id, earlier, sends=died)
+        return True
 
     def timed(self, shard: int, times: Times) -> None:
         """Hear when the run was in a shard, which sends the spans of its trajectories itself."""
@@ -198,14 +218,12 @@ class TracedRun:
 
     def end(self) -> None:
         """End the present run: its own span, or those of its steps, as they stand."""
-        for span in self.times.spans(self.maker):
-            self._on_end(span)
+        for times in self.times.each():
+            self._book.run(*times)
 
     def close(self) -> None:
         """End what is still open, as far as it has come."""
-        for traced in self._known.values():
-            for span in traced.rest():
-                self._on_end(span)
+        self._book.close()
         self._known.clear()
 
 
@@ -213,30 +231,30 @@ _OF_THE_RUN = frozenset({Prompted, Resumed, Suspended, Ended})
 
 
 class _WhileItAnswers(SpanExporter):
-    """Sends spans to a collector; one that does not answer is named once, and left alone for a while."""
+    """Sends spans to a collector; one that does not answer is named once, and left alone for a while.
 
-    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
-        self._exporter, self._endpoint = silent(exporter), endpoint
+    ``say`` is told so: ``warning`` and a text, ``down`` and for how many seconds.
+    """
+
+    def __init__(self, exporter: SpanExporter, endpoint: str, say: Callable[..., None]) -> None:
+        self._exporter, self._endpoint, self._say = silent(exporter), endpoint, say
         self._until, self._warned = 0.0, False
-
-    @property
-    def is_down(self) -> bool:
-        """Whether it has not answered a while ago."""
-        return time.monotonic() < self._until
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send some spans."""
-        if self.is_down:
+        if time.monotonic() < self._until:
             return SpanExportResult.FAILURE
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             self._until = time.monotonic() + PAUSE
+            self._say("down", PAUSE)
             if not self._warned:
                 self._warned = True
-                logger.warning(
-                    "no spans reach %s (%s); the run goes on without them, and `fsm-rollout export RUN --format otlp` "
-                    "sends them later", self._endpoint, self._exporter.why,
-                )  # fmt: skip
+                self._say(
+                    "warning",
+                    f"no spans reach {self._endpoint} ({self._exporter.why}); the run goes on without them, and "
+                    "`fsm-rollout export RUN --format otlp` sends them later",
+                )
         return result
 
     def shutdown(self) -> None:

@@ -78,14 +78,14 @@ class RolloutTracing:
         assert self._tracer is not None
         journal, run = recorder.journal, self._run
         run_id = run_id or (journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex)
-        if run is None or not lasts or run.maker.ids.run_id != run_id:
+        if run is None or not lasts or run.ids.run_id != run_id:
             run, metrics = self._tracer.of_run(run_id, description, journal), self._tracer.metrics_of(description)
             others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
             recorder.listeners = (*others, run) if metrics is None else (*others, metrics, run)
         if lasts:
             self._run = run
         try:
-            yield run.maker.ids
+            yield run.ids
         finally:
             if times is None:
                 run.end()

@@ -6,9 +6,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 from zlib import crc32
 
+import msgspec
 from hypothesis import given
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -32,6 +34,8 @@ from fsm_rollout.report.metrics import (
     Metric,
     RunMetrics,
 )  # fmt: skip
+from fsm_rollout.report.span_book import SpanBook
+from fsm_rollout.report.span_process import RemoteBook, keep_books
 from fsm_rollout.report.telemetry import EVALUATION, RunTimes, SpanMaker
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.scheduler.run_agents import RunAgents
@@ -86,15 +90,30 @@ def listening(heard: list[ReadableSpan], around: Any, metrics: RunMetrics) -> An
 
     @asynccontextmanager
     async def listens(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
-        traced = TracedRun(MAKER, heard.append)
+        told: list[tuple[Any, ...]] = [("run", 1, *MAKER.said())]
+        traced = TracedRun(MAKER.ids, RemoteBook(told, 1))
         scheduler.recorder.listeners += (traced, metrics)
         scheduler.scoring.reward = Reward(judge)
         async with nullcontext() if around is None else around(scheduler, simulated):
             yield
         traced.close()
         traced.end()
+        keep_books(Told([*told, ("end", 0)]), heard.append)  # as the process that makes spans does
 
     return listens
+
+
+class Told(Connection):
+    """The one block of messages that a run sends."""
+
+    def __init__(self, messages: list[tuple[Any, ...]]) -> None:
+        self._messages = messages
+
+    def __del__(self) -> None:
+        """Have nothing to close."""
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        return msgspec.msgpack.encode(self._messages)
 
 
 async def judge(trajectory: Trajectory) -> dict[str, float | None]:
@@ -227,13 +246,13 @@ def test_a_run_that_was_killed_goes_on_in_its_traces(case: tuple[AgentGraph, Pla
     first, second = list[ReadableSpan](), list[ReadableSpan]()
     whole = simulate(graph, plan)
     before = whole.killed(plan.killed_after)
-    traced = TracedRun(MAKER, first.append)
+    traced = TracedRun(MAKER.ids, SpanBook(MAKER, first.append))
     for trajectory_id, event in whole.order[: plan.killed_after]:
         traced(whole.live[trajectory_id], event)
     resumed = simulate(graph, plan, resume=before)
     known = {str(history[0].trajectory_id): len(history) for history in before if isinstance(history[0], Prompted)}
     heard: dict[str, list[AnyEvent]] = defaultdict(list)
-    traced = TracedRun(MAKER, second.append, lambda trajectory_id: heard[trajectory_id])
+    traced = TracedRun(MAKER.ids, SpanBook(MAKER, second.append), lambda trajectory_id: heard[trajectory_id])
     for trajectory_id, event in resumed.order:
         heard[trajectory_id].append(event)
         if len(heard[trajectory_id]) > known.get(trajectory_id, 0):
