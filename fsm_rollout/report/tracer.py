@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
-from fsm_rollout.report.readers import Tracing
+from fsm_rollout.report.readers import Destination, Tracing
 from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.span_book import SpanBook
 from fsm_rollout.report.span_process import RemoteBook, SpanProcess, keep_books, say
@@ -61,12 +62,10 @@ class Tracer:
         self._process: SpanProcess | None = None
         self._own: BatchSpanProcessor | None = None
         self._meter: Meter | None = None
-        if exporter is None:
-            tracing.destination()  # what is wrong with it is said here
-            settings = {"tracing": tracing.model_dump(mode="json"), "answers_within": ANSWERS_WITHIN}
-            self._process = SpanProcess("fsm_rollout.report.tracer:serve", settings)
-        else:
+        if exporter is not None:
             self._own = _batches_for(exporter)
+        else:
+            _checked(tracing)
 
     def of_run(self, run_id: str, description: Mapping[str, Any], journal: Journal | None) -> TracedRun:
         """Return what listens to the trajectories of a run."""
@@ -77,11 +76,14 @@ class Tracer:
             journal.flush()
             return events(journal.path, trajectory_id)
 
-        if self._process is not None:
-            book: SpanBook | RemoteBook = self._process.book(maker)
-        else:
-            assert self._own is not None
+        book: SpanBook | RemoteBook
+        if self._own is not None:
             book = SpanBook(maker, self._own.on_end)
+        else:
+            if self._process is None:
+                settings = {"tracing": self.tracing.model_dump(mode="json"), "answers_within": ANSWERS_WITHIN}
+                self._process = SpanProcess("fsm_rollout.report.tracer:serve", settings)
+            book = self._process.book(maker)
         return TracedRun(maker.ids, book, None if journal is None else history)
 
     def metrics_of(self, description: Mapping[str, Any]) -> RunMetrics | None:
@@ -127,14 +129,19 @@ def exporter_of(tracing: Tracing, *, later: bool = False) -> tuple[SpanExporter,
     Raises:
         ConfigError: nothing says where, or a package is not installed.
     """
-    to = tracing.destination()
+    to = _checked(tracing)
     if to.trackio is None:
         exporter = OTLPSpanExporter(to.endpoint or None, headers={**to.headers} or None, timeout=_seconds("TRACES"))
         return exporter, to.endpoint or "its collector"
-    try:
-        return SpansToTrackio(to.trackio, to.endpoint or None, later=later), f"trackio's project '{to.trackio}'"
-    except ImportError as error:
-        raise ConfigError("tracing: trackio is not installed: pip install trackio") from error
+    return SpansToTrackio(to.trackio, to.endpoint or None, later=later), f"trackio's project '{to.trackio}'"
+
+
+def _checked(tracing: Tracing) -> Destination:
+    """Return where spans go, once what is wrong with it was said."""
+    to = tracing.destination()
+    if to.trackio is not None and find_spec("trackio") is None:
+        raise ConfigError("tracing: trackio is not installed: pip install trackio")
+    return to
 
 
 def silent(exporter: SpanExporter) -> Spans:

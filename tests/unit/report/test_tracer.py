@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.replay import replay
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
-from fsm_rollout.report import tracer
+from fsm_rollout.report import span_process, tracer
 from fsm_rollout.report.progress import RunProgress
 from fsm_rollout.report.readers import Tracing, tracing_of
+from fsm_rollout.report.span_process import LOST, RemoteBook
+from fsm_rollout.report.tracer import TracedRun
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal, metadata
+from fsm_rollout.trajectory.trace_ids import TraceIds
 from tests.cases import FILES, table
 from tests.collector import Collector
 from tests.embedded import tokenizer
@@ -77,6 +83,43 @@ def test_a_collector_that_is_down_costs_one_warning_and_no_rollout(
         sent = send_spans(tmp_path, {"endpoint": later.url}, report=print)
         assert (sent.trajectories, sent.spans) == (20, len(later.spans))
     assert len(caplog.records) == 1
+
+
+def test_the_process_that_sends_spans_may_die(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(collector: Collector) -> None:
+        tracing = tracer.Tracer(Tracing(endpoint=collector.url))
+        engine = ScriptedEngine(["Four."], tokenizer=tokenizer())
+        async with fr.Rollout(loads(FILES["single"]), engine, tracing=tracing) as rollout:
+            stream, reasons = rollout.stream(["What is 2 + 2?", "What is 3 + 1?"]), set[str | None]()
+            async for group in stream:
+                reasons |= {trajectory.stop_reason for trajectory in group.trajectories}
+                assert tracing._process is not None
+                tracing._process._process.kill()
+            assert reasons == {"answered"}
+
+    with Collector() as collector:
+        asyncio.run(main(collector))
+    assert [record.getMessage() for record in caplog.records] == [LOST]
+
+
+def test_where_too_much_waits_a_trajectory_is_told_of_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_process, "MOST_WAITING", 3)
+    told, events = list[Any](), defaultdict[str, list[bytes]](list)
+    traced = TracedRun(TraceIds("run"), RemoteBook(told, 1))
+
+    def listen(trajectory: fr.Trajectory, event: AnyEvent) -> None:
+        events[trajectory.trajectory_id].append(encode(event))
+        traced(trajectory, event)
+
+    engine = ScriptedEngine(["Four."], tokenizer=tokenizer())
+    with fr.Rollout(loads(FILES["single"]), engine, tracing=False, on_event=[listen]) as rollout:
+        rollout.run(["What is 2 + 2?"] * 20)
+    whole = defaultdict[str, list[bytes]](list)
+    for what, _, *parts in told:
+        if what == "take":
+            whole[parts[0]].append(parts[1])
+    assert 0 < len(whole) < len(events) == 20
+    assert all(events[trajectory_id] == heard for trajectory_id, heard in whole.items())
 
 
 def test_what_others_log_of_their_exporters_is_seen(caplog: pytest.LogCaptureFixture) -> None:
