@@ -8,6 +8,8 @@ and its spans go to a server in a process of its own, which reads and forgets th
 - the CPU time of runs with one trajectory of twenty traced, and all, beside that of the same run untraced, of the run's
   process and of the other: the median of several pairs, less what tracing costs each run once (a run of one trajectory
   that is not traced, likewise);
+- with ``--instructions`` instead (valgrind is needed; ten minutes): the machine instructions of the run's process for a
+  generation, traced and untraced, which a busy machine does not change;
 - how long it takes to send the spans of so many trajectories later, from the journal.
 """
 
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,6 +49,13 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 TOOLS = 'tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 60}}'
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
 TURNS = [CALL, CALL, "It is three."]
+NOWHERE = "http://127.0.0.1:9"
+TRACED: dict[str, Any] = {
+    "untraced": False,
+    "none": {"endpoint": NOWHERE, "sample": 0.0},
+    "1 of 20": {"endpoint": NOWHERE, "sample": 0.05},
+    "all": {"endpoint": NOWHERE, "sample": 1.0},
+}
 SERVER = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
@@ -87,13 +98,41 @@ def of_each(work: Callable[[], object], number: int) -> float:
     return min(seconds) / number * 1e6
 
 
+def counted(mode: str, count: int) -> int:
+    """Return the machine instructions of a process that runs so many trajectories and traces some of them."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import bench_spans as b; "
+        "b.run(int(sys.argv[2]), b.load_tokenizer(b.embedded_model()), tracing=b.TRACED[sys.argv[3]])"
+    )
+    valgrind = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+    command = [*valgrind, sys.executable, "-c", script, str(Path(__file__).parent), str(count), mode]
+    said = subprocess.run(
+        command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+    )
+    (number,) = re.findall(r"I\s+refs:\s+([\d,]+)", said.stderr)
+    return int(number.replace(",", ""))
+
+
+def instructions() -> None:
+    """Print what a generation takes, untraced and traced: what 400 trajectories take more than 100."""
+    each = {}
+    for mode in TRACED:
+        each[mode] = (counted(mode, 400) - counted(mode, 100)) / 300 / len(TURNS)
+        more = each[mode] / each["untraced"] - 1
+        print(f"{mode}: {each[mode] / 1e3:,.0f} thousand instructions for each generation ({more:+.1%})", flush=True)
+
+
 def main() -> None:
     """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=400)
     parser.add_argument("--export", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--instructions", action="store_true")
     arguments = parser.parse_args()
+    if arguments.instructions:
+        instructions()
+        return
     tokenizer, heard = load_tokenizer(embedded_model()), list[tuple[Trajectory, AnyEvent]]()
     # 1. A span, a generation.
     run(500, tokenizer, tracing=False, on_event=[lambda trajectory, event: heard.append((trajectory, event))])
