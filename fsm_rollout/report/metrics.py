@@ -7,12 +7,18 @@ them. Those called `gen_ai.…` have the names, labels and buckets of OpenTeleme
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import AnyEvent
@@ -59,6 +65,7 @@ LASTED = Metric("fsm_rollout.trajectory.duration", "histogram", "s", "How long t
 SCORE = Metric(
     "fsm_rollout.score", "histogram", "1", "Scores of trajectories", ("agent",), tuple(i / 10 for i in range(11))
 )
+MOST_HEARD = 4096  # so many generations are added up at a time
 METRICS = (DURATION, USAGE, QUEUED, SAMPLED, VERSION, CALLS, CALLED, ENDED, ACTIVE, LASTED, SCORE)
 
 
@@ -76,11 +83,25 @@ class RunMetrics:
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         self._models, self._kinds = names_of_engines(description)
-        # Of a histogram the sum of all values, then a count for each bucket; else the value alone.
-        self.values: dict[Metric, dict[Labels, list[float]]] = {metric: {} for metric in METRICS}
+        self._values: dict[Metric, dict[Labels, list[float]]] = {metric: {} for metric in METRICS}
         self._active: set[str] = set()  # the trajectories under way
-        # The series of generations by engine, agent and whether they were aborted: most of what is counted goes there.
-        self._generations: dict[tuple[str, str, bool], list[list[float]]] = {}
+        # By engine, agent and whether they were aborted: most of what is counted goes there.
+        self._generations: dict[tuple[str, str, bool], _Generations] = {}
+        self._calls: dict[tuple[str, str, bool], tuple[list[float], list[float]]] = {}  # of tools, likewise
+        self._adding = threading.Lock()
+
+    @property
+    def values(self) -> dict[Metric, dict[Labels, list[float]]]:
+        """The numbers of each series: of a histogram the sum of all values, then a count for each bucket; else one."""
+        with self._adding:
+            for generations in self._generations.values():
+                generations.add_up()
+        return self._values
+
+    def hearer(self, kind: type[AnyEvent]) -> Listener | None:
+        """Return what takes in events of a kind."""
+        take = _TAKE.get(kind)
+        return None if take is None else partial(take, self)
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in an event that was recorded."""
@@ -94,7 +115,7 @@ class RunMetrics:
 
     def _series(self, metric: Metric, labels: Labels) -> list[float]:
         """Return the numbers of a series, which are 0 at first."""
-        series = self.values[metric]
+        series = self._values[metric]
         numbers = series.get(labels)
         if numbers is None:
             numbers = series[labels] = [0.0] * (len(metric.bounds) + 2 if metric.bounds else 1)
@@ -110,18 +131,21 @@ class RunMetrics:
         if found is None:
             chat = self._chat(engine)
             labels = (*chat, "abort" if aborted else ""), (*chat, "output"), (*chat, "input"), (engine,)
-            found = [*map(self._series, (DURATION, USAGE, USAGE, QUEUED), labels)]
-            found.append(self._series(SAMPLED, (trajectory.agent,)))
-            self._generations[engine, trajectory.agent, aborted] = found
-        took, written, read, queued, sampled = found
-        _add(took, event.seconds, SECONDS)
-        _add(written, tokens, TOKENS)
-        if stream is not None:
-            _add(read, stream.tokens.length - tokens, TOKENS)
-        _add(queued, event.queue_seconds, SECONDS)
-        sampled[0] += tokens
+            series = (
+                *map(self._series, (DURATION, USAGE, USAGE, QUEUED), labels),
+                self._series(SAMPLED, (trajectory.agent,)),
+            )
+            found = self._generations[engine, trajectory.agent, aborted] = _Generations(series)
+            if event.versions:
+                self._series(VERSION, (engine,))
+        found.heard.append((
+            event.seconds, tokens, nan if stream is None else stream.tokens.length - tokens, event.queue_seconds,
+        ))  # fmt: skip
         if event.versions:
-            self.values[VERSION][engine,] = [event.versions[-1][1]]
+            self._values[VERSION][engine,] = [event.versions[-1][1]]
+        if len(found.heard) >= MOST_HEARD:
+            with self._adding:
+                found.add_up()
 
     def _asked(self, _: Trajectory, event: events.ModelQueried) -> None:
         chat = self._chat(event.engine)
@@ -129,9 +153,17 @@ class RunMetrics:
         self.add(USAGE, event.tokens, (*chat, "output"))
 
     def _called(self, trajectory: Trajectory, event: events.Called) -> None:
-        tool = event.name if event.failure != "unknown_tool" else ""
-        self.add(CALLS, 1, (trajectory.agent, tool, str(event.failure is not None).lower()))
-        self.add(CALLED, event.seconds, (tool,))
+        tool, failed = event.name if event.failure != "unknown_tool" else "", event.failure is not None
+        found = self._calls.get((trajectory.agent, tool, failed))
+        if found is None:
+            labels = trajectory.agent, tool, str(failed).lower()
+            found = self._calls[trajectory.agent, tool, failed] = (
+                self._series(CALLS, labels),
+                self._series(CALLED, (tool,)),
+            )
+        number, took = found
+        number[0] += 1
+        _add(took, event.seconds, SECONDS)
 
     def _begun(self, trajectory: Trajectory, _: events.Prompted | events.Resumed) -> None:
         if trajectory.trajectory_id not in self._active:
@@ -151,6 +183,28 @@ class RunMetrics:
     def _scored(self, trajectory: Trajectory, event: events.Scored) -> None:
         if event.turn is None:
             self.add(SCORE, event.value, (trajectory.agent,))
+
+
+class _Generations:
+    """Generations that are counted alike, as they were heard: adding them up one by one would take longer."""
+
+    def __init__(self, series: Sequence[list[float]]) -> None:
+        self._series = series
+        self.heard: list[tuple[float, int, float, float]] = []  # seconds, tokens out and in, wait
+
+    def add_up(self) -> None:
+        """Count those that are not counted yet; the event loop may hear of more meanwhile."""
+        heard = self.heard[: len(self.heard)]
+        if not heard:
+            return
+        del self.heard[: len(heard)]
+        columns = np.array(heard, dtype=np.float64).T
+        for numbers, values, bounds in zip(self._series, columns, (SECONDS, TOKENS, TOKENS, SECONDS), strict=False):
+            known = values[~np.isnan(values)]
+            counts = np.bincount(np.searchsorted(bounds, known), minlength=len(bounds) + 1)
+            numbers[0] += float(known.sum())
+            numbers[1:] = [before + more for before, more in zip(numbers[1:], counts.tolist(), strict=True)]
+        self._series[-1][0] += float(columns[1].sum())
 
 
 def _add(numbers: list[float], value: float, bounds: tuple[float, ...]) -> None:

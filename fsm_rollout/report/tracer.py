@@ -32,6 +32,7 @@ from fsm_rollout.report.span_book import SpanBook
 from fsm_rollout.report.span_process import RemoteBook, SpanProcess, keep_books, say
 from fsm_rollout.report.telemetry import RunTimes, SpanMaker, Times
 from fsm_rollout.report.trackio_spans import SpansToTrackio
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
 from fsm_rollout.trajectory.trace_ids import TraceIds, root_of
@@ -183,6 +184,15 @@ class TracedRun:
         """When it was."""
         self._known: set[str] = set()
         self._ended: dict[str, None] = {}  # those that have, the earliest first
+
+    def hearer(self, kind: type[AnyEvent]) -> Listener:
+        """Return what hears events of a kind."""
+        return self if kind in _OF_THE_RUN else self._within
+
+    def _within(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Take in an event of a trajectory that neither begins nor ends with it."""
+        if trajectory.trajectory_id in self._known:
+            self._book.take(trajectory.trajectory_id, event)
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in an event that was recorded."""

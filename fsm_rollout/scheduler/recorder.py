@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.group import Group, GroupState
@@ -27,13 +28,39 @@ MOST_NAMED = 8  # so many waits are named in the log
 Listener = Callable[[Trajectory, AnyEvent], None]
 
 
+@runtime_checkable
+class SelectiveListener(Protocol):
+    """A listener that does not hear all events: a call that it does not need costs nothing."""
+
+    def hearer(self, kind: type[AnyEvent]) -> Listener | None:
+        """Return what hears events of a kind; ``None``: nobody does."""
+
+    def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
+        """Hear an event of any kind."""
+
+
 class Recorder:
     """Records events, for a scheduler."""
 
     def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
         self.journal = journal
-        self.listeners = tuple(listeners)
+        self.listeners = listeners
         self._stalls: StallWatch | None = None  # watches the present run
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """Who hears what is recorded, in this order."""
+        return self._listeners
+
+    @listeners.setter
+    def listeners(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
+        self._hearers: dict[type[AnyEvent], list[Listener]] = {}  # by kinds of events, as far as any was recorded
+
+    def _hearers_of(self, kind: type[AnyEvent]) -> list[Listener]:
+        each = [one.hearer(kind) if isinstance(one, SelectiveListener) else one for one in self._listeners]
+        hearers = self._hearers[kind] = [hearer for hearer in each if hearer is not None]
+        return hearers
 
     def keep(self, data: bytes) -> str:
         """Keep bytes in the journal and return their name."""
@@ -67,9 +94,13 @@ class Recorder:
             self._stalls.heard = True
             if self._stalls.timer is None:
                 self._stalls.watch()
-        for listener in self.listeners:
+        kind = type(event)
+        hearers = self._hearers.get(kind)
+        if hearers is None:
+            hearers = self._hearers_of(kind)
+        for hearer in hearers:
             try:
-                listener(trajectory, event)
+                hearer(trajectory, event)
             except Exception:  # the user's code
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
 
