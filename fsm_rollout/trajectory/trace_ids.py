@@ -50,8 +50,7 @@ class TraceIds:
     def of(self, group_id: str, trajectory_id: str) -> TrajectoryTrace:
         """Return the names of one trajectory's spans."""
         trace_id = self.trace(root_of(group_id, trajectory_id))
-        # Where nothing is recorded, any id will do for a parent.
-        unrecorded = "" if self.sampled(trace_id) else f"00-{trace_id:032x}-{trace_id % _HALF or 1:016x}-00"
+        unrecorded = "" if self.sampled(trace_id) else _unrecorded(self.run_id)
         return TrajectoryTrace(self, trajectory_id, trace_id, unrecorded)
 
 
@@ -61,7 +60,7 @@ class TrajectoryTrace(NamedTuple):  # quickly made: each trajectory has one, als
     ids: TraceIds
     trajectory_id: str
     trace_id: int
-    unrecorded: str  # the `traceparent` of all its spans, if they are not recorded
+    unrecorded: str  # the `traceparent` of all its spans, if they are not recorded; else empty
 
     def parent(self, key: str) -> str:
         """Return the W3C ``traceparent`` of a span of it, for what runs within that."""
@@ -89,6 +88,13 @@ class RunNow:
 
 
 NO_RUN = RunNow()  # of trajectories outside of any
+
+
+@lru_cache(maxsize=16)
+def _unrecorded(run_id: str) -> str:
+    """Return the `traceparent` of what is not recorded in a run: one for all, as any id will do for a parent."""
+    trace_id = TraceIds(run_id).trace("")
+    return f"00-{trace_id:032x}-{trace_id % _HALF or 1:016x}-00"
 
 
 def root_of(group_id: str, trajectory_id: str) -> str:
@@ -167,7 +173,7 @@ def _opentelemetry() -> _Library | None:
     return _Library(context.attach, context.detach, trace.set_span_in_context)
 
 
-@lru_cache(maxsize=1024)  # all tries of a trajectory that is not recorded run in one
+@lru_cache(maxsize=64)  # all tries of what is not recorded run in one
 def _span_of(parent: str) -> Span:
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
