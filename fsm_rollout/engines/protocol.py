@@ -298,6 +298,10 @@ class WeightSource(Protocol):
     def touched(self) -> frozenset[str] | None:
         """Tensors that engines may have of it, also where it has failed; ``None``: any that a model has."""
 
+    @property
+    def again(self) -> bool:
+        """Whether there is any sense in asking once more after a failure: it can be read again, and is not at fault."""
+
     def check(self) -> None:
         """Check what can be checked before any engine is touched; EngineError if it cannot be right."""
 

@@ -349,9 +349,9 @@ class RayPlacement(LocalPlacement):
 
     def admit(self, url: str | None) -> None:
         """See :class:`Placement`; the actor waits until the cluster has room for it."""
-        super().admit(url)
         if self._group is not None:
             raise EngineError("these replicas have a placement group, of as many places as there were at first")
+        super().admit(url)
 
     def share(self, source: WeightSource) -> WeightSource:
         """Check tensors and put them into the object store, once for all replicas.

@@ -70,7 +70,10 @@ class Placement:
         return True
 
     def admit(self, url: str | None) -> None:
-        """Have a place for one more replica, a server at ``url`` or one that is started; EngineError: there is none."""
+        """Have a place for one more replica, a server at ``url`` or one that is started; EngineError: there is none.
+
+        A place keeps its number, and so its url, also when its replica does not come or has left.
+        """
         raise EngineError("this pool is of one engine that was given; give an engine's spec to have replicas that come")
 
     def advice(self) -> str:

@@ -103,6 +103,7 @@ class Replicas(Orders):
 
     async def _update(self, source: WeightSource, version: int | None) -> int:
         shared = await asyncio.to_thread(self.placement.share, source)  # checked once, while all go on
+        first: ReplicaLost | None = None
         for last_try in (False, True):
             await self._until(lambda: bool(self.up or self._unfilled) or self._asleep or self.fallen is not None)
             try:
@@ -113,16 +114,19 @@ class Replicas(Orders):
                     finally:
                         await self._release("update")
             except ReplicaLost as error:
-                if last_try or self.fallen is not None:
+                if last_try or not shared.again or self.fallen is not None:
                     raise
+                first = error
                 logger.warning("%s; they are loaded again once a replica is there", error)
+            except WeightsGone as gone:
+                raise first or gone from None
         raise AssertionError("unreachable")
 
     async def _load_everywhere(self, source: WeightSource, version: int | None) -> int:
         """Load weights on all replicas that are there; EngineError: none took them (ReplicaLost: all were lost)."""
         if self.fallen is not None:
             raise self.fallen
-        # 1. Load them everywhere; if no replica took them, nothing has changed.
+        # 1. Load them everywhere; if no replica took them, those that have no part of them are as they were.
         number = self.weight_version + 1 if version is None else version
         replicas = [*self.up, *self._unfilled]
         if not replicas and not self._asleep:
@@ -143,7 +147,9 @@ class Replicas(Orders):
                 raise next(iter(failed.values()))
             lost = all(isinstance(error, ReplicaLost) for error in failed.values())
             kind = ReplicaLost if lost else EngineError
-            raise kind(f"no replica took the weights, so nothing has changed: {first_of(failed)}")
+            half = any(isinstance(error, HalfLoaded) for error in failed.values())
+            left = "and what has a part samples nothing until it has whole ones" if half else "so nothing has changed"
+            raise kind(f"no replica took the weights, {left}: {first_of(failed)}")
         self._version = number
         if self.placement.restarts:
             self._weights = self._weights.with_update(source, number)
@@ -354,11 +360,20 @@ class Replicas(Orders):
         # 1. It says what it has begun.
         replica.leaving = True
         self._move(replica.state, replica)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if math.isinf(within) else within):
-                while replica.in_flight and replica.state == "up":  # noqa: ASYNC110  # a drain is for seconds
-                    await asyncio.sleep(LOOK_AGAIN)
-        # 2. The rest goes on elsewhere, from the last token that it has said.
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(within) else within):
+                    while replica.in_flight and replica.state == "up":  # noqa: ASYNC110  # a drain is for seconds
+                        await asyncio.sleep(LOOK_AGAIN)
+        except asyncio.CancelledError:
+            replica.leaving = False
+            self._move(replica.state, replica)
+            self._holder.replicas_changed()
+            raise
+        # 2. The rest goes on elsewhere, from the last token that it has said. Nobody can give that up half-way.
+        await asyncio.shield(self._spawn(self._leave(replica)))
+
+    async def _leave(self, replica: Replica) -> None:
         async with self._change:
             if replica.state == "up" and replica.in_flight and isinstance(replica.live, WeightSink):
                 with suppress(Exception):  # it may be gone by now

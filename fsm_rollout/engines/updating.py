@@ -40,6 +40,7 @@ class _Elsewhere:
     """The source of such weights: engines are told that an update begins and ends; nothing of it comes from here."""
 
     names = touched = None
+    again = False
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ Invariants:
    (:class:`~fsm_rollout.engines.protocol.HalfLoaded`).
 3. A source that is asked again gives the very same numbers, or says that it cannot: training goes on in the same
    memory.
+4. A generator is read to its end, whatever fails: other ranks take part in gathering what it gives.
 
 An engine that takes buckets is told `begin_update`, `load_bucket` for each, `end_update`; the steps of all engines keep
 pace, because they load from one memory. An engine without these is given all tensors at once.
@@ -16,6 +17,7 @@ pace, because they load from one memory. An engine without these is given all te
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +26,7 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from fsm_rollout.engines.digests import digest
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, TokenSource, Weights, WeightSink, WeightSource
 from fsm_rollout.engines.weights import check_finite, check_tensor
 from fsm_rollout.errors import EngineError
@@ -31,6 +34,7 @@ from fsm_rollout.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 BUCKET_BYTES = 2**28  # that a bucket holds at most, unless one tensor alone is larger
 UPDATE_WITHIN = 600.0  # seconds that an engine has for one step
 
@@ -135,23 +139,31 @@ class Tensors:
     """Whether engines load from memory of this host."""
 
     def __init__(self, tensors: NamedTensors | Callable[[], NamedTensors], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._named = tensors if isinstance(tensors, Mapping) else None
+        self._once: Iterator[tuple[str, torch.Tensor]] | None = None
+        if not isinstance(tensors, Mapping) and not callable(tensors):
+            self._once = iter(tensors)
         self._tensors = tensors
         self._bucket_bytes = bucket_bytes
-        self._named = tensors if isinstance(tensors, Mapping) else None
-        self._read = False
-        self._sums: dict[str, int] = {}  # of the tensors of the first whole pass
+        self._read = self._failed = False  # its pairs, if these can be read once; by itself, when last asked
+        self._digests: dict[str, bytes] = {}  # of the tensors of the first whole pass
         self._touched: set[str] = set()
         self._cuda_device = _current_cuda_device()
 
     @property
     def names(self) -> frozenset[str]:
         """What was loaded, once it was."""
-        return frozenset(self._sums)
+        return frozenset(self._digests)
 
     @property
     def touched(self) -> frozenset[str]:
         """What engines may have of it, also if it has failed."""
         return frozenset(self._touched)
+
+    @property
+    def again(self) -> bool:
+        """Whether they can be read once more, and it was not they that failed."""
+        return not self._failed and not self._read
 
     def check(self) -> None:
         """Check what can be checked before anything is loaded; EngineError if it is not finite."""
@@ -162,29 +174,33 @@ class Tensors:
         found = self._named or dict(self._pairs())
         if found is not self._named:
             check_finite(found)
-        self._sums = {name: self._same(name, tensor) for name, tensor in found.items()}
+        self._digests = {name: self._same(name, tensor) for name, tensor in found.items()}
         return found
 
-    def _same(self, name: str, tensor: torch.Tensor) -> int:
+    def _same(self, name: str, tensor: torch.Tensor) -> bytes:
         """Return what tells a tensor's numbers from others; WeightsGone if they are not those of the first pass."""
-        found = _sum(tensor)
-        if self._sums and self._sums.get(name) != found:
+        found = digest(tensor)
+        if self._digests and self._digests.get(name) != found:
             raise WeightsGone(f"these weights cannot be had again: '{name}' has changed since, as in training")
         return found
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._named is None and not callable(self._tensors):
+        if self._once is not None:
             if self._read:
                 raise WeightsGone(
                     "these weights are pairs that were read; give a mapping, or a function that returns them"
                 )
             self._read = True
+            # No `yield from`, which would close it, and leave other ranks waiting.
+            for pair in self._once:  # noqa: UP028
+                yield pair
+            return
         found = self._tensors() if callable(self._tensors) else self._tensors
         yield from found.items() if isinstance(found, Mapping) else found
 
     def _buckets(self) -> Iterator[Bucket]:
         """Pack tensors as they come; a bucket's memory is used again two buckets later."""
-        sums: dict[str, int] = {}
+        digests: dict[str, bytes] = {}
         most = self._bucket_bytes
         if self._named is not None:
             most = min(most, sum(tensor.nbytes for tensor in self._named.values()))
@@ -199,10 +215,10 @@ class Tensors:
                 bucket.clear(max(most, tensor.nbytes), partial(self._memory, like=tensor))
             bucket.add(name, tensor)
             self._touched.add(name)
-            sums[name] = self._same(name, bucket.tensors[name])
+            digests[name] = self._same(name, bucket.tensors[name])
         if bucket.pieces:
             yield bucket
-        self._sums = sums
+        self._digests = digests
 
     # -- on their way ------------------------------------------------------------------------------------------------
 
@@ -211,7 +227,7 @@ class Tensors:
     ) -> list[Exception | None]:
         """Have engines load these weights and call them ``version``; return for each why it could not.
 
-        An engine that has a part of them, because another one or the source has failed, is asked once more.
+        An engine that has a part of them, because another one has failed, is asked once more.
 
         Args:
             engines: they are to be held meanwhile, or hold themselves.
@@ -222,19 +238,34 @@ class Tensors:
             WeightsGone: they were asked for again, and are not there.
         """
         takers = [engine for engine in engines if isinstance(engine, BucketSink)]
-        results = dict(zip(takers, await self._pass(takers, version, seconds), strict=True)) if takers else {}
-        half = [engine for engine in takers if isinstance(results[engine], HalfLoaded)]
-        if half:
-            with suppress(WeightsGone):
-                results |= zip(half, await self._pass(half, version, seconds), strict=True)
         others = [engine for engine in engines if not isinstance(engine, BucketSink)]
-        rest = await answers([self._load_whole(engine, version) for engine in others], seconds)
+        try:
+            results = dict(zip(takers, await self._pass(takers, version, seconds), strict=True)) if takers else {}
+            half = [engine for engine in takers if isinstance(results[engine], HalfLoaded)]
+            if half and self.again:
+                with suppress(WeightsGone):
+                    results |= zip(half, await self._pass(half, version, seconds), strict=True)
+            rest = await answers([self._load_whole(engine, version) for engine in others], seconds)
+        finally:
+            if engines and self._once is not None:
+                await asyncio.to_thread(self._drain, self._once)
         return [(results | dict(zip(others, rest, strict=True)))[engine] for engine in engines]
+
+    def _drain(self, pairs: Iterator[object]) -> None:
+        """Read what nobody takes any more."""
+        self._read = True
+        self._on_device()
+        try:
+            for _ in pairs:
+                pass
+        except Exception as error:  # whatever the trainer's own code raises; why nobody takes them is told
+            logger.warning("new weights could not be read to their end: %s: %s", type(error).__name__, error)
 
     async def _load_whole(self, engine: TokenSource, version: int) -> None:
         await load_weights(engine, self.whole(), version)
 
     async def _pass(self, engines: Sequence[BucketSink], version: int, seconds: float) -> list[Exception | None]:
+        self._failed = False
         results: dict[BucketSink, Exception | None] = dict.fromkeys(engines)
 
         async def each(step: Callable[[list[BucketSink]], Awaitable[Sequence[Exception | None]]]) -> None:
@@ -263,17 +294,22 @@ class Tensors:
             await each(end(None))
             if isinstance(error, WeightsGone):
                 raise
+            self._failed = True
             why = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             return [_because(result, why) for result in results.values()]
         await each(end(version))
         return list(results.values())
 
     def _next(self, buckets: Iterator[Bucket]) -> Bucket | None:
+        self._on_device()
+        return next(buckets, None)
+
+    def _on_device(self) -> None:
+        """Have this thread on the trainer's CUDA device."""
         if self._cuda_device is not None:
             import torch
 
             torch.cuda.set_device(self._cuda_device)
-        return next(buckets, None)
 
     # -- the wire ----------------------------------------------------------------------------------------------------
 
@@ -299,7 +335,7 @@ class Loaded:
 
     def __init__(self, weights: Weights, names: frozenset[str] | None = None) -> None:
         self.weights, self.names = weights, names
-        self.touched = names
+        self.touched, self.again = names, True
 
     def check(self) -> None:
         """Leave it to the engines, which know what the folder must have."""
@@ -385,14 +421,6 @@ def _because(result: Exception | None, why: str) -> Exception:
     if result is None:
         return EngineError(why)
     return HalfLoaded(f"{why}; {result}") if isinstance(result, HalfLoaded) else result
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's numbers as their bits: a step of training changes it."""
-    import torch
-
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
-    return int(tensor.detach().reshape(-1).view(kind).sum(dtype=torch.int64))
 
 
 def _current_cuda_device() -> int | None:

@@ -88,7 +88,7 @@ def check_tensor(name: str, tensor: Any, where: str = "") -> None:
         nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
         raise EngineError(
             f"new weight '{name}'{where} is not finite: {nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} "
-            f"values; nothing has changed (has the last training step diverged?)"
+            f"values (has the last training step diverged?)"
         )
 
 

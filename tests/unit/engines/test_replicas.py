@@ -19,6 +19,7 @@ from fsm_rollout.engines.protocol import Engine, HalfLoaded
 from fsm_rollout.engines.replica import LocalPlacement, Placement
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.updating import ServerAddress, updating
 from fsm_rollout.engines.weight_sources import Bucket, Tensors
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import run_virtual
@@ -276,6 +277,8 @@ async def test_a_replica_whose_weights_are_gone_waits_for_the_next_ones(client: 
 class Bucketed(Fragile):
     """Takes weights in buckets, and has a number for each tensor."""
 
+    address = ServerAddress("http://there", None, 1)
+
     def __init__(self) -> None:
         super().__init__()
         self.model, self.is_mixed = {"v": 0.0, "w": 0.0}, False
@@ -310,7 +313,8 @@ def test_what_an_update_that_failed_has_left_is_never_sampled_from(ours: bool) -
     async def main(client: EngineClient) -> None:
         await answers(client, "warm")
         assert await client.update_weights(of(v=1.0)) == 1
-        with pytest.raises(EngineError, match="not finite"):
+        lost = "what has a part samples nothing until it has whole ones: .*not finite: [^;]*; a part$"
+        with pytest.raises(EngineError, match=lost):
             await client.update_weights(of(w=2.0, v=2.0, u=math.nan))
         await asyncio.sleep(NOTICED)
         if ours:
@@ -327,6 +331,22 @@ def test_what_an_update_that_failed_has_left_is_never_sampled_from(ours: bool) -
             right(answer)
 
     run(place, main, 2)
+
+
+def test_a_trainer_that_finds_all_servers_unwell_is_told_why() -> None:
+    """And not that what it has loaded by its own means cannot be had again."""
+
+    class Unwell(Bucketed):
+        async def end_update(self, version: int | None) -> None:
+            raise HalfLoaded("a rank of it is gone")
+
+    async def main(client: EngineClient) -> None:
+        client.pool.here()
+        with pytest.raises(EngineError, match="a rank of it is gone"):
+            async with updating(client.update_weights):
+                pass
+
+    run(Place(lambda _: Unwell()), main, 2)
 
 
 @pooled(2)
@@ -585,6 +605,21 @@ async def test_one_that_leaves_ends_what_it_has_or_others_go_on_from_its_last_to
     assert "later" not in [request.request_id for request in place.last().asked]
     await asyncio.sleep(NOTICED)
     assert len(place.all) == 2, "nobody starts it again"
+
+
+@pooled(2)
+async def test_one_whose_leaving_is_given_up_stays(client: EngineClient, place: Place) -> None:
+    asked = soon(client, *map(str, range(4)))
+    await asyncio.sleep(1.5)
+    leaving = asyncio.create_task(client.pool.remove("replica-0"))
+    await asyncio.sleep(1)
+    leaving.cancel()
+    await asked
+    assert not client.pool.replicas[0].leaving
+    had = place.asked[0]
+    await answers(client, *map(str, range(10, 40)))
+    assert place.asked[0] > had
+    await client.pool.remove("replica-0")
 
 
 @pooled(2)

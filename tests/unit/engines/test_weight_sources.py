@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.broadcast import Broadcast
+from fsm_rollout.engines.digests import _sums, digest
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
 from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
 from fsm_rollout.errors import EngineError
@@ -109,6 +110,48 @@ def test_a_nan_that_comes_late_leaves_engines_that_know_it(bad: int, kind: type[
     assert type(error) is kind
     assert f"new weight 'w{bad}' is not finite" in str(error)
     assert set(taker.versions) == {None}
+
+
+@pytest.mark.parametrize("fails", [{1: ReplicaLost("gone")}, {2: HalfLoaded("no memory")}, {}])
+def test_a_generator_is_read_to_its_end_whatever_fails(fails: dict[int, Exception]) -> None:
+    """Every rank of FSDP takes part in gathering a tensor: those that nobody asked for any more would wait for ever."""
+    read: list[str] = []
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in ones(9, None if fails else 2).items():
+            read.append(name)
+            yield name, tensor
+
+    source = Tensors(pairs(), bucket_bytes=16)
+    taker = Taker(fails=fails)
+    (error,) = deliver(source, taker)
+    assert isinstance(error, ReplicaLost)
+    assert read == list(ones(9))
+    assert not source.again
+    assert taker.buckets <= 2, "and is not tried a second time"
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    size=st.integers(2, 40),
+    at=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    change=st.sampled_from(["swap", "signs", "bit"]),
+)
+@pytest.mark.parametrize("of", [digest, _sums])
+def test_whatever_changes_in_a_tensor_changes_its_digest(
+    of: Callable[[torch.Tensor], bytes], kind: torch.dtype, size: int, at: tuple[int, int], change: str
+) -> None:
+    """A sum of its bits is the same when two numbers change places, or one gains what another loses."""
+    values = torch.arange(size * kind.itemsize, dtype=torch.uint8)
+    before, (first, second) = values.clone(), (place % len(values) for place in at)
+    if change == "swap":
+        values[[first, second]] = values[[second, first]]
+    elif change == "bit":
+        values[first] ^= 1 << second % 8
+    else:
+        values[[first, second]] ^= 128
+    same = torch.equal(values, before)
+    assert (of(values.view(kind)) == of(before.view(kind))) is same
 
 
 def test_of_a_mapping_it_is_found_before_anything_begins() -> None:
