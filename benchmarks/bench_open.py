@@ -1,10 +1,14 @@
 """What a captured chat call costs over the bare engine call, at 64 foreign agents at a time.
 
-    python benchmarks/bench_open.py [--sessions 64]
+    python benchmarks/bench_open.py [--sessions 64] [--body 0] [--path responses]
+    python benchmarks/bench_open.py --first-token [--sessions 16] [--body 40]
 
 Both ask the same scripted engine, which answers at once, for the same turns: once by `handler: generate` and a user who
 says the next line, once by agents that speak OpenAI's protocol over HTTP (with `aiohttp`) from a process of their own,
 as foreign agents do. The difference is what this process pays for capture: HTTP, the protocol, finding the stream.
+`--body` has each call bring so many kB of instructions and tools, as Codex does. With `--first-token` the engine takes
+a second for an answer and streams it, and measured is how much later than from the engine its first text comes to the
+agent.
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 
 TURNS = 20
@@ -49,6 +57,8 @@ ANSWER = "The answer is 42, as far as anybody knows."
 
 _callers: list[asyncio.subprocess.Process] = []
 _waiting: dict[str, asyncio.Future[None]] = {}
+_first: dict[str, float] = {}  # when the engine said the first word of an answer, which is its number
+_lags: list[float] = []  # how much later it came to the agent
 
 
 async def asks(visit: Any) -> None:
@@ -64,21 +74,49 @@ async def hear() -> None:
     """Note which agents of the other process have come to their ends."""
     assert _callers[0].stdout is not None
     async for line in _callers[0].stdout:
-        _waiting.pop(line.decode().strip()).set_result(None)
+        match line.decode().split():
+            case ["end", key]:
+                _waiting.pop(key).set_result(None)
+            case ["first", number, at]:
+                _lags.append(float(at) - _first[number])
 
 
 async def call() -> None:
     """Be the other process: play the agents that it is told of, each as a client with a connection of its own."""
 
     async def play(base_url: str, key: str, task: str) -> None:
-        messages: list[Any] = [{"role": "user", "content": task}]
+        messages: list[Any] = [*system, {"role": "user", "content": task}]
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
-            for turn in range(TURNS):
-                body = {"model": "m", "messages": messages}
-                async with http.post(f"{base_url}/chat/completions", json=body) as answer:
-                    messages.append((await answer.json())["choices"][0]["message"])
+            for turn in range(turns):
+                body = {"model": "m", key_of_history: messages, "tools": tools, "stream": streams}
+                async with http.post(f"{base_url}/{path}", json=body) as answer:
+                    if streams:
+                        messages.append(await heard(answer))
+                    elif path == "responses":
+                        messages += (await answer.json())["output"]
+                    else:
+                        messages.append((await answer.json())["choices"][0]["message"])
                 messages.append({"role": "user", "content": f"and {turn}?"})
-        print(key, flush=True)
+        print(f"end {key}", flush=True)
+
+    async def heard(answer: aiohttp.ClientResponse) -> dict[str, str]:
+        said, at = "", 0.0
+        async for line in answer.content:
+            if line.startswith(b"data: {") and (choices := json.loads(line[6:])["choices"]):
+                piece = choices[0]["delta"].get("content") or ""
+                at = at or (time.monotonic() if piece else 0.0)
+                said += piece
+        print(f"first {said.split()[0]} {at}", flush=True)
+        return {"role": "assistant", "content": said}
+
+    path, body, turns, streams = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "True"
+    key_of_history = "input" if path == "responses" else "messages"
+    system = [{"role": "system", "content": "Be brief, and work on. " * (22 * body)}] if body else []
+    function = {"description": "It does things. " * (5 * body), "parameters": {"type": "object", "properties": {}}}
+    named = [{"name": f"tool_{number}", **function} for number in range(6 if body else 0)]
+    tools: list[Any] = [{"type": "function", "function": tool} for tool in named]
+    if path == "responses":
+        tools = [{"type": "function", **tool} for tool in named]
 
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -88,14 +126,42 @@ async def call() -> None:
     await asyncio.gather(*agents)
 
 
-def measure(text: str, sessions: int, prompt: dict[str, Any]) -> tuple[float, float]:
+class SlowEngine(ScriptedEngine):
+    """Takes a second for an answer, which begins with its number, and notes when it says that."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, str] = {}  # of the answers, by their requests
+        super().__init__(self.turn, tokenizer=load_tokenizer(model_folder("embedded")))
+
+    def turn(self, request: Request) -> Turn:
+        """Return the next answer; begun at different times, they come at different times."""
+        number = self.numbers.setdefault(request.request_id, f"no{len(self.numbers)}")
+        return Turn(text=f"{number} {ANSWER}", chunks=12, delay=0.1 + len(self.numbers) % 16 / 400)
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Answer, and note when it says an answer's first text."""
+        numbers: dict[str, str] = {}
+        async for chunk in super().generate(requests):
+            if len(chunk.ids) and chunk.request_id not in numbers:
+                numbers[chunk.request_id] = self.numbers[chunk.request_id]
+                _first[self.numbers[chunk.request_id]] = time.monotonic()
+            yield chunk
+
+
+def measure(
+    text: str, sessions: int, prompt: dict[str, Any], *called: object, slow: bool = False
+) -> tuple[float, float]:
     """Return the wall and the CPU milliseconds of one call."""
-    engine = ScriptedEngine(lambda request: ANSWER, tokenizer=load_tokenizer(model_folder("embedded")))
+    quick = partial(ScriptedEngine, lambda request: ANSWER, tokenizer=load_tokenizer(model_folder("embedded")))
+    engine = SlowEngine() if slow else quick()
+    turns = int(str(called[2]))
     graph = loads(text)
 
     async def main() -> tuple[float, float]:
         pipe = asyncio.subprocess.PIPE
-        caller = await asyncio.create_subprocess_exec(sys.executable, __file__, "--call", stdin=pipe, stdout=pipe)
+        caller = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--call", *map(str, called), stdin=pipe, stdout=pipe
+        )
         _callers[:] = [caller]
         hearing = asyncio.create_task(hear())
         try:
@@ -111,10 +177,10 @@ def measure(text: str, sessions: int, prompt: dict[str, Any]) -> tuple[float, fl
             for n in (4, sessions):  # the first run warms up
                 begun, cpu = time.perf_counter(), time.process_time()
                 async for group in rollout.stream([prompt], n):
-                    assert all(t.generations == TURNS and len(t.streams) == 1 for t in group.trajectories), (
+                    assert all(t.generations == turns and len(t.streams) == 1 for t in group.trajectories), (
                         group.trajectories
                     )
-            calls = sessions * TURNS
+            calls = sessions * turns
             used = time.process_time() - cpu
             return 1e3 * (time.perf_counter() - begun) / calls, 1e3 * used / calls
 
@@ -123,19 +189,29 @@ def measure(text: str, sessions: int, prompt: dict[str, Any]) -> tuple[float, fl
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--call", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.call:
+    if sys.argv[1:2] == ["--call"]:
         asyncio.run(call())
         return
-    sessions = arguments.sessions
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "What is 20 + 22?"}]}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--body", type=int, default=0, help="kB of instructions and tools in each call")
+    parser.add_argument("--path", choices=("chat/completions", "responses"), default="chat/completions")
+    parser.add_argument("--first-token", action="store_true")
+    arguments = parser.parse_args()
+    sessions, path, body = arguments.sessions, arguments.path, arguments.body
+    question = {"role": "user", "content": "What is 20 + 22?"}
+    if arguments.first_token:
+        measure(CAPTURED, sessions, {"messages": [question]}, "chat/completions", body, 4, True, slow=True)
+        lags = sorted(_lags[16:])  # without the first run, which warms up
+        middle, late, worst = (1e3 * lags[int(part * (len(lags) - 1))] for part in (0.5, 0.9, 1.0))
+        print(f"{sessions} sessions, {body} kB: first text {middle:.1f} ms after the engine's")
+        print(f"for nine of ten within {late:.1f} ms, for all within {worst:.1f} ms")
+        return
+    system = [{"role": "system", "content": "Be brief, and work on. " * (22 * body)}] if body else []
     said = {"interaction_kwargs": {"turns": [f"and {turn}?" for turn in range(TURNS - 1)]}}
-    bare, bare_cpu = measure(BARE, sessions, prompt | said)
-    captured, captured_cpu = measure(CAPTURED, sessions, prompt)
-    print(f"{sessions} sessions, {TURNS} turns each; per call, the callers in a process of their own")
+    bare, bare_cpu = measure(BARE, sessions, {"messages": [*system, question]} | said, path, body, TURNS, False)
+    captured, captured_cpu = measure(CAPTURED, sessions, {"messages": [question]}, path, body, TURNS, False)
+    print(f"{sessions} sessions, {TURNS} turns each, {body} kB; per call, the callers in a process of their own")
     print(f"bare      {bare:6.2f} ms wall, {bare_cpu:6.2f} ms CPU")
     print(f"captured  {captured:6.2f} ms wall, {captured_cpu:6.2f} ms CPU")
     print(f"capture   {captured - bare:6.2f} ms wall, {captured_cpu - bare_cpu:6.2f} ms CPU")

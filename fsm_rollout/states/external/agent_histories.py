@@ -75,6 +75,7 @@ class AgentHistories:
         self.limit: str | None = None  # the limit that a call has reached
         self.failure: EngineError | PictureSampled | None = None  # why the latest call was not answered
         self._schemas, self._pins, self._train_side_calls = schemas, pins or Pins(), train_side_calls
+        self._latest: tuple[list[dict[str, Any]], Tools] = [], ()  # the tools of the latest call, as they came
         self._task = text_of(ctx.trajectory.prompt_messages[-1]).strip()
         self._windows: dict[str, int] = {}  # by each thread of the agent that has called, its latest window
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
@@ -413,12 +414,15 @@ class AgentHistories:
 
     def _shown(self, tools: list[dict[str, Any]]) -> Tools:
         """Return the schemas of a call, the same objects each time."""
+        if tools == self._latest[0]:  # quicker than to say what stands for them
+            return self._latest[1]
         settled = self._pins.tools(tools)
         key = tuple(settled)
         if key not in self._schemas:
             if len(self._schemas) >= 256:
                 self._schemas.clear()
             self._schemas[key] = tuple(map(dict, settled.values()))
+        self._latest = tools, self._schemas[key]
         return self._schemas[key]
 
     # -- what there was before ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from random import Random
 from typing import Any
 
 from fsm_rollout.errors import ConfigError, PictureError
@@ -47,6 +47,13 @@ def unsupported(key: str, why: str = "is not supported; leave it out") -> Protoc
     return ProtocolError(400, "unsupported_parameter", f"`{key}` {why}", param=key)
 
 
+_ids = Random(secrets.token_bytes(16))  # names are told apart, and are no secrets: the system's take much longer
+
+
+def _new_id() -> str:
+    return f"{_ids.getrandbits(96):024x}"
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One call."""
@@ -68,7 +75,7 @@ class ChatRequest:
     compacts: bool = False  # whether it asks for a summary that takes the messages' place
     echo: Mapping[str, Any] = field(default_factory=dict)  # what the protocol's answer says of the call again
     origin: Origin = NOWHERE  # of which thread of its agent it is
-    reply_id: str = field(default_factory=partial(secrets.token_hex, 12))  # names the answer
+    reply_id: str = field(default_factory=_new_id)  # names the answer
 
     def with_earlier(self, find: Callable[[str], tuple[Sequence[Message], bool]]) -> ChatRequest:
         """Return the call with what it names of earlier answers of ours, by their ids, in its messages.
@@ -183,7 +190,7 @@ def cleaned(message: Message) -> Message:
 
 def tool_of(tool: object, where: str, schema: str) -> Mapping[str, Any]:
     """Return a tool that a protocol describes at ``where``, its parameters under ``schema``, or raise ProtocolError."""
-    if not isinstance(tool, Mapping):
+    if not isinstance(tool, dict):
         raise refuse(f"`{where}` must be an object, got {type(tool).__name__}", param=where)
     name, about, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
     if not isinstance(name, str) or not name:

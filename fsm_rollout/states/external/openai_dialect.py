@@ -83,8 +83,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def _message(message: object, where: str) -> Message:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else type(message).__name__
         raise refuse(f"{where}: the role must be one of {', '.join(ROLES)}; got {role!r}")
     role = ROLES[message["role"]]
     read: Message = {"role": role, "content": content_of(message, where)}
@@ -111,7 +111,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
 

@@ -57,7 +57,7 @@ class Items:
 
     def take(self, item: object, where: str) -> None:
         """Take in the next item; ProtocolError: it is none that there are messages of."""
-        if not isinstance(item, Mapping):
+        if not isinstance(item, dict):
             raise refuse(f"{where}: an item must be an object, got {type(item).__name__}", param=where)
         kind, said = item.get("type") or "message", None
         match kind:
@@ -153,7 +153,7 @@ def tools_of(body: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], Mapping
     """Return the tools of a body by the names that the model knows them by: each one's schema, and how it came."""
     tools: dict[str, tuple[dict[str, Any], Mapping[str, Any]]] = {}
     for i, tool in enumerate(body.get("tools") or ()):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace":
             for j, inner in enumerate(tool.get("tools") or ()):
                 _add_tool(tools, inner, f"tools[{i}].tools[{j}]", str(tool.get("name")))
@@ -163,7 +163,7 @@ def tools_of(body: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], Mapping
 
 
 def _add_tool(tools: dict[str, tuple[dict[str, Any], Mapping[str, Any]]], tool: Any, where: str, space: str) -> None:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in ("function", "custom"):
         raise unsupported(where, "must be a tool of type 'function', 'custom' or 'namespace'")
     described = tool_of(tool, where, "parameters")

@@ -12,9 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from openai.types import responses
 from openai.types.responses import (
-    Response,
     ResponseCustomToolCall,
     ResponseFunctionToolCall,
     ResponseOutputMessage,
@@ -118,6 +116,15 @@ def read_compaction(body: Mapping[str, Any]) -> ChatRequest:
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
+
+class _Compaction(BaseModel):
+    """For which the package has a type in later versions alone."""
+
+    type: str
+    id: str
+    encrypted_content: str
+
+
 _Item = ResponseReasoningItem | ResponseOutputMessage | ResponseFunctionToolCall | ResponseCustomToolCall | BaseModel
 
 
@@ -140,7 +147,7 @@ def _text_part(text: str) -> ResponseOutputText:
 
 
 def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunctionToolCall | ResponseCustomToolCall]:
-    tools = tools_of(request.echo)
+    tools = tools_of(request.echo) if reply.calls else {}
     for i, call in enumerate(reply.calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         came = tools[name][1] if name in tools else {"kind": "function", "name": name, "namespace": ""}
@@ -157,8 +164,7 @@ def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunc
 
 
 def _compaction_item(request: ChatRequest, reply: ChatReply) -> BaseModel:
-    # The package has a type for it in later versions alone.
-    return Response.construct(None, **summary_item(request.reply_id, reply))
+    return _Compaction.model_validate(summary_item(request.reply_id, reply))
 
 
 def _items(request: ChatRequest, reply: ChatReply) -> list[_Item]:
@@ -182,16 +188,14 @@ def _usage(reply: ChatReply) -> ResponseUsage:
     )  # fmt: skip
 
 
-def _response(request: ChatRequest, status: str, created: int, **facts: object) -> Response:
+def _response(request: ChatRequest, status: str, created: int, **facts: object) -> dict[str, Any]:
     """Return the object that a call is answered with, as far as it is known."""
     said = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "output": [], "error": None}
     said |= {"incomplete_details": None} | dict(request.echo) | {"id": f"resp_{request.reply_id}", "object": "response"}
-    return Response.construct(
-        None, **{**said, "created_at": created, "model": request.model, "status": status, **facts}
-    )
+    return {**said, "created_at": created, "model": request.model, "status": status, **facts}
 
 
-def _ended(request: ChatRequest, reply: ChatReply, created: int) -> Response:
+def _ended(request: ChatRequest, reply: ChatReply, created: int) -> dict[str, Any]:
     status = _status(reply)
     cut = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
     return _response(
@@ -199,18 +203,22 @@ def _ended(request: ChatRequest, reply: ChatReply, created: int) -> Response:
     )
 
 
-def _json(model: BaseModel) -> str:
-    # Tools are as they came, of whichever type, and texts that are said again may be no valid Unicode.
-    return json.dumps(model.model_dump(exclude_unset=True, warnings=False))
+def _json(said: object) -> str:
+    # What is the package's own is of its types. Tools are as they came, and texts may be no valid Unicode.
+    return json.dumps(said, default=_plain)
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(exclude_unset=True, warnings=False)
 
 
 def whole(reply: ChatReply, request: ChatRequest) -> bytes:
     """Return a reply as one body."""
     if (compacted := request.echo.get("compacted")) is not None:
-        answer = Response.construct(
-            id=f"resp_{request.reply_id}", object="response.compaction", created_at=int(time.time()),
-            output=[*compacted, *_items(request, reply)], usage=_usage(reply),
-        )  # fmt: skip
+        answer = {
+            "id": f"resp_{request.reply_id}", "object": "response.compaction", "created_at": int(time.time()),
+            "output": [*compacted, *_items(request, reply)], "usage": _usage(reply),
+        }  # fmt: skip
         return _json(answer).encode()
     return _json(_ended(request, reply, int(time.time()))).encode()
 
@@ -264,9 +272,9 @@ class ResponsesEvents:
         if not (self._open or reply.calls):
             yield from self.text("")
         yield from self._close(_status(reply))
-        for item in ended.output[self._index :]:
+        for item in ended["output"][self._index :]:
             yield from self._whole_item(item)
-        yield self._event(f"response.{ended.status}", response=ended)
+        yield self._event(f"response.{ended['status']}", response=ended)
 
     def failed(self, error: ProtocolError) -> Iterator[bytes]:
         """Yield an error that comes after the beginning."""
@@ -312,20 +320,13 @@ class ResponsesEvents:
         return self._event(kind, item_id=f"{prefix}_{self._request.reply_id}", **facts)
 
     def _event(self, kind: str, **facts: object) -> bytes:
-        """Return an event of the package's type for it."""
+        """Return an event."""
         if "response" not in facts:
             facts.setdefault("output_index", self._index)
-        event = _EVENTS[kind].construct(type=kind, sequence_number=self._number, **facts)
+        event = {"type": kind, "sequence_number": self._number, **facts}
         self._number += 1
         return f"event: {kind}\ndata: {_json(event)}\n\n".encode()
 
 
-def _event_types() -> Iterator[tuple[str, Any]]:
-    for name in dir(responses):
-        if name.endswith("Event") and (fields := getattr(getattr(responses, name), "model_fields", None)):
-            yield from ((kind, getattr(responses, name)) for kind in getattr(fields["type"].annotation, "__args__", ()))
-
-
-_EVENTS: Mapping[str, Any] = dict(_event_types())
 EVENTS = ResponsesEvents
 ROUTES: Routes = {"/v1/responses": read, "/v1/responses/compact": read_compaction}

@@ -26,16 +26,16 @@ _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's me
 
 def key_of(message: Message) -> str:
     """Return what makes two messages the same, as text."""
-    calls = [
-        (call["function"]["name"], _settled(call["function"].get("arguments")))
-        for call in message.get("tool_calls") or ()
-    ]
-    said: object = text_of(message)
-    if media_of(message):
-        said = comparable([{"content": message["content"]}])
-    elif message["role"] == "assistant":
-        said = text_of(message).strip()
-    return _encode([message["role"], said, calls, message.get("tool_call_id")])
+    role, said = message["role"], message.get("content")
+    if not isinstance(said, str):
+        said = _encode(comparable([{"content": said}])) if media_of(message) else text_of(message)
+    if role == "assistant":
+        said = said.strip()
+    others = message.get("tool_call_id") or ""
+    if calls := message.get("tool_calls"):
+        functions = [(call["function"]["name"], _settled(call["function"].get("arguments"))) for call in calls]
+        others = f"{_encode(functions)}\0{others}"
+    return f"{role}\0{len(others)}\0{others}{said}"  # the length keeps apart what would read the same end to end
 
 
 def _settled(value: Any) -> Any:
@@ -81,6 +81,9 @@ def placed(messages: Iterable[Message]) -> Iterator[Message]:
 def renamed(ours: Sequence[Message], theirs: Sequence[Message], new: Iterable[Message]) -> list[Message]:
     """Return new messages of a caller whose history ``theirs`` is ``ours``, with its names of calls as ours."""
     names: dict[str, str] = {}
+    new = list(new)
+    if all(message["role"] != "tool" for message in new):
+        return new
     for own, their in zip(ours, theirs, strict=False):
         for call, same in zip(own.get("tool_calls") or (), their.get("tool_calls") or (), strict=False):
             names[same["id"]] = call["id"]

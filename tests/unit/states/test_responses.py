@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from copy import deepcopy
@@ -180,6 +181,28 @@ def test_an_answer_is_had_again_by_its_id_until_it_is_deleted_and_thoughts_are_c
             await api.responses.create(model="m", input=items, tools=[TOOL])  # type: ignore[list-item]
 
     assert names(visits(visitor, [f"{THOUGHT}Yes.", "No."])) == ["main"]
+
+
+def test_an_answer_is_its_own_visit_s_alone() -> None:
+    answers: list[str] = []
+
+    async def visitor(visit: ForeignVisit) -> None:
+        async with client(visit) as api:
+            own = (await api.responses.create(model="m", input="one")).id
+            answers.append(own)
+            while len(answers) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            (other,) = set(answers) - {own}
+            for asks in (api.responses.retrieve, api.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await asks(other)
+            with pytest.raises(openai.BadRequestError, match="no answer"):
+                await api.responses.create(model="m", input="two", previous_response_id=other)
+            assert (await api.responses.retrieve(own)).output_text == "yes"
+
+    globals()["visitor"] = visitor
+    trajectories, _ = run(agent(f"use: '{__name__}:visitor', dialect: responses"), lambda request: "yes", n=2)
+    assert [t.failure for t in trajectories] == [None, None], [t.detail for t in trajectories]
 
 
 def test_what_was_answered_is_named_by_its_id() -> None:
