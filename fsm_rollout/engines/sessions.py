@@ -20,9 +20,6 @@ class Sessions:
     def __init__(self) -> None:
         self._keepers: dict[str, SessionKeeper] = {}  # where the latest request of each session was sent
 
-    def __len__(self) -> int:
-        return len(self._keepers)
-
     def send(self, requests: Iterable[Request], keeper: SessionKeeper) -> None:
         """Note that an engine is about to have these requests."""
         for request in requests:

@@ -165,20 +165,15 @@ class ActiveTrajectory:
             logger.warning("trajectory %s: %s", self.trajectory.trajectory_id, error)
             return None
 
-    def session(self, client: Client, stream: str) -> str:
-        """Return the name of a stream's session, begun now if it has not been."""
-        name = f"{client.label}{self.trajectory.trajectory_id}/{stream}{self.life}"
-        self.sessions[name] = client
-        return name
-
     def end_sessions(self, stream: str | None = None) -> None:
-        """End the sessions of a stream that another one replaces, or all; those that were not begun are none."""
-        ended = f"{self.trajectory.trajectory_id}/{stream}{self.life}"
-        sessions = {name: of for name, of in self.sessions.items() if stream is None or name == of.label + ended}
-        for name in sessions:
-            del self.sessions[name]
-        for client in dict.fromkeys(sessions.values()):
-            client.end_sessions([name for name, of in sessions.items() if of is client])
+        """End the session of a stream that another one replaces, or all; those that were not begun are none."""
+        ended: dict[Client, list[str]] = {}
+        for name, client in list(self.sessions.items()):
+            if stream is None or name == f"{client.label}{self.trajectory.trajectory_id}/{stream}{self.life}":
+                del self.sessions[name]
+                ended.setdefault(client, []).append(name)
+        for client, names in ended.items():
+            client.end_sessions(names)
 
     def emit(self, event: AnyEvent) -> None:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""

@@ -76,7 +76,7 @@ def begin_stream(
         instead_of_glue=instead_of_glue,
         text_only=text_only,
     )
-    if (before := visit.trajectory.stream(bound.name)) is not None:
+    if (before := visit.trajectory.open_streams.get(bound.name)) is not None:
         visit.active.end_sessions(f"{bound.name}/{before.number + 1}")
     visit.take_in(opened)
     return visit.trajectory.streams[-1]
@@ -88,7 +88,9 @@ def submit(
     written: int = 0,
 ) -> PendingRequest:  # fmt: skip
     """Submit the trajectory's request ``name``; sampling that is not set means temperature 1 over all tokens."""
-    trajectory = visit.trajectory
+    trajectory, client, active = visit.trajectory, bound.client, visit.active
+    session = f"{client.label}{trajectory.trajectory_id}/{session}{active.life}"
+    active.sessions[session] = client
     request = Request(
         request_id=f"{trajectory.trajectory_id}/{name}",
         ids=ids,
@@ -112,16 +114,16 @@ def submit(
         group_id=trajectory.group_id,
         agent=bound.agent or trajectory.agent,
         context=bound.name,
-        session=visit.active.session(bound.client, session),
+        session=session,
         turn=index,
         sampled=sampled,
         routed=routed,
         of_turn=of_turn,
         written=written,
         media=tuple(media),
-        trace="" if visit.active.trace is None else visit.active.trace.parent(name),
+        trace="" if active.trace is None else active.trace.parent(name),
     )
-    return bound.client.submit(request, visit.deadline)
+    return client.submit(request, visit.deadline)
 
 
 def _thinking(bound: BoundContext, ids: Ids, settings: Sampling, of_turn: int) -> Thinking:

@@ -380,6 +380,21 @@ def test_a_row_waits_for_the_next_turn_while_as_many_others_run(model: Any):
             assert sum(passes) < 8 * (3 + 2) + 8  # what is new, and two steps each
 
 
+def test_the_rows_of_ended_sessions_are_given_away_first_and_those_of_live_ones_stay(model: Any) -> None:
+    """Of four conversations the one that was quiet for longest goes on; those that have ended made room for others."""
+    decode, texts = loop_of(model, max_running=2), {str(i): prompt(i, 9) for i in range(4)}
+    for name, ids in texts.items():
+        run(decode, {0: [Request(name, as_ids(ids), SamplingParams(1), session=name)]})
+    decode.end_sessions(["1", "3", "never begun"])
+    for name in ("4", "5"):
+        run(decode, {0: [Request(name, as_ids(prompt(int(name), 9)), SamplingParams(1), session=name)]})
+    passes = counted(decode)
+    for name in ("0", "2"):
+        run(decode, {0: [Request(f"{name}!", as_ids([*texts[name], 7]), SamplingParams(1), session=name)]})
+    assert passes == [1, 1], "nothing but the token that is new"
+    assert len(decode._rows) == 4
+
+
 def test_a_row_that_holds_nothing_yet_changes_places_with_an_idle_one(model: Any) -> None:
     """A prompt of one token is given a row and filled with nothing, beside the row that an ended session keeps."""
     params = SamplingParams(4, temperature=0.0, ignore_eos=True)

@@ -1,0 +1,184 @@
+"""What a real SGLang keeps in a memory that is too small, with sessions and without; and the simulated one the same.
+
+The simulated server is asked the same, by the same code, in virtual time, and says what SGLang has said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
+from fsm_rollout.engines.scripted.memory import Memory
+from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.engines.scripted.simulated import SimulatedEngine
+from fsm_rollout.engines.sglang import process as sglang_process
+from fsm_rollout.engines.sglang.engine import SGLangEngine
+from fsm_rollout.testing import run_virtual
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
+from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.trajectory.tokens import Ids, as_ids
+from tests.integration.warm_sglang import WarmSGLang
+from tests.kit import ROOT
+
+pytestmark = [pytest.mark.sglang, pytest.mark.real]
+
+TOKENS = 4096
+# Seconds: what the embedded model takes on a CPU, roughly. How much is kept depends on who is quicker only.
+PACE = {"fill": 2e-4, "step": 2e-3, "step_request": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SGLangEngine]:
+    warm = WarmSGLang()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_process, "subprocess", warm)
+        engine = SGLangEngine(args={"max_total_tokens": TOKENS, "enable_metrics": True}, send_every=4)
+        yield engine
+        asyncio.run(engine.aclose())
+    warm.close()
+
+
+def drawn(rng: random.Random, least: int, most: int) -> Ids:
+    return as_ids(rng.choices(range(20, 250), k=rng.randint(least, most)))
+
+
+@dataclass
+class Talk:
+    """Conversations with an engine, and what it says it had kept of them."""
+
+    engine: Engine
+    sessions: bool
+    said: dict[str, list[int]] = field(default_factory=dict)
+    prompts: int = 0
+    cached: int = 0
+
+    async def ask(self, name: str, ids: Ids, tokens: int, session: str | None = None) -> Ids:
+        """Ask for a conversation's next turn, or for something that is of none."""
+        of = session if session and self.sessions else ""
+        sampling, said = SamplingParams(tokens, temperature=0.0, ignore_eos=True), as_ids([])
+        async for chunk in self.engine.generate([Request(name, ids, sampling, session=of)]):
+            assert chunk.error is None
+            said += chunk.ids
+            self.cached += chunk.cached_tokens if session else 0
+        self.prompts += len(ids) if session else 0
+        self.said[name] = said.tolist()
+        return said
+
+    async def one_by_one(self) -> None:
+        """Ten conversations of four turns, and something else between any two turns."""
+        rng = random.Random(0)
+        conversations = [drawn(rng, 280, 320) for _ in range(10)]
+        for turn in range(4):
+            for number, ids in enumerate(conversations):
+                said = await self.ask(f"{number}/{turn}", ids, 8, f"c{number}")
+                conversations[number] = ids + said + drawn(rng, 8, 16)
+                await self.ask(f"other/{number}/{turn}", drawn(rng, 200, 200), 4)
+
+    async def together(self) -> None:
+        """Sixteen conversations of five turns, four of each beginning alike, of which nine may be under way."""
+        rng = random.Random(0)
+        beginnings = [drawn(rng, 150, 250) for _ in range(4)]
+        plans = [
+            (
+                beginnings[number % 4] + drawn(rng, 20, 80),
+                [(rng.choice([16, 40, 80]), drawn(rng, 10, 60)) for _ in range(5)],
+            )
+            for number in range(16)
+        ]
+        room = asyncio.Semaphore(9)
+
+        async def converse(number: int) -> None:
+            ids, turns = plans[number]
+            async with room:
+                for turn, (tokens, more) in enumerate(turns):
+                    ids = ids + await self.ask(f"{number}/{turn}", ids, tokens, f"c{number}") + more
+                if self.sessions:
+                    self.engine.end_sessions([f"c{number}"])  # type: ignore[attr-defined]
+
+        await asyncio.gather(*map(converse, range(len(plans))))
+
+
+def evicted(engine: SGLangEngine) -> float:
+    """Return how many tokens the server has evicted so far, as its metrics say."""
+    metrics = wait_for(engine._link.do(engine._endpoint.call("/metrics"))).decode()
+    lines = [line for line in metrics.splitlines() if line.startswith("sglang:evicted_tokens_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def real(engine: SGLangEngine, how: str, *, sessions: bool) -> tuple[Talk, float]:
+    wait_for(engine._link.do(engine._endpoint.flush_cache()))
+    before, talk = evicted(engine), Talk(engine, sessions)
+    asyncio.run(getattr(talk, how)())
+    wait_for(engine._link.do(engine._endpoint.flush_cache()))  # which waits until it has nothing to do
+    return talk, evicted(engine) - before
+
+
+def simulated(how: str, said: dict[str, list[int]], *, sessions: bool) -> tuple[Talk, float]:
+    engine = SimulatedEngine(
+        lambda request: Turn(ids=tuple(said[request.request_id]), finish_reason=FinishReason.LENGTH),
+        tokenizer=embedded_tokenizer(), memory=Memory(tokens=TOKENS, **PACE),
+    )  # fmt: skip
+    talk = Talk(engine, sessions)
+    run_virtual(getattr(talk, how)())
+    return talk, engine.evicted_tokens
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+@pytest.mark.parametrize("how", ["one_by_one", "together"])
+def test_the_simulated_server_keeps_and_evicts_what_sglang_does(engine: SGLangEngine, how: str, sessions: bool) -> None:
+    talk, gone = real(engine, how, sessions=sessions)
+    other, also_gone = simulated(how, talk.said, sessions=sessions)
+    print(f"\n{how}, sessions {sessions}: of {talk.prompts} prompt tokens {talk.cached} were cached, simulated "
+          f"{other.cached}; evicted {gone:.0f}, simulated {also_gone}")  # fmt: skip
+    assert other.prompts == talk.prompts
+    assert other.cached == pytest.approx(talk.cached, rel=0.1, abs=50)
+    assert also_gone == pytest.approx(gone, rel=0.1)
+    if how == "one_by_one":  # what sessions are for
+        assert talk.cached > 0.7 * talk.prompts if sessions else talk.cached < 0.05 * talk.prompts
+
+
+def test_each_session_that_sglang_is_told_of_is_closed_once(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents whose contexts begin anew, in a memory that holds few of them: the rest waits, and all comes back."""
+    begun, closed, endpoint = Counter[str](), Counter[str](), engine._endpoint
+    body, call = endpoint.body, endpoint.call
+
+    def watched_body(entry: Any) -> dict[str, object]:
+        written = body(entry)
+        begun[str(written["session_id"])] += 1
+        assert str(written["session_id"]) not in closed
+        return written
+
+    async def watched_call(path: str, content: Any = None, **options: Any) -> bytes:
+        answer = await call(path, content, **options)
+        if path == "/close_session":
+            closed[content["session_id"]] += 1
+        return answer
+
+    monkeypatch.setattr(endpoint, "body", watched_body)
+    monkeypatch.setattr(endpoint, "call", watched_call)
+
+    async def main() -> fr.TrajectoryBatch:
+        agent = fr.load_agent(ROOT / "configs/agents/reflect.yaml", ["contexts.critic.engine=policy"])
+        rollout = fr.Rollout(agent, engine, seed=1)
+        batch = await rollout.arun(fr.read_prompts(ROOT / "configs/data/sums.jsonl", limit=6), n=4)
+        await asyncio.wrap_future(
+            engine._link.do(asyncio.wait(engine._link._ends) if engine._link._ends else asyncio.sleep(0))
+        )
+        return batch
+
+    batch = asyncio.run(main())
+    assert len(set(batch["trajectory_id"])) == 24
+    assert set(closed.values()) == {1}
+    assert closed.keys() == begun.keys()
+    assert len(begun) > 24
