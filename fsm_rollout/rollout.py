@@ -27,12 +27,11 @@ from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource
-from fsm_rollout.engines.retries import Tries
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
 from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
-from fsm_rollout.scheduler.failure_policy import AGAIN, Failures, failures_of
+from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.leased_group import packed_parts
 from fsm_rollout.scheduler.leases import LeasedScheduler
@@ -45,6 +44,7 @@ from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAM
 from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
 from fsm_rollout.scheduler.shard_setup import leased_scheduler
 from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.scheduler.taught_runs import split_teachers, teach
 from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts
@@ -69,6 +69,8 @@ class Rollout(TrainerOrders):
         engine: the policy: an engine, its spec as in a run YAML (``{"kind": "transformers", "model": …}``), or a model
             (``"embedded"``, a folder) for the transformers engine.
         engines: further, untrained engines by name.
+        teachers: by name, engines that score the policy's own tokens, as in a run YAML: ``{"big": {"engine": {"kind":
+            "sglang", "model": …}, "top_k": 8}}``.
         seed: everything random follows from it.
         sampling: comes before the agents' own, in the policy's contexts.
         validate: use ``validation_sampling`` and mark the trajectories.
@@ -113,6 +115,7 @@ class Rollout(TrainerOrders):
         engine: EngineLike,
         *,
         engines: Mapping[str, EngineLike] | None = None,
+        teachers: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
         sampling: Sampling | Mapping[str, object] | None = None,
         validate: bool = False,
@@ -146,17 +149,11 @@ class Rollout(TrainerOrders):
         self._owned: list[EnginePool] = []
         base = base or Path.cwd()
         specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}
-        for name, engine_like in {POLICY: engine, **(engines or {})}.items():
+        taught, theirs = split_teachers(teachers or {}, (POLICY, *(engines or {})))
+        for name, engine_like in {POLICY: engine, **(engines or {}), **theirs}.items():
             with about(f"engine '{name}'"):
                 specs[name] = as_engine_or_spec(engine_like, base)
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
-        engine_failures = policy.engine
-        tries = Tries(
-            attempts=engine_failures.attempts,
-            again=engine_failures.do in AGAIN,
-            backoff=engine_failures.backoff,
-            another_replica=engine_failures.do == "elsewhere",
-        )
         # What the schedulers of runs and of evaluations have in common.
         self._common: dict[str, Any] = {
             "seed": seed,
@@ -174,6 +171,7 @@ class Rollout(TrainerOrders):
             if start is not None:
                 arguments: dict[str, Any] = {
                     "agent": self.agents, "engine": specs.pop(POLICY), "engines": specs, "seed": seed,
+                    "teachers": {name: {"engine": of, **own.model_dump()} for name, (of, own) in taught.items()},
                     "sampling": sampling, "validate": validate, "validation_sampling": validation_sampling,
                     "reward": reward, "concurrency": concurrency, "queue_timeout": queue_timeout, "failures": policy,
                     "group_filter": group_filter, "tracing": tracing, "base": base, "progress": False, **limits,
@@ -186,7 +184,7 @@ class Rollout(TrainerOrders):
             else:
                 for name, spec in specs.items():
                     with about(f"engine '{name}'"):
-                        self.engines[name] = pool_of(spec, base, tries, queue_timeout)
+                        self.engines[name] = pool_of(spec, base, policy.tries, queue_timeout)
                     if isinstance(spec, Mapping):
                         self._owned.append(self.engines[name])
                 self.clients = {name: EngineClient(pool) for name, pool in self.engines.items()}
@@ -200,6 +198,8 @@ class Rollout(TrainerOrders):
                     **limits,
                     **self._common,
                 )
+                if taught:
+                    teach(self.scheduler, taught)
                 engines_described = {name: described(self.engines[name], spec) for name, spec in specs.items()}
                 pad_id, processor = self.engines[POLICY].facts.pad_id, self.engines[POLICY].facts.processor
             self._of_batches = {"state_names": self.state_names, "pad_id": pad_id, "processor": processor}
@@ -430,9 +430,7 @@ class Rollout(TrainerOrders):
 
     def __repr__(self) -> str:
         facts = self.description["engines"]
-        words = (
-            " ".join([name, *(facts[name][key] for key in ("kind", "model") if key in facts[name])]) for name in facts
-        )
+        words = (" ".join([n, *(facts[n][key] for key in ("kind", "model") if key in facts[n])]) for n in facts)
         return f"<Rollout of {', '.join(self.agents)}; engines: {', '.join(words)}{'; closed' if self._closed else ''}>"
 
     async def __aenter__(self) -> Rollout:

@@ -73,6 +73,10 @@ class TrajectoryBatch(Learnable):
     ``routed_experts`` (int16 ``[B, P+R, layers, top_k]``, -1 where not said), if the engine says which experts of a
     Mixture-of-Experts model each token was routed to,
 
+    ``teacher_logprobs``, ``teacher_versions`` (-1: it has failed) and ``teacher_top_counts``, float32, int32, int32
+    ``[B, R, teachers]``, if a run has teachers: see :meth:`teacher`; what they call likeliest stands in the non-tensors
+    ``teacher_top_ids`` and ``teacher_top_logprobs``, and their names, with why one has failed, in ``teachers``,
+
     and, as non-tensors, :data:`~fsm_rollout.batch.columns.NON_TENSOR_KEYS`: one value per row. In a packed batch the
     two-dimensional keys are jagged ``torch.nested`` tensors without any padding.
 
@@ -185,6 +189,8 @@ class TrajectoryBatch(Learnable):
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
         if len(shapes := {row.routed_experts.shape[1:] for row in rows}) > 1:
             raise BatchError(f"rows have routed experts in the shapes {sorted(shapes)}; make them in one call")
+        if len({tuple(row.teachers) for row in rows}) > 1:
+            raise BatchError("rows have other teachers than others; make them in one call, or of one run")
         if len({row.mrope_position_ids.shape[1] for row in rows}) > 1:
             raise BatchError("only some rows have positions in three dimensions; make them in one call")
         return cls.from_flat(joined(rows), pad_id, prompt_width, response_width, packed, processor)

@@ -45,6 +45,10 @@ class Column:
     """What stands where there is no token; ``None``: the batch's ``pad_id``."""
 
 
+MEDIA = "media"
+"""The column of pictures."""
+OPTIONAL: Mapping[str, type] = {MEDIA: list, "teachers": dict, "teacher_top_ids": list, "teacher_top_logprobs": list}
+"""The columns that are no tensors and are left out where no row has anything in them; what each then holds is empty."""
 COLUMNS: Mapping[str, Column] = {
     column.key: column
     for column in (
@@ -62,7 +66,10 @@ COLUMNS: Mapping[str, Column] = {
         Column("turn_ids", Along.RESPONSES, np.int32, "turn_ids", np.int32, fill=-1),
         Column("temperatures", Along.RESPONSES, np.float32, "temperatures", np.float32, fill=1),
         Column("sampling_mask_counts", Along.RESPONSES, np.int32, "sampling_mask_counts", np.int32),
-        # These two have further dimensions, and are left out where they are empty.
+        # These have further dimensions, and are left out where they are empty.
+        Column("teacher_logprobs", Along.RESPONSES, np.float32, "teacher_logprobs", np.float32),
+        Column("teacher_versions", Along.RESPONSES, np.int32, "teacher_versions", np.int32, fill=NO_VERSION),
+        Column("teacher_top_counts", Along.RESPONSES, np.int32, "teacher_top_counts", np.int32),
         Column("routed_experts", Along.INPUT_IDS, np.int16, "routed_experts", np.int16, fill=-1),
         Column("mrope_position_ids", Along.INPUT_IDS, np.int64, "mrope_position_ids", np.int32),
         Column("trajectory_scores", Along.ROWS, np.float32, "score"),
@@ -73,7 +80,7 @@ COLUMNS: Mapping[str, Column] = {
             for name in (
                 "group_id", "trajectory_id", "stream", "shares", "context", "agent", "stop_reason", "failure",
                 "num_turns", "sampling", "sampling_mask", "metrics", "turn_scores", "state_scores", "tool_rewards",
-                "tool_reward_turns", "reward_parts", "extra", "media",  # the last is left out where no row has pictures
+                "tool_reward_turns", "reward_parts", "extra", *OPTIONAL,
             )
         ),
     )
@@ -82,9 +89,11 @@ PER_TOKEN: Mapping[str, Column] = {key: column for key, column in COLUMNS.items(
 """The columns with a value for each token: tensors that are padded, or jagged."""
 RAGGED = (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)
 """The dimensions along which rows differ in length."""
-FURTHER: Mapping[str, tuple[int, ...]] = {"routed_experts": (0, 0), "mrope_position_ids": (0,)}
+TAUGHT = ("teacher_logprobs", "teacher_versions", "teacher_top_counts")
+"""The columns of teachers, each with one value per token and teacher."""
+FURTHER: Mapping[str, tuple[int, ...]] = {
+    "routed_experts": (0, 0), "mrope_position_ids": (0,), **dict.fromkeys(TAUGHT, (0,))
+}  # fmt: skip
 """The columns with further dimensions, and those while they are empty."""
-MEDIA = "media"
-"""The column of pictures, which is left out where no row has any."""
-NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None and key != MEDIA)
+NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None and key not in OPTIONAL)
 """The other columns that are no tensors: one value per row."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
+from fsm_rollout.batch.columns import TAUGHT
 from fsm_rollout.batch.credit import METHODS, CreditMethod, courses_of, turn_advantages
 from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
 from fsm_rollout.batch.roles import SAMPLED, SCAFFOLD, Weights, tables_of
@@ -30,6 +31,19 @@ class LossWeights(NamedTuple):
     """``[B, P+R]``, float32."""
     cross_entropy: torch.Tensor
     """``[B, P+R]``, float32."""
+
+
+class TeacherColumns(NamedTuple):
+    """What one teacher makes of the responses, laid out as ``responses``."""
+
+    log_probs: torch.Tensor
+    """``[B, R]``, float32: of each token, at temperature 1; NaN where the teacher has failed, 0 in padding."""
+    versions: torch.Tensor
+    """``[B, R]``, int32: the teacher's weights; -1 where it has failed, and in padding."""
+    top_ids: torch.Tensor
+    """``[B, R, K]``, int64: the likeliest tokens in each token's place; -1 where there are fewer than ``K``."""
+    top_log_probs: torch.Tensor
+    """``[B, R, K]``, float32: theirs; -inf where there are fewer."""
 
 
 class Learnable(Columned):
@@ -77,6 +91,41 @@ class Learnable(Columned):
         left_out[torch.arange(len(left_out)).repeat_interleave(counts[places]), kept.long()] = False
         places = places[0].to(logits.device), places[1].to(logits.device)
         return logits.index_put(places, logits[places].masked_fill(left_out.to(logits.device), -math.inf))
+
+    def teacher(self, name: str | None = None) -> TeacherColumns:
+        """Return what a teacher makes of the responses; the only one's unless one is named.
+
+        Raises:
+            BatchError: there is no such teacher, or several and none was named.
+        """
+        names = list(self["teachers"][0]) if "teachers" in self.tensordict else []
+        if name is None and len(names) == 1:
+            name = names[0]
+        if name not in names:
+            known = f"; teachers are {', '.join(names)}" if names else "; the run had no teachers, see `teachers`"
+            raise BatchError(
+                f"name a teacher{known}"
+                if name is None
+                else f"there is no teacher '{name}'{did_you_mean(name, names)}{known}"
+            )
+        place = names.index(name)
+        logprobs, versions, counts = (
+            values.values() if self.packed else values.reshape(-1, len(names))
+            for values in (self[key] for key in TAUGHT)
+        )
+        ends = counts.flatten().cumsum(0).reshape(counts.shape)[:, place]
+        count = counts[:, place].long()
+        rank = torch.arange(int(count.max()) if len(count) else 0, device=count.device)
+        there = rank < count[:, None]
+        at = ((ends - count)[:, None] + rank)[there]
+        found: list[torch.Tensor] = []
+        for key, missing, dtype in (("top_ids", -1, torch.int64), ("top_logprobs", -math.inf, torch.float32)):
+            top = torch.full(there.shape, missing, dtype=dtype, device=count.device)
+            if there.any():
+                said = [value for values in self.tensordict.get(f"teacher_{key}").tolist() for value in values]
+                top[there] = torch.tensor(said, dtype=dtype, device=count.device)[at]
+            found.append(top)
+        return TeacherColumns(*map(self._as_responses, (logprobs[:, place], versions[:, place], *found)))
 
     def turn_advantages(
         self,
@@ -211,7 +260,7 @@ class Learnable(Columned):
         responses = self["responses"]
         if self.packed:
             return torch.nested.nested_tensor_from_jagged(flat, responses.offsets())
-        return flat.reshape(responses.shape)
+        return flat.reshape(*responses.shape, *flat.shape[1:])
 
     def tree(self) -> TokenTree:
         """Return the tokens of all rows as a tree, where those that rows share stand once: prompts, and forks' pasts.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import FURTHER, MEDIA, NON_TENSOR_KEYS, PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.columns import FURTHER, NON_TENSOR_KEYS, OPTIONAL, PER_TOKEN, RAGGED, Along
 from fsm_rollout.batch.rows import Array, FlatRows, places
 
 _SCALARS = (str, int, float, bool, type(None))
@@ -124,8 +124,8 @@ def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
     """Add the columns that are no tensors: from each row's facts, those of their names."""
-    for key in (*NON_TENSOR_KEYS, MEDIA):
-        if key == MEDIA and not any(row[key] for row in facts):
+    for key in (*NON_TENSOR_KEYS, *OPTIONAL):
+        if key in OPTIONAL and not any(row[key] for row in facts):
             continue
         # Values that are no scalars are wrapped here: the stack would look at each of them for long.
         values = []
@@ -138,9 +138,12 @@ def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> N
 
 def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
     """Return what :func:`put_columns` was given."""
-    columns = {key: tensordict.get(key).tolist() for key in (*NON_TENSOR_KEYS, MEDIA) if key in tensordict}
-    rows = range(tensordict.batch_size[0])
-    return [{MEDIA: [], **{key: values[row] for key, values in columns.items()}} for row in rows]
+    columns = {key: tensordict.get(key).tolist() for key in (*NON_TENSOR_KEYS, *OPTIONAL) if key in tensordict}
+    missing = {key: empty for key, empty in OPTIONAL.items() if key not in columns}
+    return [
+        {key: empty() for key, empty in missing.items()} | {key: values[row] for key, values in columns.items()}
+        for row in range(tensordict.batch_size[0])
+    ]
 
 
 def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from fsm_rollout.batch.advantages import SampleScore, scores_of
-from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, Along
+from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, TAUGHT, Along
 from fsm_rollout.batch.fitting import Overflow, check_widths, fitting, why_untrainable
 from fsm_rollout.batch.rows import Cut, FlatRows, RowId, flat_rows, places, trained_streams
 from fsm_rollout.errors import BatchError
@@ -213,18 +213,17 @@ def _shapes(parts: Sequence[BatchPart]) -> dict[str, tuple[int, ...]]:
     for key, empty in FURTHER.items():
         found = {part.rows.arrays[key].shape[1:] for part in parts} - {empty}
         if len(found) > 1:
-            raise BatchError(
-                f"tokens have routed experts in {len(found)} shapes (layers, experts): {sorted(found)}; a batch holds "
-                "what one model sampled"
-            )
+            what = "teachers" if key in TAUGHT else "routed experts in shapes (layers, experts)"
+            raise BatchError(f"tokens have several {what}: {sorted(found)}; a batch holds what one run sampled")
         shapes[key] = found.pop() if found else empty
     return shapes
 
 
 def _filled(name: str, rows: FlatRows, shape: tuple[int, ...], processor: Any) -> np.ndarray[Any, Any]:
     """Return a column with further dimensions for rows that had no need of it by themselves."""
-    if name == "routed_experts":
-        return np.full((len(rows.arrays[name]), *shape), -1, np.int16)
+    if name == "routed_experts" or name in TAUGHT:
+        missing = {"teacher_logprobs": np.nan, "teacher_top_counts": 0}.get(name, -1)
+        return np.full((len(rows.arrays[name]), *shape), missing, rows.arrays[name].dtype)
     from fsm_rollout.batch.media import rope_positions  # torch
 
     positions = [rope_positions(np.concatenate([row.prompt_ids, row.response_ids]), [], processor)

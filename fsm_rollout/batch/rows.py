@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, TAUGHT, Along
 from fsm_rollout.batch.roles import roles_of
+from fsm_rollout.batch.taught import taught_columns
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import LARGEST_SCORE, Part
 from fsm_rollout.trajectory.stream import Stream
@@ -72,6 +73,12 @@ class TrainingRow:
     routed_experts: npt.NDArray[np.int16]
     """``[P + R, layers, top_k]``: the experts that each token was routed to when it was fed to the model; -1 where the
     engine does not say, as for the last token, which is not fed. ``[P + R, 0, 0]`` if it says none of any row."""
+    teacher_logprobs: npt.NDArray[np.float32]
+    """``[R, teachers]``: what each teacher makes of each token, at temperature 1; NaN where it has failed."""
+    teacher_versions: npt.NDArray[np.int32]
+    """``[R, teachers]``: the teacher's weights, -1 where it has failed."""
+    teacher_top_counts: npt.NDArray[np.int32]
+    """``[R, teachers]``: how many of the likeliest tokens in each token's place each teacher has said."""
     mrope_position_ids: npt.NDArray[np.int32]
     """``[P + R, 3]``: the positions of tokens in a model that counts them in three dimensions, as its own
     ``get_rope_index`` does; ``[P + R, 0]`` where it does not, or no row of the batch has pictures."""
@@ -112,6 +119,12 @@ class TrainingRow:
     """The generation whose call each of them rewards."""
     reward_parts: dict[str, Part]
     """What the run's reward said beside the score, by name."""
+    teachers: dict[str, str | None]
+    """The teachers, in the order of the last dimension of their arrays, each with why it has failed, if it has."""
+    teacher_top_ids: list[int]
+    """The likeliest tokens, end to end: of each token those of each teacher, the likeliest first."""
+    teacher_top_logprobs: list[float]
+    """Their log-probs."""
     media: list[MediaSpan]
     """The pictures, by the places of their ids among the prompt's and the response's."""
     extra: dict[str, object]
@@ -172,6 +185,8 @@ def joined(rows: Sequence[TrainingRow]) -> FlatRows:
     empty = {column.field: np.zeros(0, column.row_dtype) for column in PER_TOKEN.values() if column.field}
     facts = [field.name for field in fields(TrainingRow) if field.name not in (*empty, "state_names")]
     empty["routed_experts"] = np.zeros((0, *(rows[0].routed_experts.shape[1:] if rows else (0, 0))), np.int16)
+    for name in TAUGHT:
+        empty[name] = np.zeros((0, len(rows[0].teachers) if rows else 0), empty[name].dtype)
     empty["mrope_position_ids"] = np.zeros((0, rows[0].mrope_position_ids.shape[1] if rows else 0), np.int32)
     prompt_lengths = np.array([len(row.prompt_ids) for row in rows], dtype=np.int64)
     response_lengths = np.array([len(row.response_ids) for row in rows], dtype=np.int64)
@@ -286,6 +301,7 @@ def flat_rows(
     arrays["prompt_ids"], arrays["roles"] = np.concatenate(prompt_ids), np.concatenate(whose)
     lengths = dict(zip(RAGGED, (prompts - starts, kept, ends - starts), strict=True))
     arrays |= _noted(cuts, facts, lengths, *shapes)
+    arrays |= taught_columns([cut.stream.taught for cut in among or cuts], streams, kept.tolist(), facts)
     arrays["mrope_position_ids"] = _rope_positions(cuts, facts, processor)
     return FlatRows(lengths, arrays, facts, names)
 
@@ -371,18 +387,11 @@ def _rope_positions(cuts: Sequence[Cut], facts: Sequence[Mapping[str, Any]], pro
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:
-    return {
-        "generate_seconds": trajectory.generate_seconds,
-        "tool_seconds": trajectory.tool_seconds,
-        "tool_calls": trajectory.calls_seen,
-        "bad_calls": trajectory.bad_calls,
-        "tool_failures": trajectory.calls_failed - trajectory.bad_calls,
-        "tokens": trajectory.response_tokens,
-        "trained_tokens": trajectory.trained_tokens,
-        "guarded": trajectory.guarded,
-        "forks": trajectory.forks,
-        "wall_seconds": trajectory.wall_seconds,
-    }
+    first, last = ("generate_seconds", "tool_seconds"), ("trained_tokens", "guarded", "forks", "wall_seconds")
+    bad = trajectory.bad_calls
+    calls = {"tool_calls": trajectory.calls_seen, "bad_calls": bad, "tool_failures": trajectory.calls_failed - bad}
+    between = calls | {"tokens": trajectory.response_tokens}
+    return {n: getattr(trajectory, n) for n in first} | between | {n: getattr(trajectory, n) for n in last}
 
 
 def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:

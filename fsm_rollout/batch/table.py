@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.batch.advantages import SampleScore
-from fsm_rollout.batch.columns import COLUMNS, PER_TOKEN
+from fsm_rollout.batch.columns import COLUMNS, FURTHER, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 from fsm_rollout.statistics.estimates import error_of_mean
@@ -101,7 +101,7 @@ def standard_error(scores: Iterable[SampleScore]) -> float | None:
 def row_data(row: TrainingRow) -> dict[str, Any]:
     """Return a row's fields by name, those of tensors by the batch's; arrays as they are."""
     data = {TENSORS.get(field.name, field.name): getattr(row, field.name) for field in fields(row)}
-    nested = {key: data[key].tolist() if data[key].size else [] for key in ("routed_experts", "mrope_position_ids")}
+    nested = {key: data[key].tolist() if data[key].size else [] for key in FURTHER}
     return data | nested
 
 

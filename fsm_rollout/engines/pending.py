@@ -28,7 +28,7 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, ReplicaLost, Request
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.thinking_budget import ThinkingBudget
-from fsm_rollout.errors import ContentFiltered, EngineError, PromptTooLong
+from fsm_rollout.errors import ContentFiltered, EngineError, PromptTooLong, StreamError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import (
     LAST_VERSION,
@@ -37,6 +37,7 @@ from fsm_rollout.trajectory.tokens import (
     Logprobs,
     Note,
     NoteKind,
+    TokenScores,
     Usage,
     add_note,
     as_ids,
@@ -110,6 +111,8 @@ class PendingRequest:
     lane: int = 2  # what it comes before in a queue: 0 goes on, 1 is a turn that follows others, 2 is a first
     cached_tokens: int = 0
     usage: Usage | None = None  # as in `Chunk`
+    scores: TokenScores | None = None  # as in `Chunk`
+    scored_by: int = 0  # the version of the weights that these are of
     replica: str = ""
     at: Replica | None = None  # the replica that has it
     started: bool = False  # whether that replica's engine was asked for it: only then is its loss a failed try
@@ -170,6 +173,8 @@ class PendingRequest:
                 self.versions.append((len(ids), version))
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         self.usage = chunk.usage or self.usage
+        if chunk.scores is not None:
+            self.scores, self.scored_by = checked_scores(chunk.scores, self.request), chunk.weight_version
         if self.at is None or not self.at.name:  # else that is what it is called here
             self.replica = chunk.replica or self.replica
         if self.thinking is not None:
@@ -244,7 +249,9 @@ class PendingRequest:
             return _failure(chunk.error)
         if chunk.finish_reason == FinishReason.ABORT and not self.aborted:
             return EngineError(f"the engine aborted request {self.request_id} by itself")
-        if chunk.finish_reason is not None and not (self.ids or self.aborted):
+        if self.request.scored_from and chunk.finish_reason is not None and self.scores is None and not self.aborted:
+            return EngineError(f"the engine ended request {self.request_id} without the log-probs that it asked for")
+        if chunk.finish_reason is not None and not (self.ids or self.aborted or self.scores is not None):
             return EngineError(f"the engine ended request {self.request_id} without a single token")
         return None
 
@@ -335,6 +342,16 @@ def checked(
             + (f" {vocabulary:,}" if vocabulary is not None else "")
         )
     return ids, settled(logprobs, request_id), version, notes
+
+
+def checked_scores(scores: TokenScores, request: Request) -> TokenScores:
+    """Return the log-probs of a request's own ids, of which none is above 0; EngineError for what are none."""
+    try:
+        scores.check(len(request.ids) - request.scored_from)
+    except StreamError as error:
+        raise EngineError(f"the engine answered request {request.request_id} wrongly: {error}") from error
+    tops = settled(scores.top_logprobs, request.request_id) if scores.top_logprobs else scores.top_logprobs
+    return TokenScores(settled(scores.logprobs, request.request_id), scores.top_ids, tops)
 
 
 def _as_note(note: Note) -> Note:

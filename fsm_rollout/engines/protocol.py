@@ -13,6 +13,8 @@ Promises that every engine keeps (``fsm_rollout.testing.check_engine`` tests the
    stand still from a chunk that ``waits`` to the next one.
 8. Each chunk carries the version of the weights that sampled it; a request under way goes on after an update.
 9. Ids of requests under way are unique; after :meth:`Engine.aclose` an engine takes no more requests.
+10. A request with ``scored_from`` samples nothing: one chunk has the log-probs of its ids from there on, under one
+    version of the weights. An engine that cannot say them says why (:attr:`EngineFacts.cannot_score`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from msgspec.structs import replace
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import Price
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, Usage
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, TokenScores, Usage
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +141,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """How many of the last ``ids`` are of the turn that goes on."""
     written: int = 0
     """How many of the ``sampled`` ones were not: they close its thinking."""
+    scored_from: int = 0
+    """0: tokens are sampled. Else none are: what the model makes of the ids from this position on is asked for."""
+    score_top: int = 0
+    """How many of the likeliest tokens in the place of each of these are asked for."""
 
     def continued(self, sampled: Ids, request_id: str, written: int = 0) -> Request:
         """Return the request for the rest of this one, behind the tokens ``sampled``, ``written`` of them not by it."""
@@ -174,6 +180,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     tokens that it has been fed."""
     usage: Usage | None = None
     """Of an engine that gives text alone (:attr:`EngineFacts.text_only`): the tokens of the whole, as it counts."""
+    scores: TokenScores | None = None
+    """Of a request with ``scored_from``: all that was asked, in one chunk."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -210,6 +218,8 @@ class EngineFacts:
     """The most tokens of one answer, where the engine bounds it."""
     price: Price | None = None
     """What its tokens cost."""
+    cannot_score: str = "it does not say log-probs of ids that it is given"
+    """Why it cannot be a teacher; empty: it can (promise 10)."""
 
     @property
     def pad_id(self) -> int:
@@ -355,11 +365,11 @@ def facts_of(engine: TokenSource) -> EngineFacts:
     return engine.facts if isinstance(engine, Described) else basic_facts(engine)
 
 
-def basic_facts(engine: TokenSource, processor: Any = None) -> EngineFacts:
+def basic_facts(engine: TokenSource, processor: Any = None, **further: Any) -> EngineFacts:
     """Return what every engine says of its model, whose vocabulary is as large as its tokenizer knows."""
     tokenizer = engine.tokenizer
     try:
         vocabulary = max(len(tokenizer), 1 + max(getattr(tokenizer, "added_tokens_decoder", {}), default=-1))
     except TypeError:  # a tokenizer of the user's own, without a length
         vocabulary = None
-    return EngineFacts(tokenizer, engine.max_context, engine.eos_ids, vocabulary, processor)
+    return EngineFacts(tokenizer, engine.max_context, engine.eos_ids, vocabulary, processor, **further)

@@ -54,6 +54,7 @@ class ScriptedSpec(ModelSpec):
     memory: Memory | None = Field(
         None, description="how much a real server would keep, and how long its work would take, in place of `delay`"
     )
+    score_delay: Annotated[float, Field(ge=0)] = Field(0.0, description="seconds that a teacher's log-probs take")
 
     @model_validator(mode="after")
     def _one_script(self) -> ScriptedSpec:

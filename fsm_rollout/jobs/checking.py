@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsm_rollout.engines.scripted.script import read_script
-from fsm_rollout.jobs.run_config import PromptSource, load_run
+from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.jobs.run_prompts import PromptSource
 from fsm_rollout.jobs.runner import check_parts, load_agents, prompts_of
 from fsm_rollout.names.objects import load_object
 
@@ -29,7 +30,7 @@ def check_run(file: Path) -> Iterator[str]:
             load_object(source.use)
         prompts = [] if isinstance(source, PromptSource) else prompts_of(config)
         check_parts(config, prompts)
-        for spec in (config.engine, *config.engines.values()):
+        for spec in config.specs.values():
             if isinstance(script := spec.get("script"), str):
                 read_script(config.base / script)
         # 2. What it comes to.

@@ -109,8 +109,8 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "track", config.track.use
     if config.group_filter is not None:
         yield "group_filter", config.group_filter
-    specs = {"engine": config.engine} | {f"engines.{name}": spec for name, spec in config.engines.items()}
-    for at, spec in specs.items():
+    for place, spec in config.specs.items():
+        at = ".".join(map(str, place))
         for key, words in (("kind", ENGINES), ("router", ROUTERS)):
             if spec.get(key) is not None and (code := str(spec[key])) not in words.built_in:
                 yield f"{at}.{key}", code

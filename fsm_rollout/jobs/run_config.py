@@ -14,78 +14,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
-from fsm_rollout.agent.words import gathered, named_by_one_word
 from fsm_rollout.agent.yaml.overrides import AGENT, apply_overrides, interpolate
 from fsm_rollout.agent.yaml.source import SourceMap, check_kind, in_file_order, read_text, read_yaml
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
-from fsm_rollout.errors import ConfigError, Problem
+from fsm_rollout.errors import ConfigError, Problem, did_you_mean
+from fsm_rollout.jobs.run_prompts import PromptFile, Prompts, PromptSource
 from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.names.objects import look_in
-from fsm_rollout.names.registry import Registry
 from fsm_rollout.report.readers import TracingLike
 from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.teachers import TeacherSettings
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
 
-# What gives prompts and is named by one word, with its arguments beside it.
-PROMPT_SOURCES = Registry(
-    "prompt source",
-    "fsm_rollout.prompts",
-    {
-        "verifiers": "fsm_rollout.environment.verifiers:prompts",
-        "datasets": "fsm_rollout.environment.hub_datasets:prompts",
-    },
-    "module:function",
-)
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
 API_KEY = "api_key"  # of an engine's mapping, what nobody else may read
 SERVED = "served"  # the journal's word for conversations, which are no run's
-
-
-class PromptSource(StrictModel):
-    """Prompts that a function gives."""
-
-    use: ImportPath = Field(
-        description="the function, as `module:function`; or `verifiers`, whose arguments (`taskset`, `config`) stand "
-        "beside it; or `datasets`, for the hub's: `{use: datasets, path: openai/gsm8k, name: main, messages: question}`"
-    )
-    kwargs: FreeForm = Field(
-        default_factory=dict, description="its arguments; one that takes `limit` is given the run's"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spelled_out(cls, value: object) -> object:
-        return named_by_one_word(value, PROMPT_SOURCES, cls)
-
-
-class PromptFile(StrictModel):
-    """A file of prompts whose columns have names of their own."""
-
-    file: Path = Field(description="a .jsonl, .json or .parquet file")
-    columns: Named[str] = Field(
-        default_factory=dict,
-        description="which column each field of a prompt is, also written beside `file`: `messages: question`; dots "
-        "lead into a column: `answer: reward_model.ground_truth`",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _beside(cls, value: object) -> object:
-        return gathered(value, cls, "columns") if isinstance(value, Mapping) else value
 
 
 class WeightedReward(StrictModel):
@@ -103,16 +50,6 @@ def _listed(value: object) -> object:
     return tuple({"use": item} if isinstance(item, str) else item for item in items)
 
 
-def _kind_of_prompts(value: object) -> str:
-    if isinstance(value, PromptFile) or (isinstance(value, Mapping) and "file" in value):
-        return "<columns>"
-    return "<source>" if isinstance(value, Mapping | PromptSource) else "<file>"
-
-
-Prompts = Annotated[
-    Annotated[Path, Tag("<file>")] | Annotated[PromptSource, Tag("<source>")] | Annotated[PromptFile, Tag("<columns>")],
-    Discriminator(lambda value: _kind_of_prompts(value)),
-]
 TrackLike = Annotated[Track, BeforeValidator(lambda value: {"use": value} if isinstance(value, str) else value)]
 Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
 
@@ -139,6 +76,14 @@ class ServeConfig(StrictModel):
     body_bytes: AtLeastOne = Field(32 * 2**20, description="the longest body of a request, its pictures included")
     out: Path | None = Field(
         None, description="the folder of the conversations, relative to where the command is given; default: OUT-serve"
+    )
+
+
+class TeacherConfig(TeacherSettings):
+    """An engine that scores the policy's own tokens."""
+
+    engine: Annotated[str | FreeForm, Field(union_mode="left_to_right")] = Field(
+        description="`kind`, and what that kind of engine takes; or the name of one of `engines`, or `policy`"
     )
 
 
@@ -194,6 +139,10 @@ class RunConfig(StrictModel):
         None, description="a .jinja file, used instead of the policy's own chat template where an agent gives none"
     )
     engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
+    teachers: Named[TeacherConfig] = Field(
+        default_factory=dict,
+        description="engines that score the policy's own tokens, by name: `{big: {engine: {kind: sglang, model: …}}}`",
+    )
     failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
     track: TrackLike | None = Field(
         None,
@@ -239,6 +188,17 @@ class RunConfig(StrictModel):
         return value
 
     @model_validator(mode="after")
+    def _teachers_have_engines(self) -> RunConfig:
+        for name, teacher in self.teachers.items():
+            known = [POLICY, *self.engines]
+            if isinstance(teacher.engine, str) and teacher.engine not in known:
+                hint = did_you_mean(teacher.engine, known) or f"; engines are {', '.join(known)}"
+                raise ValueError(f"teacher '{name}' names the engine '{teacher.engine}', which there is not{hint}")
+            if not isinstance(teacher.engine, str) and name in known:
+                raise ValueError(f"teacher '{name}' has the name of an engine; give it another, or `engine: {name}`")
+        return self
+
+    @model_validator(mode="after")
     def _one_end(self) -> RunConfig:
         if self.until is not None and (self.target_groups is not None or self.group_filter is not None):
             raise ValueError("'until' looks at every group; leave out 'target_groups' and 'group_filter'")
@@ -248,6 +208,16 @@ class RunConfig(StrictModel):
     def file(self) -> Path | None:
         """The run's YAML; ``None`` where the config is a recorded one."""
         return self._file
+
+    @property
+    def specs(self) -> dict[ConfigPath, Mapping[str, object]]:
+        """The engines' mappings, each with its place in the YAML."""
+        found: dict[ConfigPath, Mapping[str, object]] = {("engine",): self.engine}
+        found |= {("engines", name): spec for name, spec in self.engines.items()}
+        for name, teacher in self.teachers.items():
+            if not isinstance(teacher.engine, str):
+                found["teachers", name, "engine"] = teacher.engine
+        return found
 
     @property
     def rewards(self) -> list[tuple[str, float]] | str | None:
@@ -292,6 +262,9 @@ class RunConfig(StrictModel):
         data = self.model_dump(mode="json", by_alias=True)
         data["engine"] = _without_key(self.engine)
         data["engines"] = {name: _without_key(spec) for name, spec in self.engines.items()}
+        for name, teacher in self.teachers.items():
+            if not isinstance(teacher.engine, str):
+                data["teachers"][name]["engine"] = _without_key(teacher.engine)
         if self._agent_overrides:
             data["agent_overrides"] = [text.removeprefix(AGENT) for text in self._agent_overrides]
         return json.dumps(data, indent=2)
@@ -299,7 +272,17 @@ class RunConfig(StrictModel):
     def with_keys_of(self, own: RunConfig) -> RunConfig:
         """Return a recorded config with the keys of engines that the run's own YAML gives."""
         engines = {name: _with_key_of(own.engines.get(name, {}), spec) for name, spec in self.engines.items()}
-        return self.model_copy(update={"engine": _with_key_of(own.engine, self.engine), "engines": engines})
+        theirs = own.specs
+        teachers = {
+            name: teacher
+            if isinstance(teacher.engine, str)
+            else teacher.model_copy(
+                update={"engine": _with_key_of(theirs.get(("teachers", name, "engine"), {}), teacher.engine)}
+            )
+            for name, teacher in self.teachers.items()
+        }
+        update = {"engine": _with_key_of(own.engine, self.engine), "engines": engines, "teachers": teachers}
+        return self.model_copy(update=update)
 
 
 def _without_key(spec: Mapping[str, object]) -> dict[str, object]:
@@ -426,6 +409,12 @@ def _config(
         update={
             "engine": engine(config.engine, "engine"),
             "engines": {name: engine(spec, "engines", name) for name, spec in config.engines.items()},
+            "teachers": {
+                name: teacher
+                if isinstance(teacher.engine, str)
+                else teacher.model_copy(update={"engine": engine(teacher.engine, "teachers", name, "engine")})
+                for name, teacher in config.teachers.items()
+            },
             "agent": resolved("agent", config.agent)
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},

@@ -9,7 +9,8 @@ from __future__ import annotations
 from fsm_rollout.agent.json_schema import Schema, allow_interpolations, allow_one_word, allow_words, plain_words
 from fsm_rollout.engines.specs import ENGINES, KINDS
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
-from fsm_rollout.jobs.run_config import PROMPT_SOURCES, RunConfig
+from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.jobs.run_prompts import PROMPT_SOURCES
 from fsm_rollout.trajectory.enums import FailureClass
 
 _REF = "#/$defs/{model}"

@@ -30,8 +30,9 @@ from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, d
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import SERVED, PromptFile, RunConfig, recorded_run
+from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
+from fsm_rollout.jobs.run_prompts import PromptFile
 from fsm_rollout.jobs.summary import Summary, summarize
 from fsm_rollout.jobs.tracking import Tracking, build_tracker, check_tracker
 from fsm_rollout.names.objects import load_object
@@ -40,7 +41,6 @@ from fsm_rollout.report.report import write_report
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.recorder import Listener
-from fsm_rollout.trajectory.config_errors import ConfigPath
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, Recorded, metadata, read, recordings
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 
@@ -203,6 +203,10 @@ def _carry_out(
             config,
             agents,
             reward=config.rewards,
+            teachers={
+                name: {"engine": teacher.engine, "top_k": teacher.top_k, "hint": teacher.hint}
+                for name, teacher in config.teachers.items()
+            },
             workers=config.workers,
             worker_placement=config.worker_placement,
             group_filter=config.group_filter,
@@ -307,11 +311,10 @@ def check_parts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
 
 def engine_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what is wrong with the engines' mappings, while the lines are known."""
-    specs: dict[ConfigPath, Mapping[str, object]] = {("engine",): config.engine}
-    specs |= {("engines", name): spec for name, spec in config.engines.items()}
-    for at, spec in specs.items():
+    for at, spec in config.specs.items():
+        whose = f"{'teacher' if at[2:] else 'engine'} '{at[1] if at[1:] else POLICY}'"
         for path, message in faults(spec, config.base):
-            yield config.engine_problem(at, path, f"engine '{at[1] if at[1:] else POLICY}': {message}")
+            yield config.engine_problem(at, path, f"{whose}: {message}")
 
 
 def _write(

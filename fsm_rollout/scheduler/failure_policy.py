@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from fsm_rollout.engines.protocol import ReplicaLost
+from fsm_rollout.engines.retries import Tries
 from fsm_rollout.errors import (
     ChatTemplateError,
     ConfigError,
@@ -174,6 +175,13 @@ class Failures(StrictModel):
     def engine_attempts(self) -> int:
         """How often one generation is tried."""
         return self.engine.attempts if self.engine.do in AGAIN else 1
+
+    @property
+    def tries(self) -> Tries:
+        """How an engine's pool tries a generation."""
+        own = self.engine
+        elsewhere = own.do == "elsewhere"
+        return Tries(own.attempts, again=own.do in AGAIN, backoff=own.backoff, another_replica=elsewhere)
 
     @property
     def within_trajectories(self) -> Failures:

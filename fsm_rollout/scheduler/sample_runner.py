@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count, repeat
 
+from fsm_rollout.concurrency.cancellation import runs_in
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
@@ -60,6 +61,7 @@ class SampleRunner:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
         if self._concurrency == "auto" and self._policy.pool.placing.residency is not None:
             self._policy.call_before_dispatch(partial(self._before_dispatch, run))
+        task = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
@@ -77,8 +79,12 @@ class SampleRunner:
             run.failed = True
             raise
         finally:
-            run.feeding = False
-            run.changed.set()
+            try:
+                if self._scoring.teachers is not None and runs_in(task):
+                    await self._scoring.teachers.drain()
+            finally:
+                run.feeding = False
+                run.changed.set()
 
     def _most(self) -> int:
         """Return how many samples may be under way: as many as fit into the policy's memory, where that is known."""
@@ -156,7 +162,8 @@ class SampleRunner:
         if run.stop is not None:
             return
         scoring = self._scoring
-        if scoring.reward is not None or scoring.group_filter is not None or group.active:
+        judged = scoring.reward is not None or scoring.group_filter is not None or scoring.teachers is not None
+        if judged or group.active:
             self._groups.put(group, GroupState.SCORING)
             if not await scoring.score(run, group):
                 return

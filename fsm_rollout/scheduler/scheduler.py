@@ -103,8 +103,8 @@ class Scheduler(SchedulerOrders):
         self.validate = validate
         self.recorder = Recorder(journal, listeners)
         self.failures = failures
-        self.scoring = Scoring(reward, group_filter, self.recorder.record)
         policy = clients[POLICY]
+        self.scoring = Scoring(reward, group_filter, self.recorder.record)
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.weight_version)
         self.agents = RunAgents(agents, clients, self.sampling, failures)
         mismatch = WeakMethod(self.glue_mismatch)  # no cycle: what a run held is freed as soon as it is over

@@ -13,15 +13,17 @@ from fsm_rollout.errors import TargetNotReached, describe
 from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.scheduler.teachers import Teachers
 from fsm_rollout.states.active_trajectory import Record
 from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.events import REWARD, NotScored, Scored
 
 
 class Scoring:
-    """A scheduler's reward and group filter; both may be missing."""
+    """A scheduler's reward, group filter and teachers; all may be missing."""
 
     def __init__(self, reward: Reward | None, group_filter: GroupFilter | None, record: Record) -> None:
+        self.teachers: Teachers | None = None
         self.reward = reward
         self.group_filter = group_filter
         self._record = record
@@ -43,6 +45,8 @@ class Scoring:
                     if not keeps and not group.dropped:
                         group.drop_reason = DropReason.FILTERED
                     run.filtered += not keeps
+                if self.teachers is not None and not group.dropped:
+                    run.stopped_by = await self.teachers.settle(group.all) or run.stopped_by
         except asyncio.CancelledError:
             if run.stop is None:
                 raise

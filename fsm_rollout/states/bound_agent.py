@@ -43,7 +43,7 @@ _templates = SandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True, finalize=_written
 )
 # A prompt of a state as a template: it takes a millisecond to compile, and agents are bound again for each run.
-_compiled = lru_cache(maxsize=1024)(_templates.from_string)
+compiled = lru_cache(maxsize=1024)(_templates.from_string)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class BoundAgent:
         self.machine = AgentMachine(graph)
         self.toolbox = Toolbox(graph)
         states = {name: graph.states[name] for name in graph.working_states}
-        self.prompts = {name: _compiled(spec.prompt) for name, spec in states.items() if spec.prompt is not None}
+        self.prompts = {name: compiled(spec.prompt) for name, spec in states.items() if spec.prompt is not None}
         interactions = (graph.interaction, *(spec.interaction for spec in states.values()))
         # The interactions that its states may use.
         self.interactions: list[InteractionSpec] = [spec for spec in interactions if spec is not None]

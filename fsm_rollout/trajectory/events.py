@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat, cast
 import msgspec
 
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, MessagePart, Note, Usage
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, MessagePart, Note, TokenScores, Usage
 
 # Text, numbers, lists and mappings, by key. (`object` would not do: msgspec asks the hook to decode it.)
 PlainData = dict[str, Any]
@@ -338,6 +338,18 @@ class NotScored(Event, frozen=True, kw_only=True, tag="not_scored"):
     seconds: float = 0.0  # as of `Scored`
 
 
+class TeacherScored(Event, frozen=True, kw_only=True, tag="taught"):
+    """A teacher was shown tokens of a stream, and this is what it made of them, or why it made nothing of them."""
+
+    teacher: str
+    stream: int  # the number of the stream among the trajectory's
+    start: int  # the position of the first token in it
+    scores: TokenScores
+    version: int = 0  # the teacher's weights; -1 where it has failed
+    failure: str | None = None  # why there are no log-probs (they are NaN)
+    seconds: float = 0.0
+
+
 DIED = "the process died during a call"  # the `reason` of `Suspended` that is found out when the run is resumed
 
 
@@ -387,5 +399,5 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
 AnyEvent = (
     Prompted | ContextOpened | MessagesAppended | PromptExtended | Generated | CallBegun | Called | ModelQueried
     | UserReplied | LimitCharged | Refused | TimedOut | Transitioned | Scored | NotScored | Suspended | Resumed
-    | Snapshotted | Restored | Ended
+    | Snapshotted | Restored | Ended | TeacherScored
 )  # fmt: skip

@@ -7,7 +7,7 @@ text, nothing, or a list of parts in OpenAI's form; whoever wants the text of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason, ForkReason
 from fsm_rollout.trajectory.events import MalformedCall, Message, ToolCall
 from fsm_rollout.trajectory.pictures import StoredPicture
-from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, TokenStream, Usage
+from fsm_rollout.trajectory.tokens import NO_VERSION, Ids, MediaSpan, MessagePart, Taught, TokenStream, Usage
 
 
 class SampledWith(NamedTuple):
@@ -80,6 +80,8 @@ class Stream(msgspec.Struct):
     """Why that generation ended."""
     open: bool = True
     """Whether it is its context's current stream; a ``reset`` closes it and opens the next."""
+    taught: dict[str, Taught] = {}
+    """What teachers make of the response, by their names."""
     counted: int | None = None
     """Of an engine that gives text alone: how many tokens the stream has as that counts them, after its latest turn;
     ``None``: the ids are the engine's own, and say it themselves."""
@@ -193,6 +195,26 @@ class Stream(msgspec.Struct):
         self.finish_reason = event.finish_reason
         self.turn = turn
         return message
+
+    @staticmethod
+    def take_scores(streams: Sequence[Stream], event: events.TeacherScored) -> None:
+        """Take in what a teacher makes of tokens; StreamError if these are not the next ones that it is to be shown."""
+        whose = f"teacher '{event.teacher}' scored"
+        if event.stream >= len(streams):
+            raise StreamError(f"{whose} stream {event.stream}, and there are {len(streams)}")
+        stream = streams[event.stream]
+        taught, tokens = stream.taught.get(event.teacher) or Taught(), stream.tokens
+        start, count = tokens.prompt_length + taught.length, len(event.scores.logprobs)
+        event.scores.check(count)
+        if event.start != start or start + count > tokens.length:
+            raise StreamError(
+                f"{whose} the tokens {event.start} to {event.start + count} of a stream of {tokens.length}; the next "
+                f"ones are those from {start} on"
+            )
+        taught.scores.append(event.scores)
+        taught.versions.append((count, event.version))
+        taught.failure = taught.failure or event.failure
+        stream.taught[event.teacher] = taught
 
     def count(self, usage: Usage) -> int:
         """Take in what its engine counted in a turn; return how much it has grown, beyond what it opened with."""

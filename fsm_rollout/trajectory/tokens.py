@@ -166,6 +166,47 @@ def routed_experts(start: int, experts: npt.NDArray[np.integer[Any]]) -> Note:
     return Note(NoteKind.ROUTED_EXPERTS, start, array("i", [layers * top_k]) * tokens, values, layers)
 
 
+class TokenScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a model makes of consecutive tokens that it is shown: it samples none of them."""
+
+    logprobs: Logprobs
+    """Of each token, given all before it: natural-log probabilities at temperature 1, NaN where it gave none."""
+    top_ids: Ids = msgspec.field(default_factory=lambda: array("i"))
+    """The likeliest tokens in each token's place, the likeliest first, end to end: as many for each."""
+    top_logprobs: Logprobs = msgspec.field(default_factory=lambda: array("f"))
+    """Their log-probs."""
+
+    @property
+    def top_k(self) -> int:
+        """How many of the likeliest tokens there are for each."""
+        return len(self.top_ids) // len(self.logprobs) if self.logprobs else 0
+
+    def check(self, count: int) -> None:
+        """Raise StreamError unless there are as many numbers as ``count`` tokens need."""
+        if len(self.logprobs) != count or (self.top_ids and len(self.top_ids) % count):
+            raise StreamError(
+                f"{count} tokens came with {len(self.logprobs)} log-probs and {len(self.top_ids)} likeliest tokens"
+            )
+        if len(self.top_ids) != len(self.top_logprobs):
+            raise StreamError(f"{len(self.top_ids)} tokens came with {len(self.top_logprobs)} log-probs")
+
+
+class Taught(msgspec.Struct, gc=False):
+    """What one teacher makes of a stream's response, as far as it has come."""
+
+    scores: list[TokenScores] = []
+    """Those of consecutive tokens, which begin where the response does."""
+    versions: list[tuple[int, int]] = []
+    """Run lengths ``(tokens, weight version)`` over them; -1 where the teacher has failed."""
+    failure: str | None = None
+    """Why tokens have no log-probs of it, the first time that happened."""
+
+    @property
+    def length(self) -> int:
+        """Of how many tokens it has been heard, or has failed for good."""
+        return sum([count for count, _ in self.versions])
+
+
 def add_note(notes: list[Note], note: Note) -> None:
     """Add a note to notes of the caller's; one that goes on where the last of its kind ends becomes part of that."""
     last = next((other for other in reversed(notes) if other.kind is note.kind), None)

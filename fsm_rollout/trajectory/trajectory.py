@@ -184,10 +184,8 @@ class Trajectory(msgspec.Struct):
         if not isinstance(first, events.Prompted):
             raise StreamError(f"a trajectory's events begin with 'prompted', got {type(first).__name__}")
         own = dict(zip(_PROMPTED, attrgetter(*_PROMPTED)(first), strict=True))
-        own |= {"prompt_messages": first.messages, "spent": dict(first.spent)}
-        trajectory = cls(
-            **own, state=first.initial, entries={first.initial: 1}, started_at=first.at, latest_at=first.at
-        )
+        own |= {"prompt_messages": first.messages, "spent": dict(first.spent), "state": first.initial}
+        trajectory = cls(**own, entries={first.initial: 1}, started_at=first.at, latest_at=first.at)
         for event in iterator:
             trajectory.apply(event)
         return trajectory
@@ -289,12 +287,12 @@ class Trajectory(msgspec.Struct):
         Raises:
             StreamError: the event does not fit: it names a context with no open stream, its logprobs or versions are
                 not as many as its ids, or the trajectory has ended (or is prompted again). One that has ended takes
-                scores, and a failure that was found later.
+                scores, teachers' too, and a failure that was found later.
         """
         kind = type(event)
         if self.stop_reason is not None:
             found_later = isinstance(event, events.Ended) and StopReason.is_failure(event.stop_reason)
-            if not (found_later or isinstance(event, events.Scored | events.NotScored)):
+            if not (found_later or isinstance(event, events.Scored | events.NotScored | events.TeacherScored)):
                 raise StreamError(f"trajectory {self.trajectory_id} has ended; it cannot take {kind.__name__}")
         _APPLY[kind](self, event)
         self.latest_at = event.at
@@ -302,10 +300,9 @@ class Trajectory(msgspec.Struct):
             self.visit_events.append(event)
 
     def _open_stream(self, context: str) -> Stream:
-        try:
-            return self.open_streams[context]
-        except KeyError:
-            raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream") from None
+        if context not in self.open_streams:
+            raise StreamError(f"context '{context}' of trajectory {self.trajectory_id} has no open stream")
+        return self.open_streams[context]
 
     def _prompted(self, event: events.Prompted) -> None:
         raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
@@ -410,6 +407,9 @@ class Trajectory(msgspec.Struct):
 
     def _not_scored(self, event: events.NotScored) -> None:
         self.unscored = event.detail
+
+    def _taught(self, event: events.TeacherScored) -> None:
+        Stream.take_scores(self.streams, event)
 
     def _suspended(self, event: events.Suspended) -> None:
         self.suspended = event.reason

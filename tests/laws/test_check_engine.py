@@ -19,6 +19,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.testing import ConformanceError, check_engine, check_engine_sync, run_virtual
 from fsm_rollout.testing.simulation import virtual_time
 from fsm_rollout.testing.simulation.virtual_time import Endless
+from fsm_rollout.trajectory.tokens import TokenScores
 from tests.cases import table
 
 TEXT = "hello, wonderful world"
@@ -33,7 +34,7 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
     report = run_virtual(check_engine(ScriptedEngine(script, tokenizer=tokenizer, max_running=max_running)))
     assert report.requests > 50
     assert report.tokens > 100
-    assert len(report.checks) == 19
+    assert len(report.checks) == 20
     assert not report.seeds_matter
 
 
@@ -50,7 +51,7 @@ def test_an_engine_of_tokens_alone_conforms(tokenizer: Any) -> None:
     alone = type("Alone", (ScriptedEngine,), orders)  # `None` is no method
     report = run_virtual(check_engine(alone(script, tokenizer=tokenizer)))
     assert {"pause", "sleep", "pause under way", "updates"}.isdisjoint(report.checks)
-    assert len(report.checks) == 15
+    assert len(report.checks) == 16
     deaf = type("Deaf", (alone,), {"abort": never_aborts.abort})
     found(4, RAN_ON, deaf(script, tokenizer=tokenizer))
 
@@ -96,6 +97,11 @@ def floats(*values: float) -> array:
     return array("f", values)
 
 
+def late(scores: TokenScores) -> TokenScores:
+    """Give each token the log-prob of the one before it; for the first one make one up."""
+    return TokenScores(floats(-0.25, *scores.logprobs[:-1]))
+
+
 def ahead(chunk: Chunk, request: Request, count: int) -> array:
     """Give each token the logprob of the one after it; for the last one make one up."""
     first = len(request.ids) + count - len(chunk.ids)
@@ -109,6 +115,14 @@ SPOILED: dict[str, tuple[Callable[[Chunk, Request, int], Sequence[Any]], int, st
     "the stop token is dropped": (
         lambda c, *_: [cut(c, -1) if c.finish_reason == "stop" else c],
         3, "the stop token was dropped",
+    ),
+    "scores are those of the token before": (
+        lambda c, *_: [c if c.scores is None else replace(c, scores=late(c.scores))],
+        10, r"and scores them \[-0.25",
+    ),
+    "scores come in two chunks": (
+        lambda c, *_: [c] if c.scores is None else [replace(c, finish_reason=None), c],
+        10, "asked for 1 log-probs, it gave",
     ),
     "a logprob is lost": (lambda c, *_: [replace(c, logprobs=c.logprobs[1:])], 2, r"got \d+ ids with \d+ logprobs"),
     "the id is another": (lambda c, *_: [replace(c, request_id="check-0")], 1, "no request of this dispatch"),
@@ -485,7 +499,7 @@ def test_a_bad_engine_is_found(
 
 
 def test_every_promise_has_an_engine_that_breaks_it() -> None:
-    assert {promise for *_, promise, _ in CASES} == set(range(1, 10))
+    assert {promise for *_, promise, _ in CASES} == set(range(1, 11))
 
 
 # -- engines whose answers depend on the seed, or take the longer the longer they are ------------------------------

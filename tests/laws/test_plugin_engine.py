@@ -21,9 +21,9 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest
     return pytester
 
 
-def test_a_good_engine_keeps_nine_promises(folder: pytest.Pytester) -> None:
+def test_a_good_engine_keeps_its_promises(folder: pytest.Pytester) -> None:
     result = folder.runpytest_inprocess("-v", "--fsm-engine", "my_engine:make", *QUIET)
-    result.assert_outcomes(passed=9)
+    result.assert_outcomes(passed=10)
     result.stdout.fnmatch_lines(["my_engine.py::4-abort PASSED*"])
     result.stdout.fnmatch_lines(["my_engine.py::4-abort: abort: abort() ends a request and keeps all that was*"])
 
@@ -32,7 +32,7 @@ def test_a_broken_promise_is_named_with_number_and_sentence(folder: pytest.Pytes
     result = folder.runpytest_inprocess("--fsm-engine", "my_engine:DropsStopTokens", *QUIET)
     counts = result.parseoutcomes()
     assert counts["failed"] >= 1
-    assert counts["failed"] + counts.get("passed", 0) == 9
+    assert counts["failed"] + counts.get("passed", 0) == 10
     result.stdout.fnmatch_lines(
         [
             "my_engine.py::3-stop-tokens: promise 3: *the stop token was dropped (check 'stop tokens')",
@@ -51,7 +51,7 @@ def test_what_makes_no_engine_is_said(folder: pytest.Pytester, factory: str, mes
     result = folder.runpytest_inprocess("--fsm-engine", factory, "-k", "stop-tokens", *QUIET)
     usage = result.ret == pytest.ExitCode.USAGE_ERROR
     if not usage:
-        result.assert_outcomes(failed=1, deselected=8)
+        result.assert_outcomes(failed=1, deselected=9)
     (result.stderr if usage else result.stdout).fnmatch_lines([message])
 
 

@@ -51,8 +51,9 @@ class ChatEngine:
         self.tokenizer, self.max_context, self.weight_version = tokenizer, max_context, 0
         self.eos_ids = frozenset({tokenizer.convert_tokens_to_ids(END)})
         self.facts = EngineFacts(
-            tokenizer, max_context, self.eos_ids, len(tokenizer), text_only=True, max_output=max_output
-        )
+            tokenizer, max_context, self.eos_ids, len(tokenizer), text_only=True, max_output=max_output,
+            cannot_score="a hosted model reads and writes text, not ids",
+        )  # fmt: skip
         self._max_running, self._closed = max_running, False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = 0

@@ -29,7 +29,7 @@ from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import ReplicaLost, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids
+from fsm_rollout.trajectory.tokens import Ids, TokenScores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +76,7 @@ class AnswerPart:
     prompt_tokens: int | None = None  # how many tokens of the prompt were read
     prompt_ids: Sequence[int] | None = None  # which ones
     cached_tokens: int = 0
+    scores: TokenScores | None = None  # of the prompt's last tokens, at least those asked for
     masks: Sequence[Sequence[int]] = ()  # of each token: those that it was sampled from, where others were cut off
     experts: np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None = (
         None  # int32 `[tokens, layers, top_k]`, at the end
@@ -132,7 +133,7 @@ class Endpoint(ABC):
         """Write a request; EngineError if the server cannot say the logprobs of such sampling."""
 
     @abstractmethod
-    def read_part(self, event: bytes, body: Mapping[str, object]) -> AnswerPart:
+    def read_part(self, event: bytes, body: Mapping[str, Any]) -> AnswerPart:
         """Read one event of the answer to ``body``; EngineError, of this request; ReplicaLost, of the server."""
 
     async def abort(self, rids: Collection[str], *, everything: bool) -> bool:

@@ -60,7 +60,7 @@ class HTTPEngine:
     @property
     def facts(self) -> EngineFacts:
         """What the model is."""
-        return basic_facts(self, self._endpoint.processor)
+        return basic_facts(self, self._endpoint.processor, cannot_score="")
 
     @property
     def max_context(self) -> int:

@@ -26,6 +26,8 @@ from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry
 from fsm_rollout.engines.pending import settled
@@ -183,20 +185,25 @@ class ServerLink(threading.Thread):
     async def _run_entry(self, entry: Entry) -> None:
         """Send one request to the server and pass on what comes, to its end."""
         before, name = entry.sampled, self._endpoint.name
-        reason, message, error = FinishReason.ABORT, None, None
+        reason, message, error, scored = FinishReason.ABORT, None, None, False
         try:
             body, trace = self._endpoint.body(entry), entry.request.trace
             async with aclosing(self._endpoint.stream(entry.ids[:], body, trace)) as parts:
                 async for part in parts:
                     # Parts may hold the whole answer so far, or what is new; their ends are the same.
                     count = len(part.ids) if part.sampled is None else before + part.sampled - entry.sampled
-                    if count > 0:
+                    if entry.request.scored_from:
+                        scored = self._take_scores(entry, part) or scored
+                    elif count > 0:
                         self._take(entry, part, count)
                     if part.experts is not None:
                         self._take_experts(entry, part)
                     if part.finish_reason is not None:
                         reason, message = part.finish_reason, part.message
-            if reason is not FinishReason.ABORT and entry.sampled == before:  # else an empty answer would be one
+            if reason is not FinishReason.ABORT and entry.request.scored_from:
+                if not scored:
+                    raise EngineError(f"{name} gave no log-probs of the ids that it was sent: it can be no teacher")
+            elif reason is not FinishReason.ABORT and entry.sampled == before:  # else an empty answer would be one
                 raise EngineError(f"{name} ended the request with '{reason}' and without a token")
         except ReplicaLost as failure:
             self._lost(failure)
@@ -235,6 +242,13 @@ class ServerLink(threading.Thread):
         entry.sampled += count
         entry.room -= count
         self._put(entry, Chunk(request_id, ids, logprobs, self.version, replica=self._replica, notes=notes))
+
+    def _take_scores(self, entry: Entry, part: AnswerPart) -> bool:
+        """Pass the log-probs of a request's own ids on; return whether the part had them."""
+        if part.scores is not None:
+            told = Chunk(entry.request.request_id, weight_version=self.version, replica=self._replica)
+            self._put(entry, replace(told, cached_tokens=part.cached_tokens, scores=part.scores))
+        return part.scores is not None
 
     def _take_experts(self, entry: Entry, part: AnswerPart) -> None:
         """Pass on the experts that all tokens but the last were routed to, those known before apart."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
-from fsm_rollout.engines.http.endpoint import AnswerPart, Endpoint, Entry, refusal_in, second_answer, shown
+from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry, refusal_in, second_answer, shown
 from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.tokens import TokenScores, as_ids, as_logprobs
 
 # `update(url, weights, version)`, sync or async: loads a folder or tensors into the server at `url`.
 LoadWeights = Callable[..., Awaitable[None] | None]
@@ -177,6 +178,8 @@ class CompletionsEndpoint(Endpoint):
     def body(self, entry: Entry) -> dict[str, object]:
         """Write a request in the protocol's words, with the extensions that vLLM and SGLang share."""
         params = entry.request.sampling
+        if entry.request.scored_from:
+            return self._scoring(entry)
         if (why := self._inexact(params)) is not None:
             raise EngineError(why)
         body = self._asked(entry.ids.tolist(), entry.room)
@@ -187,6 +190,16 @@ class CompletionsEndpoint(Endpoint):
             raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
         body |= params.extra
         return body | ({"ignore_eos": True} if params.ignore_eos else {"stop_token_ids": sorted(params.stop_ids)})
+
+    def _scoring(self, entry: Entry) -> dict[str, object]:
+        """Write a request for the log-probs of its ids, which the protocol calls an echo of the prompt."""
+        request = entry.request
+        if request.score_top:
+            raise EngineError(
+                "OpenAI's protocol names the likeliest tokens by their texts, which are not their ids; leave the "
+                "teacher's top_k out, or use `kind: sglang_http`"
+            )
+        return self._asked(entry.ids.tolist(), 1) | {"echo": True, "logprobs": 1, "temperature": 1.0}
 
     def _inexact(self, params: SamplingParams) -> str | None:
         """Return why the server cannot say the logprobs of such sampling, or ``None``."""
@@ -211,7 +224,7 @@ class CompletionsEndpoint(Endpoint):
             )
         return None
 
-    def read_part(self, event: bytes, body: Mapping[str, object]) -> AnswerPart:
+    def read_part(self, event: bytes, body: Mapping[str, Any]) -> AnswerPart:
         """Read one event; ReplicaLost for one that has text instead of ids."""
         try:
             read = _decode_event(event)
@@ -223,6 +236,10 @@ class CompletionsEndpoint(Endpoint):
         if not read.choices:  # the last event of some servers: what all has cost
             return AnswerPart(prompt_tokens=prompt_tokens)
         choice = read.choices[0]
+        if "echo" in body and choice.logprobs is not None:
+            _, *told = choice.logprobs.token_logprobs[: len(body["prompt"])] or [None]
+            scores = TokenScores(as_logprobs([NO_NUMBER if logprob is None else logprob for logprob in told]))
+            return AnswerPart(prompt_tokens=prompt_tokens, prompt_ids=choice.prompt_token_ids, scores=scores)
         if len(read.choices) > 1 or choice.index:
             raise second_answer(self.url)
         if choice.token_ids is None:

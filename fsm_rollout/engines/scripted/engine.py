@@ -22,7 +22,16 @@ import msgspec
 
 from fsm_rollout.engines.chunk_stream import ChunkStream, refusal
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Chunk, EngineFacts, Load, Request, basic_facts
-from fsm_rollout.engines.scripted.script import AnswerPlan, Script, ScriptError, Turn, plan, scripted_logprob, turn_for
+from fsm_rollout.engines.scripted.script import (
+    AnswerPlan,
+    Script,
+    ScriptError,
+    Turn,
+    plan,
+    score_plan,
+    scripted_logprob,
+    turn_for,
+)
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note
@@ -84,6 +93,7 @@ class ScriptedEngine:
         max_running: how many requests are answered at once; the others queue.
         log: keep every request and chunk in :attr:`log`, for oracles that must not trust the caller's own record.
         replica: a name that every chunk carries.
+        score_delay: seconds that the log-probs of given ids take.
 
     A request that continues another (``Request.sampled``) gets the rest of its turn. With ``ignore_eos`` a turn is
     repeated up to ``max_tokens``. Weights are counted, not loaded.
@@ -99,7 +109,9 @@ class ScriptedEngine:
         max_running: int | None = None,
         log: bool = False,
         replica: str = "",
+        score_delay: float = 0.0,
     ) -> None:
+        self._score_delay = score_delay
         self.tokenizer, self.processor = tokenizer, processor
         self._known: dict[str, tuple[int, ...]] = {}
         with suppress(TypeError):  # one of the user's own may take no weak reference
@@ -124,7 +136,7 @@ class ScriptedEngine:
     @property
     def facts(self) -> EngineFacts:
         """What the model is that it stands for."""
-        return basic_facts(self, self.processor)
+        return basic_facts(self, self.processor, cannot_score="")
 
     @property
     def log(self) -> Sequence[Logged]:
@@ -222,6 +234,8 @@ class ScriptedEngine:
             self._schedule(answer, answer.plan.delay)
 
     def _plan(self, request: Request) -> AnswerPlan:
+        if request.scored_from:
+            return score_plan(request, self._score_delay)
         if self._flat:
             self._warn_of_another_context(request)
         try:
@@ -327,6 +341,7 @@ class ScriptedEngine:
             replica=self._replica,
             notes=tuple(notes),
             usage=answer.plan.usage,
+            scores=answer.plan.scores if finish_reason is FinishReason.LENGTH else None,
         )
         answer.tokens += len(ids)
         self._record(answer.stream, chunk)

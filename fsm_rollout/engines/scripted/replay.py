@@ -119,7 +119,8 @@ class ReplayEngine(ScriptedEngine):
     @property
     def facts(self) -> EngineFacts:
         """What the engine was whose answers these are."""
-        return replace(super().facts, text_only=self._text_only)
+        why = "a replay has what was recorded, and log-probs of other engines are not its own"
+        return replace(super().facts, text_only=self._text_only, cannot_score=why)
 
     def _plan(self, request: Request) -> AnswerPlan:
         """Return the recorded tokens that a request asks for, a piece for each run of one version, and their end."""

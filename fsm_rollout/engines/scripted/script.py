@@ -21,7 +21,7 @@ from fsm_rollout.errors import ConfigError, EngineError, Problem
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.settings import StrictModel
-from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, Usage, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, TokenScores, Usage, as_ids, as_logprobs
 
 
 class Turn(StrictModel):
@@ -133,6 +133,8 @@ class AnswerPlan(msgspec.Struct, frozen=True):
     """Of each piece, the weights that sampled it; default: the engine's when it is given."""
     usage: Usage | None = None
     """As in a chunk, of a recorded answer."""
+    scores: TokenScores | None = None
+    """As in a chunk."""
 
 
 def plan(
@@ -153,6 +155,20 @@ def plan(
     if stopped:  # a stop token ends a generation, whatever the turn would have come to
         return AnswerPlan(pieces, turn.delay, FinishReason.STOP)
     return AnswerPlan(pieces, turn.delay, turn.finish_reason, turn.error, turn.crash, turn.hang)
+
+
+def score_plan(request: Request, delay: float) -> AnswerPlan:
+    """Return how a request for log-probs of its own ids is answered: by :func:`scripted_logprob`, after ``delay``.
+
+    The likeliest tokens in a token's place are those of the lowest ids, and are said to be ever less likely.
+    """
+    places = range(request.scored_from, len(request.ids))
+    logprobs = as_logprobs([scripted_logprob(request.ids[place], place) for place in places])
+    top = range(request.score_top)
+    scores = TokenScores(
+        logprobs, as_ids([*top] * len(places)), as_logprobs([-float(rank + 1) for rank in top] * len(places))
+    )
+    return AnswerPlan(delay=delay, finish_reason=FinishReason.LENGTH, scores=scores)
 
 
 def _turn_ids(

@@ -24,7 +24,15 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from fsm_rollout.engines.http.endpoint import ANSWER_WITHIN, AnswerPart, Endpoint, Entry, refusal_in, second_answer
+from fsm_rollout.engines.http.endpoint import (
+    ANSWER_WITHIN,
+    NO_NUMBER,
+    AnswerPart,
+    Endpoint,
+    Entry,
+    refusal_in,
+    second_answer,
+)
 from fsm_rollout.engines.protocol import ReplicaLost, Weights
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
@@ -32,7 +40,7 @@ from fsm_rollout.errors import ChatTemplateError, EngineError
 from fsm_rollout.model.config import config_number
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION
+from fsm_rollout.trajectory.tokens import LAST_VERSION, TokenScores, as_ids, as_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +70,8 @@ class Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float | None] = []
     output_token_sampling_mask: list[list[int]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    input_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
     routed_experts: str = ""  # at the end of a request, in base64: int32 `[tokens, layers, top_k]`
 
 
@@ -266,6 +276,8 @@ class SGLangEndpoint(Endpoint):
 
     def body(self, entry: Entry) -> dict[str, object]:
         """Write a request; EngineError if SGLang cannot say the logprobs of such sampling."""
+        if entry.request.scored_from:
+            return self._scoring(entry)
         params = entry.request.sampling
         sampling: dict[str, object] = {
             "max_new_tokens": entry.room,
@@ -304,7 +316,20 @@ class SGLangEndpoint(Endpoint):
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return body
 
-    def read_part(self, event: bytes, body: Mapping[str, object]) -> AnswerPart:
+    def _scoring(self, entry: Entry) -> dict[str, object]:
+        """Write a request for the log-probs of its ids: SGLang computes what is cached of these again, and no more."""
+        request = entry.request
+        prompt: dict[str, object] = {"input_ids": entry.ids.tolist()}
+        if self.processor is not None:
+            prompt = self._pictures.prompt(entry.ids, request.media)
+        if self.keeps_sessions and request.session:
+            prompt["session_id"] = f"{self._caller}/{request.session}"
+        return prompt | {
+            "rid": entry.rid, "stream": True, "return_logprob": True, "top_logprobs_num": request.score_top,
+            "logprob_start_len": request.scored_from - 1, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        }  # fmt: skip
+
+    def read_part(self, event: bytes, body: Mapping[str, Any]) -> AnswerPart:
         """Read one of SGLang's outputs; one of other weights than ours is an error, as of a restarted server."""
         # 1. Its form.
         try:
@@ -336,9 +361,25 @@ class SGLangEndpoint(Endpoint):
             part.finish_reason, part.message = FinishReason(meta.finish_reason.type), meta.finish_reason.message
         if "return_sampling_mask" in body:
             part.logprobs, part.masks = meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
+        if "logprob_start_len" in body and meta.input_token_logprobs is not None:
+            part.scores = self._read_scores(meta, body)
         if meta.routed_experts:
             part.experts = self._read_experts(meta.routed_experts)
         return part
+
+    def _read_scores(self, meta: Meta, body: Mapping[str, Any]) -> TokenScores:
+        """Return the log-probs of the ids that were sent; the first that SGLang says has none, and nobody asked."""
+        _, *told = meta.input_token_logprobs or [(None, 0, None)]
+        ids = [token for _, token, _ in told]
+        if "input_ids" in body and ids != body["input_ids"][body["logprob_start_len"] + 1 :]:
+            raise EngineError(f"{self.url} gives the log-probs of {len(ids)} other tokens than were sent")
+        top = body["top_logprobs_num"]
+        tops = [pair for likeliest in (meta.input_top_logprobs or [None])[1:] for pair in (likeliest or ())[:top]]
+        return TokenScores(
+            as_logprobs([NO_NUMBER if logprob is None else logprob for logprob, _, _ in told]),
+            as_ids([token for _, token, _ in tops] if top else []),
+            as_logprobs([logprob for logprob, _, _ in tops] if top else []),
+        )
 
     def _read_experts(self, encoded: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
         experts, (layers, each) = np.frombuffer(base64.b64decode(encoded), np.int32), self._experts

@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.engines.transformers.key_value_rows import Filling, KeyValueRows, Rows
 from fsm_rollout.engines.transformers.picture_rows import PictureRows, common_media
+from fsm_rollout.engines.transformers.prefill import Prefill
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
@@ -111,6 +113,8 @@ class DecodeLoop:
         self._processor = processor
         self._waiting: deque[_Decoding] = deque()
         self._unfilled: deque[_Decoding] = deque()
+        self._unscored: deque[_Decoding] = deque()  # what asks for log-probs of its own ids
+        self._prefill = Prefill(model, self._most_rows)
         self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
         self._idle: dict[str, _Decoding] = {}  # the idle rows by session: those that are over, then the longest idle
         self._steps = 0
@@ -119,7 +123,7 @@ class DecodeLoop:
     @property
     def running(self) -> int:
         """How many requests are admitted."""
-        return len(self._rows) - len(self._idle) + len(self._unfilled)
+        return len(self._rows) - len(self._idle) + len(self._unfilled) + len(self._unscored)
 
     @property
     def waiting(self) -> int:
@@ -151,7 +155,7 @@ class DecodeLoop:
             if running.request.sampling.stop:
                 running.stops = StopStrings.of(running.request, self._tokenizer)
             running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
-            self._unfilled.append(running)
+            (self._unscored if running.request.scored_from else self._unfilled).append(running)
             chunks.append(self._chunk(running))
         return chunks
 
@@ -159,14 +163,17 @@ class DecodeLoop:
         """End these requests; return their last chunks, with all that was sampled and not yet sent."""
         names = set(request_ids)
         decoding = [r for r in self._decoding if r.request.request_id in names]
-        ended = [r for r in (*self._waiting, *self._unfilled) if r.request.request_id in names] + decoding
+        queued = (*self._waiting, *self._unfilled, *self._unscored)
+        ended = [r for r in queued if r.request.request_id in names] + decoding
+        self._unscored = deque(r for r in self._unscored if r.request.request_id not in names)
         self._waiting = deque(r for r in self._waiting if r.request.request_id not in names)
         self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in names)
         self._rest(decoding)
         return [self._chunk(r, FinishReason.ABORT) for r in ended]
 
-    def end_sessions(self, sessions: Iterable[str]) -> None:
+    def end_sessions(self, sessions: Sequence[str]) -> None:
         """Let the rows of these sessions be the first that others are given."""
+        self._prefill.end_sessions(sessions)
         for session in sessions:
             if (row := self._idle.pop(session, None)) is not None:
                 self._lay_aside(row, over=True)
@@ -180,6 +187,7 @@ class DecodeLoop:
         self._unfilled.extendleft(reversed(self._decoding))
         self._rows, self._idle = [], {}
         self._cache.hold([])
+        self._prefill.forget()
         self._sampler: Sampler | None = None
 
     def release(self) -> None:
@@ -192,16 +200,28 @@ class DecodeLoop:
         self.forget()
 
     def step(self) -> list[Chunk]:
-        """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request."""
+        """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request.
+
+        Of those that ask for log-probs of their ids one is answered, so that the others do not wait for all of them.
+        """
+        chunks = [self._score(self._unscored.popleft())] if self._unscored else []
         with torch.no_grad():  # not inference_mode: its tensors could not be touched between two steps
             self._fill()
             if len(self._rows) == len(self._idle):
-                return []
-            chunks = self._decode()
+                return chunks
+            chunks += self._decode()
         self._steps += 1
         if self._steps % self._send_every == 0:
             chunks += self.flush()
         return chunks
+
+    def _score(self, running: _Decoding) -> Chunk:
+        """Return the one chunk that answers a request for log-probs of its ids."""
+        scores = self._prefill.scores(running.request)
+        if any(map(math.isnan, scores.logprobs)):
+            error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
+            return self._chunk(running, FinishReason.ABORT, error=error)
+        return replace(self._chunk(running, FinishReason.LENGTH), scores=scores)
 
     def _fill(self) -> None:
         """Take requests in their order, as many as fit; those of like length go through the model together."""

@@ -286,7 +286,7 @@ class TransformersEngine:
         self.eos_ids = stop_tokens(of_generation, text_config.eos_token_id, tokenizer.eos_token_id)
         """The stop tokens that the model's generation config names."""
         vocabulary = len(model.get_input_embeddings().weight)
-        self.facts = EngineFacts(tokenizer, self.max_context, self.eos_ids, vocabulary, processor)
+        self.facts = EngineFacts(tokenizer, self.max_context, self.eos_ids, vocabulary, processor, cannot_score="")
         """These three, how many tokens the model has, and its processor."""
         self._replica = replica
         self._closed = False
@@ -318,6 +318,8 @@ class TransformersEngine:
             error = refusal(request, self.max_context, self.facts.vocabulary)
             if error is None and request.media and self.facts.processor is None:
                 error = "EngineError: this model reads text only, and the request has pictures"
+            if error is None and request.media and request.scored_from:
+                error = "EngineError: the transformers engine scores text only, and the request has pictures"
             if error is None and request.sampling.extra:
                 further = ", ".join(map(str, request.sampling.extra))
                 error = f"EngineError: the transformers engine takes no further sampling parameters, got {further}"

@@ -33,11 +33,12 @@ SUITE = Suite[Hold]({
     7: ("admission", "An empty chunk says that a request was admitted; a chunk that `waits` is empty, too."),
     8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
     9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
+    10: ("scores", "Asked what it makes of given ids, it samples nothing and says their log-probs in one chunk."),
 })  # fmt: skip
 # The checks, each with the promise that it looks at, in the order in which they are made; the last closes the engine.
 for number, check in (
     (5, tokens.same_seed), (5, tokens.greedy), (5, tokens.continued), (1, tokens.answers), (2, tokens.logprobs),
-    (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
+    (10, tokens.scores), (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
     (6, orders.pause), (6, orders.sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
     (6, orders.one_by_one), (6, orders.pause_under_way), (8, weights.updates), (7, tokens.admission), (9, orders.close),
 ):  # fmt: skip

@@ -98,7 +98,7 @@ class RequestAnswer:
         """Check the answer now that it should have come to its end."""
         sampling, ids, reason = self.request.sampling, self.ids, self.finish_reason
         room = min(sampling.max_tokens, max_context - len(self.request.ids))
-        full = reason != FinishReason.LENGTH or len(ids) == room
+        full = reason != FinishReason.LENGTH or len(ids) == room or self.request.scored_from
         self._demand(
             (reason is not None, 1, "has had no last chunk, and the iterator ended"),
             (len(ids) <= room or self.error, 1, f"got {len(ids)} tokens; max_tokens and the window allow {room}"),

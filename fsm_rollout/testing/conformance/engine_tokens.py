@@ -10,6 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from fsm_rollout.engines.protocol import facts_of
 from fsm_rollout.errors import EngineError
 from fsm_rollout.testing.conformance.engine_subject import Dispatch, EngineSubject, RequestAnswer, check_good
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
@@ -88,6 +89,28 @@ async def logprobs(subject: EngineSubject) -> None:
         possible = any(found) or len(subject.engine.tokenizer) < 2
         demand(possible, 2, f"{certain}, a probability of 1; an engine must give {wanted}")
     subject.seeds_matter = [answer.ids for answer in first] != [answer.ids for answer in second]
+
+
+async def scores(subject: EngineSubject) -> None:
+    """Ask what it makes of what it has sampled, in two parts: the log-probs are those that it was sampled with."""
+    if facts_of(subject.engine).cannot_score:
+        return
+    for prompt in range(len(subject.prompts)):
+        (sampled,) = await subject.collect(subject.request(prompt, 9, ignore_eos=True, seed=3))
+        start, ids = len(sampled.request.ids), sampled.request.ids + as_ids(sampled.ids)
+        if len(sampled.ids) < 2:
+            continue
+        found: list[float] = []
+        for begin, end in ((start, start + 1), (start + 1, len(ids))):
+            asked = replace(sampled.request, request_id=subject.name(), ids=ids[:end], session="s", scored_from=begin)
+            (answer,) = await subject.collect(asked)
+            told = [chunk.scores for chunk in answer.chunks if chunk.scores is not None]
+            demand(not answer.ids, 10, f"asked for log-probs alone, it sampled {answer.ids}")
+            one = len(told) == 1 and len(told[0].logprobs) == end - begin
+            demand(one, 10, f"asked for {end - begin} log-probs, it gave {[list(each.logprobs) for each in told]}")
+            found += told[0].logprobs
+        near = max(abs(a - b) for a, b in zip(found, sampled.logprobs, strict=True)) <= CLOSE
+        demand(near, 10, f"it sampled {sampled.ids} with the log-probs {sampled.logprobs}, and scores them {found}")
 
 
 async def stop_tokens(subject: EngineSubject) -> None:

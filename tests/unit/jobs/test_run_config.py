@@ -17,7 +17,8 @@ from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import PromptSource, RunConfig, WeightedReward, load_run, recorded_run
+from fsm_rollout.jobs.run_config import RunConfig, WeightedReward, load_run, recorded_run
+from fsm_rollout.jobs.run_prompts import PromptSource
 from fsm_rollout.jobs.runner import load_agents, prompts_of
 from fsm_rollout.scheduler.failure_policy import EngineFailures, Failures, ToolFailures
 from fsm_rollout.trajectory.settings import Sampling
@@ -70,6 +71,8 @@ def test_every_key(folder: Path) -> None:
     assert run.rewards == "fsm_rollout.rewards:exact_answer"
     assert run.engine == {"kind": "transformers", "model": "embedded", "nested": {"list": [1, "two"]}}
     assert run.engines == {"judge": {"kind": "scripted"}}
+    assert (run.teachers["big"].engine, run.teachers["big"].top_k, run.teachers["other"].hint) == ("judge", 2, None)
+    assert run.specs["teachers", "other", "engine"] == {"kind": "scripted"}
     assert run.failures == Failures(engine=EngineFailures(attempts=5), tool=ToolFailures(do="end"))
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
     assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
