@@ -19,7 +19,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools.commands import MARK
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.foreign import EngineLog, agent, check_exact
+from tests.foreign import CALCULATOR, EngineLog, agent, check_exact
 from tests.kit import ROOT
 
 # One worker runs them: each looks for what any of them may have left.
@@ -204,18 +204,23 @@ def test_its_children_end_with_the_visit_however_they_hide(stays: bool, tmp_path
     assert not left_over()
 
 
-def test_a_killed_run_goes_on_with_the_answers_that_it_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tools", [[], [CALCULATOR]], ids=["without tools", "with tools"])
+def test_a_killed_run_goes_on_with_the_answers_that_it_had(tmp_path: Path, tools: list[Any]) -> None:
     """The visit begins again; calls that were answered before get the same answers, and nothing is sampled twice."""
-    text = """
+    text = (
+        f"tools = {tools!r}"
+        + """
 import json, os, time, urllib.request
 messages = [{"role": "user", "content": "one"}]
 for number in range(3):
-    body = json.dumps({"messages": messages, "model": "m"}).encode()
+    stamp = {"role": "system", "content": f"Current time: {time.time()}"}
+    body = json.dumps({"messages": [stamp, *messages], "model": "m", "tools": tools}).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
     messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
     messages.append({"role": "user", "content": f"and {number}"})
 """
+    )
     graph, engine = program(text, tmp_path), scripted(["first", "second", "third"])
     seen: list[Any] = []
 

@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
@@ -27,7 +27,7 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
-from fsm_rollout.states.bound_agent import BoundContext, check_shown, shown_format
+from fsm_rollout.states.bound_agent import BoundContext, check_shown
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.agent_history import (
     AgentHistory,
@@ -36,7 +36,9 @@ from fsm_rollout.states.external.agent_history import (
     continued,
     ends_of,
     logprobs_of,
+    showing,
     turns_of,
+    was_shown,
 )
 from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, unsupported
 from fsm_rollout.states.external.named_answers import NamedAnswers
@@ -253,7 +255,7 @@ class AgentHistories:
         turn = branch.turns[number]
         if turn.stops != (stops := request.sampling.stop or ()):  # it was sampled before an interruption
             turn.stops = stops
-            branch.chains = self._chains(stream, branch.turns)
+            branch.chains = self._view.of_stream(stream, branch.turns)
         ids = stream.tokens.tail(turn.start)[: turn.end - turn.start]
         stopped = turn.stopped or (len(ids) > 0 and ids[-1] in branch.bound.stop_ids)
 
@@ -280,6 +282,9 @@ class AgentHistories:
         schemas = self._shown(request.tools)
         if request.compacts and not schemas and self._branches:  # it says nothing of tools: those of what it compacts
             schemas = max(self._branches, key=lambda branch: sum(map(eq, branch.chains, chains))).bound.tools
+        for branch in self._branches:
+            if not branch.tools_known and branch.begins_with(chains, 1):
+                await self._recognise(branch, schemas)
         branches = [branch for branch in self._branches if branch.bound.tools == schemas]
         own = [branch for branch in branches if branch.thread in (None, thread)]
         asked = [branch for branch in own if branch.begins_with(chains, count)]
@@ -354,7 +359,8 @@ class AgentHistories:
         # 2. Its first history has the context's own name.
         elif begins:
             bound = self._bind(None, schemas)
-            if stream is not None and stream.messages == messages and not schemas and not self._own_tools:
+            own = self.ctx.agent.contexts[self.context].tools  # of its YAML, which a foreign agent does not have
+            if stream is not None and stream.messages == messages and not schemas and not own:
                 return self._begun(bound, chains, origin)  # the prompt, as it was opened
         else:
             user = next((place for place, message in enumerate(messages, 1) if message["role"] == "user"), len(chains))
@@ -377,11 +383,6 @@ class AgentHistories:
         present = [(stream, tools) for stream, tools in streams if stream is not None]
         return why_opened(messages, schemas, present, self._view.closing, shares=shares)
 
-    @property
-    def _own_tools(self) -> bool:
-        """Whether the agent's YAML shows tools of its own in the context, which a foreign agent does not have."""
-        return bool(self.ctx.agent.contexts[self.context].tools)
-
     def _begun(
         self,
         bound: BoundContext,
@@ -392,7 +393,7 @@ class AgentHistories:
     ) -> AgentHistory:
         """Note a branch that has its first question to answer."""
         self._branches.append(
-            branch := AgentHistory(bound.name, bound, chains, origin.thread, left=left, shares=shares)
+            branch := AgentHistory(bound.name, bound, chains, thread=origin.thread, left=left, shares=shares)
         )
         return branch
 
@@ -404,11 +405,7 @@ class AgentHistories:
         while mark is not None and f"{self.context}{mark}{number}" in names:
             number += 1
         name = self.context if mark is None else f"{self.context}{mark}{number}"
-        shown = schemas or base.client.facts.text_only
-        tool_format = shown_format(base.spec, base.chat, base.client) if shown else None
-        bound = replace(
-            base, name=name, tools=schemas, tool_format=tool_format, why=why, trained=base.trained and trained
-        )
+        bound = replace(showing(base, schemas), name=name, why=why, trained=base.trained and trained)
         self.ctx.active.branches[name] = bound
         return bound
 
@@ -431,17 +428,20 @@ class AgentHistories:
         """Take in a stream of an earlier visit, or of this one before it was interrupted."""
         bound = replace(self.ctx.context(stream.context), trained=stream.tokens.trained, why=stream.why)
         turns = turns_of(stream, delivered=delivered)
+        self._pins.settled(stream.messages)
         if not turns:
             return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
-        chains = self._chains(stream, turns)
+        chains = self._view.of_stream(stream, turns)
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
-        asks = stream.awaiting or bool(stream.pending)
-        self._branches.append(AgentHistory(stream.context, bound, chains, turns=turns, asks=asks))
+        asks, known = stream.awaiting or bool(stream.pending), stream.context in self.ctx.active.branches
+        self._branches.append(AgentHistory(stream.context, bound, chains, known, turns=turns, asks=asks))
 
-    def _chains(self, stream: Stream, turns: Iterable[HistoryTurn]) -> list[Chain]:
-        """Return what stands for the prefixes of a stream's messages, as their caller sees them."""
-        seen = {turn.before: self._view.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
-        return self._view.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
+    async def _recognise(self, branch: AgentHistory, schemas: Tools) -> None:
+        """Take the tools of a call as those of a history of an earlier process, if that showed them."""
+        stream, streams = self.ctx.trajectory.stream(branch.name), self.ctx.trajectory.streams
+        if stream is not None and await was_shown(schemas, stream, streams, branch.bound, self.ctx.active.date):
+            branch.tools_known, branch.bound = True, showing(branch.bound, schemas)
+            self.ctx.active.branches[branch.name] = branch.bound
 
 
 def _sampled(error: PictureSampled) -> ProtocolError:

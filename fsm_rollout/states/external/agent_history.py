@@ -6,14 +6,15 @@ Invariant: a branch's chains stand for its messages as its caller sees them; whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Any
 
 from fsm_rollout.chat.markers import Encoded
-from fsm_rollout.chat.reference import FollowUp
+from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.chat.thinking import ThinkingTags
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.bound_agent import BoundContext, shown_format
 from fsm_rollout.states.external.chat_request import THOUGHT
 from fsm_rollout.states.external.sameness import Chain, chains_of
 from fsm_rollout.states.external.text_stream import split_thought, until_stop
@@ -43,6 +44,7 @@ class AgentHistory:
     name: str
     bound: BoundContext
     chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
+    tools_known: bool = True  # whether its tools are those of ``bound``; else a call will show which they were
     thread: str | None = None  # which of its agent's it is; ``None``: that is not known
     turns: list[HistoryTurn] = field(default_factory=list)
     asks: bool = True  # whether its last message waits for an answer
@@ -83,6 +85,19 @@ class CallersView:
             ]
         return chains_of(None, messages)
 
+    def of_stream(self, stream: Stream, turns: Iterable[HistoryTurn]) -> list[Chain]:
+        """Return what stands for the prefixes of a stream's messages, as their caller sees them."""
+        seen = {turn.before: self.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
+        return self.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
+
+
+def showing(bound: BoundContext, tools: tuple[dict[str, Any], ...]) -> BoundContext:
+    """Return a context that shows such tools."""
+    shown = tools or bound.client.facts.text_only
+    return replace(
+        bound, tools=tools, tool_format=shown_format(bound.spec, bound.chat, bound.client) if shown else None
+    )
+
 
 def turns_of(stream: Stream, *, delivered: bool) -> list[HistoryTurn]:
     """Return the turns that were sampled in a stream; none: it is not one that can be gone on with."""
@@ -107,6 +122,19 @@ def ends_of(histories: Sequence[AgentHistory], chains: Sequence[Chain]) -> list[
         for number, turn in enumerate(history.turns)
         if turn.answered and history.begins_with(chains, turn.before + 1)
     ]
+
+
+async def was_shown(
+    tools: tuple[dict[str, Any], ...], stream: Stream, streams: Sequence[Stream], bound: BoundContext, date: datetime
+) -> bool:
+    """Whether a stream of an earlier process, one of ``streams``, begins with what such tools are rendered as."""
+    while stream.shares is not None:
+        stream = streams[stream.shares[0]]
+    try:
+        encoded = await bound.chat.encode(Opening(stream.messages[: stream.opening], tools, date))
+    except ChatTemplateError:
+        return False
+    return encoded.ids == stream.tokens.ids[: stream.tokens.prompt_length]
 
 
 def logprobs_of(bound: BoundContext, stream: Stream, turn: HistoryTurn) -> list[tuple[str, float]]:

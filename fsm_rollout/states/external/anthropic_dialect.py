@@ -30,6 +30,7 @@ from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import (
+    NOT_FORCED,
     THOUGHT,
     ChatReply,
     ChatRequest,
@@ -64,7 +65,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
             raise unsupported(key)
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
-        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
+        raise unsupported("tool_choice", NOT_FORCED)
     read: list[Message] = []
     if body.get("system"):
         read.append({"role": "system", "content": content_of({"content": body["system"]}, "system")})

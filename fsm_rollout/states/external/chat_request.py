@@ -129,6 +129,11 @@ class ChatReply:
         return str(self.message.get(THOUGHT) or "")
 
 
+# Why neither a form nor a call is forced: the log-probs of what a grammar lets through are not the policy's.
+NO_GRAMMAR = "is not supported, as what a grammar lets through is not the policy's own; ask for text, in words"
+NOT_FORCED = "may be 'auto' or 'none': forcing a call is not supported, as a forced turn is not the policy's own"
+
+
 # What a dialect answers: paths, each with what reads a body that is sent there.
 Routes = Mapping[str, Callable[[Mapping[str, Any]], ChatRequest]]
 

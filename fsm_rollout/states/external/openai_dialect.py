@@ -21,6 +21,8 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.shared import ErrorObject
 
 from fsm_rollout.states.external.chat_request import (
+    NO_GRAMMAR,
+    NOT_FORCED,
     THOUGHT,
     ChatReply,
     ChatRequest,
@@ -60,10 +62,10 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", "is not supported: of the token that was sampled alone the log-prob is known")
     if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise unsupported("response_format", "is not supported; ask for text")
+        raise unsupported("response_format", NO_GRAMMAR)
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
+        raise unsupported("tool_choice", NOT_FORCED)
     tools = body.get("tools") or ()
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":

@@ -25,6 +25,8 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import (
+    NO_GRAMMAR,
+    NOT_FORCED,
     ChatReply,
     ChatRequest,
     ProtocolError,
@@ -66,12 +68,12 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         if body.get(key) not in served:
             raise unsupported(key)
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
-        raise unsupported("text.format", "is not supported; ask for text")
+        raise unsupported("text.format", NO_GRAMMAR)
     if "message.output_text.logprobs" in (body.get("include") or ()):
         raise unsupported("include", "may not ask for logprobs: they are in the journal, and in chat completions")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", "may be 'auto' or 'none': forcing a call is not supported")
+        raise unsupported("tool_choice", NOT_FORCED)
     if body.get("truncation") not in (None, "auto", "disabled"):
         raise refuse("`truncation` must be 'auto' or 'disabled'", param="truncation")
     items = body.get("input")
