@@ -29,6 +29,7 @@ from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.testing.simulation.laws import kept_sessions
 from fsm_rollout.testing.simulation.stand_ins import MortalReplica, MortalReplicas
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 from fsm_rollout.trajectory.events import AnyEvent, Ended
@@ -453,6 +454,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {group.group_id for group in self.back} == set(self.prompts)
         left = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
         assert not left, f"still running: {left}"
+        assert not isinstance(self.engine, Mortal) or not kept_sessions(self.engine.log)
         assert not busy
 
 

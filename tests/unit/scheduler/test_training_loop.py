@@ -20,6 +20,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.testing import run_virtual
+from fsm_rollout.testing.simulation.laws import kept_sessions
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
@@ -125,6 +126,7 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
     assert sorted(group.group_id for group in came) == sorted(listed.taken)
     assert bench.scheduler.carried == []
     assert not bench.scheduler.groups
+    assert not kept_sessions(bench.engine.log)
 
 
 def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> None:
@@ -362,9 +364,11 @@ def test_a_group_that_is_under_way_is_not_reopened() -> None:
     async def main() -> None:
         await bench.run(1, target_groups=1)
         (waiting,) = bench.scheduler.carried
+        assert kept_sessions(bench.engine.log) == ["p0/0/main/1"], "what waits for the next run is idle, not ended"
         with pytest.raises(ConfigError, match="group 'p0' is under way already"):
             await bench.run(1, 0, resume=waiting.trajectories)
         assert [group.group_id for group in await bench.run(1, 0)] == ["p0"]
+        assert not kept_sessions(bench.engine.log)
 
     run_virtual(main())
 
