@@ -118,7 +118,8 @@ _LABEL = re.compile(
     r"date|\btime|\bnow\b|today|timestamp|session|request|trace|turn|conversation|thread|nonce|checksum|uuid|\bid\b",
     re.IGNORECASE,
 )
-_BILLING = re.compile(r"\s*x-[a-z-]*billing[a-z-]*:", re.IGNORECASE)
+# A billing header with its values; what follows in its line may be the next block of the system's text.
+_BILLING = re.compile(r"\bx-[a-z-]*billing[a-z-]*:(?:\s*[\w.-]+=[^;\s]*;?)*", re.IGNORECASE)
 _CHANGES = "\0"  # stands in the place of what changes
 _MOST_TEXTS = 256  # that are remembered
 
@@ -150,10 +151,8 @@ class Pins:
             text = pattern.sub(_CHANGES, text)
         lines = text.split("\n")
         for place, line in enumerate(lines):
-            if _BILLING.match(line):
-                lines[place] = _CHANGES
-            elif _LABEL.search(line):
-                lines[place] = _VALUE.sub(_CHANGES, line)
+            line = _BILLING.sub(_CHANGES, line)
+            lines[place] = _VALUE.sub(_CHANGES, line) if _LABEL.search(line) else line
         return "\n".join(lines)
 
     def settled(self, messages: Iterable[Message]) -> list[Message]:
