@@ -129,6 +129,8 @@ class SGLangStandIn(StandIn):
         """How many tokens it reads of a prompt with a picture; ``None``: it was not started for these."""
         self.refusal: str | None = None
         """Why it takes no weights."""
+        self.info: dict[str, object] = {}
+        """What else it says of itself."""
         self.stays = False
         """Whether a generation goes on after its first token until it is aborted."""
         self._staying: dict[str, threading.Event] = {}
@@ -137,7 +139,7 @@ class SGLangStandIn(StandIn):
     def answer(self, path: str, body: Any) -> Any:
         match path:
             case "/server_info":
-                return {"max_req_input_len": 1000}
+                return {"max_req_input_len": 1000, **self.info}
             case "/model_info":
                 return {"weight_version": self.label, "has_image_understanding": self.reads is not None}
             case "/generate":  # to whoever does not stream

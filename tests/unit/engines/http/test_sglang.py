@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from fsm_rollout.engines.build import build_engine
@@ -354,3 +355,31 @@ def test_a_protocol_without_pictures_is_sent_none(tmp_path: Path) -> None:
     assert facts_of(engine).processor is None
     asyncio.run(engine.aclose())
     server.stop()
+
+
+@pytest.mark.parametrize(
+    ("info", "keeps", "priorities"),
+    [
+        ({}, False, [None, None, None]),
+        ({"enable_session_radix_cache": True}, True, [None, None, None]),
+        ({"enable_priority_scheduling": True}, False, [0, 1, 2]),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, False, [0, -1, -2]),
+    ],
+)
+async def test_a_server_is_told_of_sessions_and_of_what_has_begun_where_it_heeds_that(
+    server: SGLangStandIn, info: dict[str, object], keeps: bool, priorities: list[int | None]
+) -> None:
+    server.info = info
+    engine = SGLangHTTPEngine(server.url)
+    first = replace(request("first"), session="s")
+    for each in (first, replace(first, turn=3), replace(first, turn=3, sampled=1), request("of none")):
+        await ask(engine, each)
+    engine.end_sessions(["s", "t"])
+    await engine.aclose()  # which waits until the server has heard of the ends
+    *asked, of_none = server.bodies("/generate")
+    assert [body.get("priority") for body in asked] == priorities
+    assert "session_id" not in of_none
+    (session,) = {body.get("session_id") for body in asked}
+    assert (session is not None) == keeps
+    ended = [body["session_id"] for body in server.bodies("/close_session")]
+    assert ended == ([session, f"{session[:-1]}t"] if session else [])
