@@ -32,6 +32,7 @@ from fsm_rollout.states.external.responding import (
     dialect_of,
     failed,
     key_of_caller,
+    named_response,
     refuse_upgrade,
     respond,
 )
@@ -82,7 +83,10 @@ class Server:
         app = web.Application(client_max_size=self.service.serving.body_bytes, middlewares=[self._guard])
         for path in DIALECTS:
             app.router.add_post(path, self._chat(dialect_of(path)))
-        for path, handler in (("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics)):
+        for path, handler in (
+            ("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics),
+            ("/v1/responses/{id}", self._again),
+        ):  # fmt: skip
             app.router.add_get(path, handler)
         for path in self._page:
             app.router.add_get(path, self._asset)
@@ -159,6 +163,13 @@ class Server:
                 metrics.answers.labels(agent, protocol, str(status)).inc()
 
         return answer
+
+    async def _again(self, request: web.Request) -> web.Response:
+        """Return an answer that the caller has had, by its name."""
+        name = named_response(request) or ""
+        model, message = self.service.again(digest_of(key_of_caller(request)) if self._callers else "", name)
+        body = dialect_of(request.path).again(name, model, message)
+        return web.Response(body=body, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.Response:
         body = openai_dialect.models(self.service.models, self.service.seeing)

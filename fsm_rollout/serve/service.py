@@ -245,6 +245,15 @@ class Service:
                 return history, conversation.instructions
         raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
 
+    def again(self, caller: str, reply_id: str) -> tuple[str, Message]:
+        """Return an answer that a caller has had and the agent that gave it; ProtocolError: there is none."""
+        try:
+            history, _ = self._history(caller, reply_id)
+        except ProtocolError as error:
+            raise ProtocolError(404, "not_found", error.message) from None
+        group_id = reply_id.rpartition("-")[0]
+        return (self._conversations.get(group_id) or self._ended[group_id]).model, history[-1]
+
     def leave(self, exchange: Exchange) -> None:
         """Take note that an exchange is over, or that nobody waits for it: then its trajectory is cancelled."""
         conversation = self._exchanges.pop(exchange)
