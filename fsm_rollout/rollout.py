@@ -278,6 +278,7 @@ class Rollout(TrainerOrders):
         histories: bool = False, batch: Mapping[str, Any] | None = None, **options: Any,
     ) -> AsyncGenerator[Group, None]:  # fmt: skip
         self._check_open()
+        self._check_weights_due()
         # What a target carries over may be asked for later.
         await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
         groups_in_all = target_groups
@@ -288,7 +289,7 @@ class Rollout(TrainerOrders):
             await scheduler.acheck(every)
             groups_in_all = min(len(every), target_groups or len(every))
         else:
-            checked = one_by_one(prompts, scheduler.check)
+            checked = one_by_one(self._position.read(prompts), scheduler.check)
         shown = self._progress or (self._progress is None and "IPython" in sys.modules)
         async with scheduler.opened(self._listens_to(scheduler)) as trace:
             if trace is not None:

@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from itertools import count
 from typing import Any, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
@@ -51,7 +50,6 @@ class Leases:
         self.scheduler = scheduler
         self.stopping: Stop | None = None
         self.to_start: deque[tuple[Group, int]] = deque()  # empty: samples are the shards' own business
-        self._prompts = count()
         self.number = -1
         self._run: RunState | None = None
         self._open: set[ShardHandle] = set()  # the shards in which the run has not ended
@@ -160,7 +158,7 @@ class Leases:
     def _open_next(self, run: RunState) -> LeasedGroup | None:
         if run.target is not None and self.stopping is not None:
             return None
-        found = next_prompt(run, self.scheduler.groups, self._prompts)
+        found = next_prompt(run, self.scheduler.groups)
         return None if found is None else LeasedGroup.of(*found, run.n)
 
     def _balance(self, run: RunState) -> None:

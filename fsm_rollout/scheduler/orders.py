@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.run_agents import RunAgents
+from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.states.active_trajectory import Suspension
@@ -28,6 +29,12 @@ class SchedulerOrders:
     clients: Mapping[str, EngineClient]
     scoring: Scoring
     samples: SampleRunner
+    _run: RunState | None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a run."""
+        return self._run is not None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""

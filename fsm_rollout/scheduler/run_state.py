@@ -79,6 +79,8 @@ class GroupTable(dict[str, Group]):
         self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         """The groups in each state, in the order in which they came to it: only read it."""
         self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
+        self.named = 0  # how many prompts have been taken, in all runs: their groups are called by their places
+        self.earlier: frozenset[str] = frozenset()  # the ids of the groups before the state that was loaded
 
     @property
     def under_way(self) -> list[Group]:
@@ -261,14 +263,16 @@ class RunState:
         return None
 
 
-def next_prompt(run: RunState, groups: GroupTable, numbers: Iterator[int]) -> tuple[str, int, Prompt] | None:
+def next_prompt(run: RunState, groups: GroupTable) -> tuple[str, int, Prompt] | None:
     """Take the next prompt that has no group yet; return the id and the index of its group, and it, or ``None``."""
     for prompt in run.prompts:
-        index = next(numbers)
+        index, groups.named = groups.named, groups.named + 1
         if (name := run.name_of(prompt, index)) is not None:
             journalled = () if run.journal is None else run.journal.groups
             group_id, epoch = name, 1
-            while group_id in groups or group_id in journalled:  # the next epoch's gets a number: ``7#2``
+            while (
+                group_id in groups or group_id in journalled or group_id in groups.earlier
+            ):  # the next epoch's gets a number: ``7#2``
                 epoch += 1
                 group_id = f"{name}#{epoch}"
             run.prompt_ids.add(group_id)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import count, repeat
+from itertools import repeat
 
 from fsm_rollout.concurrency.cancellation import runs_in
 from fsm_rollout.engines.client import EngineClient
@@ -55,7 +55,6 @@ class SampleRunner:
         self._failures = failures
         self._concurrency = concurrency
         self._policy = policy
-        self._prompts = count()  # numbers the prompts that are taken
 
     async def feed(self, run: RunState) -> None:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
@@ -142,7 +141,7 @@ class SampleRunner:
         """
         if run.target is not None and self.stopping is not None:
             return None
-        found = next_prompt(run, self._groups, self._prompts)
+        found = next_prompt(run, self._groups)
         return None if found is None else Group(*found, self._starter.agents.of_prompt(found[2]), run.n)
 
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:

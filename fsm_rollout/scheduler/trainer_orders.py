@@ -11,13 +11,11 @@ from contextlib import AbstractAsyncContextManager
 from fsm_rollout.concurrency.loop_thread import OwnLoop, plain
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.engines.updating import ServerAddress, updating
-from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.saved import SavedRollout
 
 
-class TrainerOrders(OwnLoop):
+class TrainerOrders(OwnLoop, SavedRollout):
     """See the module; a :class:`fsm_rollout.Rollout` is one."""
-
-    scheduler: Scheduler
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -85,9 +86,12 @@ _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(
 )
 
 
-# Packs an event (MessagePack); a TypeError says that it holds something that is not plain data, such as an object in a
-# prompt's extra fields.
-encode: Callable[[AnyEvent], bytes] = _encoder.encode
+# Unpacks plain data that is no event, such as a prompt's.
+unpack_plain: Callable[[bytes], Any] = msgspec.msgpack.Decoder(ext_hook=partial(_named, _held)).decode
+
+# Packs an event, or other plain data (MessagePack); a TypeError says that it holds something that is none, such as an
+# object in a prompt's extra fields.
+encode: Callable[[Any], bytes] = _encoder.encode
 
 
 def unwritable(data: object) -> str | None:
