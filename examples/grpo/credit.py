@@ -5,20 +5,24 @@ logarithm of the probability to be right (`grpo.py`), they count however sure th
 itself, whose derivative vanishes where the policy is sure, also where it is sure of a mistake.
 
 ``of_samples`` is GRPO as it was published: one advantage for all tokens of a sample.
+
+``of_answers`` knows nothing but which answers were right, and learns from these alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
 import fsm_rollout as fr
+from fsm_rollout.trajectory.enums import ROLES, Role
 
 SURE = 0.999
 """A right choice that is as probable teaches nothing more, and is left out."""
-MASKS = ("right", "environment", "recomputed", "shifted", "logprobs")
+MASKS = ("right", "environment", "recomputed", "shifted", "logprobs", "tools")
 
 
 class _Choice(NamedTuple):
@@ -61,6 +65,27 @@ def of_tokens(batch: fr.TrajectoryBatch) -> torch.Tensor:
     return credit
 
 
+def of_answers(batch: fr.TrajectoryBatch) -> torch.Tensor:
+    """Return the credit of the turns that led to each right answer: among the samples that found it, it sums to 1.
+
+    That is the slope of the logarithm of the probability to be right, answer by answer: what few samples of a group
+    find counts as much as what all do. No sample is compared with another, and wrong ones teach nothing.
+    """
+    columns = batch.tensordict
+    groups, credit = columns["group_index"].tolist(), torch.zeros_like(columns["rollout_log_probs"])
+    scores = columns.get("turn_scores").tolist()
+    samples = list(zip(groups, scores, strict=True))
+    found = Counter((group, place) for group, told in samples for place, (_, score) in enumerate(told) if score)
+    for row, (group, told) in enumerate(samples):
+        first = 0
+        for place, (turn, score) in enumerate(told):
+            if score:
+                turns = columns["turn_ids"][row]
+                credit[row, (turns >= first) & (turns <= turn)] = 1.0 / found[group, place]
+            first = turn + 1
+    return credit * columns["response_mask"]
+
+
 def of_samples(batch: fr.TrajectoryBatch, wrong: str = "right") -> torch.Tensor:
     """Return each sample's advantage for all tokens of the mask: the batch's own mask, or a ``wrong`` one."""
     mask = batch.tensordict["response_mask"]
@@ -70,4 +95,6 @@ def of_samples(batch: fr.TrajectoryBatch, wrong: str = "right") -> torch.Tensor:
             mask = real
         case "shifted":  # an off-by-one
             mask = torch.roll(mask, 1, dims=1) * real
+        case "tools":  # roles that are exchanged: what tools answered for what was sampled
+            mask = (batch["roles"][:, -mask.shape[1] :] == ROLES.index(Role.TOOL)).long()
     return mask * batch.advantages()[:, None]

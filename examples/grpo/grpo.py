@@ -22,12 +22,12 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
-from credit import MASKS, SURE, of_samples, of_tokens
+from credit import MASKS, SURE, of_answers, of_samples, of_tokens
 from mistakes import right_tokens
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel
@@ -36,6 +36,12 @@ import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+CHOICES = {
+    "mask": MASKS,
+    "credit": ("token", "sample", "turn", "answer"),
+    "agent": ("until_mistake", "until_wrong", "tool_user"),
+    "tree": ("none", "right", "wrong"),
+}
 RATIO_TOLERANCE = 1e-3
 """Rounding moves the ratio of a token before the first update by some 1e-5."""
 
@@ -69,15 +75,21 @@ class Settings:
     enough: float = 0.96
     """Held-back success after which the run ends."""
     credit: str = "token"
-    """``token`` or ``sample``."""
+    """``token``, ``sample``, ``turn`` (less what the others came to from that turn on) or ``answer``."""
+    agent: str = "until_mistake"
+    """Of the training dialogues: ``until_wrong`` and ``tool_user`` know right answers, and nothing of the way there."""
+    tools_weight: float = 0.0
+    """Of a cross-entropy on what tools answered; 0: none."""
     mask: str = "right"
+    tree: str = "none"
+    """``right``: what rows share is fed once; ``wrong``: with wrong parents."""
     go_on: bool = False
     """Do not stop when the ratios are off."""
 
 
 def load_agents() -> dict[str, fr.AgentGraph]:
     """Return the agent to evaluate, and the one to train with."""
-    files = (ROOT / "configs/agents/tool_user.yaml", HERE / "until_mistake.yaml")
+    files = (ROOT / "configs/agents/tool_user.yaml", HERE / "until_mistake.yaml", HERE / "until_wrong.yaml")
     return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
 
@@ -102,16 +114,39 @@ def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: tor
     return -torch.nn.functional.cross_entropy(logits, columns["responses"][chosen], reduction="none")
 
 
+def tree_logprobs(
+    model: PreTrainedModel, part: fr.TrajectoryBatch, temperature: float, *, wrong: bool = False
+) -> torch.Tensor:
+    """Return the log probabilities of the part's response tokens, of which those that rows share are fed once.
+
+    ``wrong`` hangs each second tree below the one before it, to see what a wrong parent does.
+    """
+    tree = part.tree()
+    if wrong:
+        exits, (roots,) = tree.exits.clone(), (tree.node_parents < 0).nonzero(as_tuple=True)
+        for first, second in zip(roots[::2].tolist(), roots[1::2].tolist(), strict=False):
+            own = tree.node_entries[first + 1] if first + 1 < second else tree.node_exits[first]
+            exits[tree.node_entries[first] : own] = tree.node_exits[second]
+        tree = replace(tree, exits=exits)
+    fed = {"input_ids": tree.input_ids[None], "position_ids": tree.position_ids[None]}
+    logits = model(**fed, attention_mask=tree.attention_mask(), use_cache=False).logits[0]
+    return tree.by_row(tree.log_probs(logits / temperature))[:, part.tensordict["prompts"].shape[1] :]
+
+
 def update(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: fr.TrajectoryBatch, settings: Settings
 ) -> dict[str, float]:
     """Make one update; return the ratios' distance from 1 before it, and the fraction of clipped tokens."""
     off = clipped = tokens = 0.0
     for part in batch.parts(max_tokens=settings.part_tokens):
-        credit = part.tensordict["credit"][:, : part.tensordict["responses"].shape[1]]
-        chosen = credit != 0
-        credit = credit[chosen]
-        logprobs = token_logprobs(model, part, chosen)
+        width = part.tensordict["responses"].shape[1]
+        credit, read = (part.tensordict[name][:, :width] for name in ("credit", "read"))
+        chosen = (credit != 0) | (read != 0)
+        credit, read = credit[chosen], read[chosen]
+        if settings.tree == "none":
+            logprobs = token_logprobs(model, part, chosen)
+        else:
+            logprobs = tree_logprobs(model, part, settings.temperature, wrong=settings.tree == "wrong")[chosen]
         old = logprobs.detach() if settings.mask == "recomputed" else part.tensordict["rollout_log_probs"][chosen]
         ratio = torch.exp(logprobs - old)
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
@@ -121,19 +156,22 @@ def update(
             gain = gain * ((ratio - bounded) * credit <= 0)
         else:
             gain = torch.minimum(ratio * credit, bounded * credit)
-        loss = -gain.sum() * settings.minibatches / settings.groups
+        loss = -(gain + read * logprobs).sum() * settings.minibatches / settings.groups
         loss.backward()
-        off = max(off, (ratio.detach() - 1).abs().max().item())
-        clipped += (ratio != bounded).sum().item()
-        tokens += len(credit)
+        ratio = ratio.detach()[credit != 0]
+        off = max([off, *(ratio - 1).abs().tolist()])
+        clipped += ((ratio - 1).abs() > settings.clip).sum().item()
+        tokens += len(ratio)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
     optimizer.step()
     optimizer.zero_grad()
-    return {"ratio_off": off, "clipped": clipped / tokens, "trained_tokens": tokens}
+    return {"ratio_off": off, "clipped": clipped / max(1.0, tokens), "trained_tokens": tokens}
 
 
 def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines."""
+    if settings.tree != "none" and settings.tools_weight:
+        raise SystemExit("over a tree all tokens have one temperature, and what tools answered has none: leave it out")
     if settings.mask != "right" and settings.credit != "sample":
         raise SystemExit("a wrong mask is one of all tokens of a sample: give --credit sample too")
     torch.manual_seed(settings.seed)
@@ -141,7 +179,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
     held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
-    prompts = fr.endless_prompts(prompts_for("until_mistake", "arithmetic_train"), seed=settings.seed)
+    prompts = fr.endless_prompts(prompts_for(settings.agent, "arithmetic_train"), seed=settings.seed)
     lines: list[dict[str, float]] = []
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -152,7 +190,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             engine | {"max_running": settings.groups * settings.n},
             seed=settings.seed,
             sampling={"temperature": settings.temperature},
-            reward=["fsm_rollout.rewards:exact_answer", (right_tokens, 0.0)],
+            reward=["exact_answer", *([(right_tokens, 0.0)] if settings.credit == "token" else [])],
         ) as rollout,
         (out / "log.jsonl").open("w", encoding="utf-8") as log,
     ):
@@ -197,11 +235,21 @@ def one_step(
     sampled = time.process_time()
     if settings.mask == "logprobs":  # an off-by-one on the other side
         batch.tensordict["rollout_log_probs"] = torch.roll(batch.tensordict["rollout_log_probs"], 1, dims=1)
-    credit = of_tokens(batch) if settings.credit == "token" else of_samples(batch, settings.mask)
+    match settings.credit:
+        case "token":
+            credit = of_tokens(batch)
+        case "turn":
+            credit = batch.turn_advantages("turn")
+        case "answer":
+            credit = of_answers(batch)
+        case _:
+            credit = of_samples(batch, settings.mask)
     batch.tensordict["credit"] = credit
+    read = batch.loss_weights({"tool": settings.tools_weight}).cross_entropy
+    batch.tensordict["read"] = read[:, -credit.shape[1] :]
     updates = []
     for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
-        chosen = torch.isin(batch.tensordict["group_index"], groups) & credit.any(1)
+        chosen = torch.isin(batch.tensordict["group_index"], groups) & (credit + batch.tensordict["read"]).any(1)
         if chosen.any():
             updates.append(update(model, optimizer, batch.select(chosen), settings))
             average.update_parameters(model)
@@ -236,7 +284,7 @@ def main() -> None:
         if isinstance(value, bool):
             parser.add_argument(flag, action="store_true")
         else:
-            choices = MASKS if name == "mask" else None
+            choices = CHOICES.get(name)
             parser.add_argument(flag, type=type(value), default=value, choices=choices, help=f"default {value}")
     arguments = vars(parser.parse_args())
     train(out=arguments.pop("out"), settings=Settings(**arguments))

@@ -18,12 +18,25 @@ EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))
 SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "temperature": 1.0}
 
 
-@pytest.mark.parametrize("credit", ["token", "sample"])
+OUTCOMES = {"agent": "until_wrong"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"credit": "token"},
+        {"credit": "sample"},
+        OUTCOMES | {"credit": "sample", "tools_weight": 0.02},
+        OUTCOMES | {"credit": "sample", "tree": "right"},
+        OUTCOMES | {"credit": "turn"},
+        OUTCOMES | {"credit": "answer"},
+    ],
+)
 @pytest.mark.real
 def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weights(
-    tmp_path: Path, credit: str
+    tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    first, last = EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit=credit), tmp_path)
+    first, last = EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, **settings), tmp_path)
     assert first["ratio_off"] < 1e-3
     assert (first["clipped"], first["step"], last["step"]) == (0.0, 0, 1)
     assert first["trained_tokens"] > 0
@@ -31,11 +44,13 @@ def test_ratios_are_one_before_the_first_update_and_the_engine_gets_the_new_weig
     assert (tmp_path / "model/config.json").exists()
 
 
-@pytest.mark.parametrize("mask", ["environment", "shifted", "logprobs"])
+@pytest.mark.parametrize(
+    "wrong", [{"mask": mask} for mask in ("environment", "shifted", "logprobs", "tools")] + [{"tree": "wrong"}]
+)
 @pytest.mark.real
-def test_a_wrong_mask_is_found_at_the_first_step(tmp_path: Path, mask: str) -> None:
+def test_what_is_wrong_is_found_at_the_first_step(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="do not belong together"):
-        EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit="sample", mask=mask), tmp_path)
+        EXAMPLE["train"](EXAMPLE["Settings"](**SHORT, credit="sample", **wrong), tmp_path)
 
 
 @pytest.mark.real
@@ -116,6 +131,25 @@ def test_each_token_up_to_a_mistake_is_trained_once_with_what_its_group_has_show
     assert len(found) == len(trained) > 0, "each token once"
     assert found == pytest.approx({place: weight for place, weight in expected.items() if weight}, abs=1e-4)
     assert -1.0 in found.values()
+
+
+def test_a_right_answer_is_shared_among_the_samples_that_found_it() -> None:
+    """Three samples of one prompt with two questions: two are right first, one of them also then."""
+    _, tokenizer = fr.load_model("embedded:early")
+    right, then = "The answer is 3.", "The answer is 5."
+    question = {"messages": [{"role": "user", "content": "Ask."}], "answer": "3", "agent": "until_wrong"}
+    question |= {"interaction_kwargs": {"turns": ["Again."], "answers": ["5"]}}
+    said = {"0": [right, then], "1": [right, right], "2": [then, right]}
+    engine = fr.ScriptedEngine(lambda request: said[request.trajectory_id[-1]][request.turn], tokenizer=tokenizer)
+    with fr.Rollout(EXAMPLE["load_agents"](), engine, reward="exact_answer") as rollout:
+        batch = rollout.run([question], n=3)
+    credit, mask = EXAMPLE["of_answers"](batch), batch["response_mask"] == 1
+    found = [
+        [set(credit[row][mask[row] & (batch["turn_ids"][row] == turn)].tolist()) for turn in range(2 - (row == 2))]
+        for row in range(3)
+    ]
+    assert found == [[{0.5}, {1.0}], [{0.5}, {0.0}], [{0.0}]]
+    assert not credit[~mask].any()
 
 
 @pytest.mark.real
