@@ -182,7 +182,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     prompts = fr.endless_prompts(prompts_for(settings.agent, "arithmetic_train"), seed=settings.seed)
     lines: list[dict[str, float]] = []
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), time.process_time()
     engine = {"kind": "transformers", "model": "embedded:early", "threads": 1}
     with (
         fr.Rollout(
@@ -208,7 +208,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
                     group["lr"] = settings.learning_rate * min((step + 1) / settings.warm_up, 1 - step / settings.steps)
                 line |= one_step(rollout, prompts, model, average, optimizer, settings, step)
             line["minutes"] = (time.perf_counter() - started) / 60
-            line["cpu_minutes"] = time.process_time() / 60
+            line["cpu_minutes"] = (time.process_time() - cpu_before) / 60
             lines.append(line)
             print(" ".join(f"{key} {value:.4g}" for key, value in line.items()), flush=True)
             log.write(json.dumps(line) + "\n")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 import fsm_rollout as fr
 from tests.kit import CONFIGS
@@ -33,3 +37,16 @@ def example_batch(agent: str) -> fr.TrajectoryBatch:
     graph = fr.load_agent(CONFIGS / f"agents/{agent}.yaml")
     with fr.Rollout(graph, reward=reward, base=CONFIGS / "runs", **RUNS[agent]) as rollout:
         return rollout.run(prompts, n=2)
+
+
+def gsm8k(folder: Path) -> None:
+    """Write what GSM8K looks like, of questions that embedded models know, where `datasets` finds it by name."""
+    home = folder / "openai/gsm8k"
+    (home / "main").mkdir(parents=True)
+    asked = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=32)
+    rows = [{"question": p.messages[0]["content"], "answer": f"By hand.\n#### {p.extra['answer']}"} for p in asked]
+    for split in ("train", "test"):
+        (home / "main" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    head = yaml.safe_dump({"configs": [{"config_name": "main", "data_files": files}]})
+    (home / "README.md").write_text(f"---\n{head}---\n", "utf-8")

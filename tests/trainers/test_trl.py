@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import runpy
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
@@ -27,8 +29,8 @@ from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import BatchError, RolloutError
 from tests.doc_blocks import run_page
-from tests.kit import CONFIGS
-from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
+from tests.kit import CONFIGS, ROOT
+from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch, gsm8k
 from tests.unit.batch.test_media import batch, picture
 from tests.vision import FAMILIES, MODELS, random_model
 
@@ -81,6 +83,20 @@ def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], weight) for name, weight in model.named_parameters())
     logged = [line["rewards/reward/mean"] for line in trainer.state.log_history if "rewards/reward/mean" in line]
     assert logged == pytest.approx([sum(step) / len(step) for step in scores])  # type: ignore[arg-type]
+
+
+def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the model, the GPUs and how soon it stops differ from a real run; GSM8K is a folder of that name here."""
+    gsm8k(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    train = runpy.run_path(str(ROOT / "examples/trl/train.py"))["main"]
+    trainer = train(["model=embedded:early", "gpus=0", "held_back=2", "--steps", "1"])
+    (line,) = (line for line in trainer.state.log_history if "rewards/score_reward/mean" in line)
+    assert trainer.state.global_step == 1
+    assert 0 < line["rewards/score_reward/mean"] < 1, "answers were compared with the numbers after the solutions"
+    assert line["grad_norm"] > 0
 
 
 def test_the_page_s_blocks_run(tmp_path: Path) -> None:
