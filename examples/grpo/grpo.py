@@ -104,6 +104,12 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
+def timed_out(batch: fr.TrajectoryBatch) -> float:
+    """Return the share of rows that a clock has ended: on a machine that is too busy, these count as wrong answers."""
+    reasons = batch.tensordict.get("stop_reason").tolist()
+    return sum(reason in ("timed_out", "limit:wall_seconds") for reason in reasons) / max(1, len(reasons))
+
+
 def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
     """Return the log probabilities that the model gives now to the ``chosen`` of the part's response tokens."""
     columns = part.tensordict
@@ -199,7 +205,8 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             # 1. Evaluation on the present weights, apart from the training.
             if step % settings.evaluate_every == 0 or step == settings.steps:
                 rollout.update_weights(weights(average.module))
-                line["held_back"] = rollout.evaluate(held_back, sampling={"temperature": 1.0}).score_mean
+                evaluated = rollout.evaluate(held_back, sampling={"temperature": 1.0})
+                line |= {"held_back": evaluated.score_mean, "held_back_timed_out": timed_out(evaluated)}
                 rollout.update_weights(weights(model))
             # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
             done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
@@ -265,6 +272,7 @@ def one_step(
         )
     return {
         "score": batch.score_mean,
+        "timed_out": timed_out(batch),
         "ratio_off": first["ratio_off"],
         "clipped": first["clipped"],
         "clipped_last": updates[-1]["clipped"],

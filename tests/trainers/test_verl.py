@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,26 @@ import torch
 import transfer_queue
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout.replica import TokenOutput
 
+import fsm_rollout as fr
 from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
 from fsm_rollout.errors import BatchError
+from fsm_rollout.model import embedded_model
 from fsm_rollout.trajectory.enums import ROLES, Role
 from tests.doc_blocks import run_page
+from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
 from tests.routing import experts_at
-from tests.trainers.example_batches import RUNS, example_batch
+from tests.trainers.example_batches import RUNS, example_batch, gsm8k
 from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, columns, config, expected, released
 
 N = 5
@@ -138,6 +145,43 @@ def test_v1_gets_what_the_template_writes(tmp_path: Path, queue: dict[str, Any],
             assert partition == "train"
             assert (tag["min_global_steps"], tag["max_global_steps"], tag["global_steps"]) == (3, 5, 7)
             assert queue[key]["rm_scores"].tolist()[-1] == 1.0
+
+
+class Greedy:
+    """Stands in for ``LLMServerClient`` with a real, tiny model."""
+
+    def __init__(self) -> None:
+        self.model, self.tokenizer = fr.load_model("embedded")
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **_: Any) -> TokenOutput:
+        given = torch.tensor([prompt_ids])
+        whole = self.model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=64)
+        ids = whole[0, len(prompt_ids) :].tolist()
+        return TokenOutput(token_ids=ids, log_probs=[0.0] * len(ids), stop_reason="completed", extra_fields={})
+
+
+def test_the_recipe_is_a_configuration_of_verls_and_its_data_are_rolled_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the model and the GPUs differ from a real run; what verl does with GPUs is not run."""
+    gsm8k(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    make = runpy.run_path(str(ROOT / "examples/verl/train.py"))["verl_config"]
+    settings = make([f"model={embedded_model()}", "gpus=1"])  # verl's own validator has said yes
+    data = RLHFDataset(settings.data.train_files, tokenizer(), settings.data, max_samples=4)
+    batch = DataProto.from_single_dict(collate_fn([data[i] for i in range(4)]), meta_info={"global_steps": 0})
+
+    async def main() -> DataProto:
+        return await AgentLoopWorker(settings, Greedy()).generate_sequences(batch)
+
+    out = asyncio.run(main())
+    scores = out.batch["rm_scores"].sum(1)
+    assert 0 < scores.sum() <= 4, "answers were compared with the numbers after the solutions"
+    assert set(out.batch["response_mask"].unique().tolist()) == {0, 1}, "tools answered in between"
+    with pytest.raises(ConfigKeyError, match="no_such_key"):
+        make([f"model={embedded_model()}", "verl.trainer.no_such_key=1"])
 
 
 def test_an_agent_of_several_rows(tmp_path: Path, queue: dict[str, Any]) -> None:
