@@ -34,7 +34,7 @@ from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.leased_group import packed_parts
-from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.resume import History
@@ -176,7 +176,7 @@ class Rollout(TrainerOrders):
                     "reward": reward, "concurrency": concurrency, "queue_timeout": queue_timeout, "failures": policy,
                     "group_filter": group_filter, "tracing": tracing, "base": base, "progress": False, **limits,
                 }  # fmt: skip
-                leased = leased_scheduler(start, workers, arguments, on_event)
+                leased = leased_scheduler(start, workers, arguments, on_event, self._owned)
                 self.scheduler: Scheduler = leased
                 self._shards, self.clients = leased.shards, {}
                 engines_described, pad_id, folder = (self._shards.facts[key] for key in FACTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.jobs.shard import Shard
-from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.link import PairedLink
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler

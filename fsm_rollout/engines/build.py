@@ -17,7 +17,7 @@ from typing import Any
 from fsm_rollout.engines.common_keys import EngineSpec
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource
-from fsm_rollout.engines.replica import SILENCE, LocalPlacement, Placement, PoolTimes
+from fsm_rollout.engines.replica import PING_EVERY, SILENCE, LocalPlacement, Placement, PoolTimes
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.specs import DESCRIBED, KINDS, OwnSpec, build_router, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError, EngineError, Problem, RolloutError
@@ -58,11 +58,17 @@ def as_engine_or_spec(given: EngineLike, base: Path) -> EnginePool | TokenSource
 
 
 def build_engine(
-    spec: Mapping[str, object], base: Path, tries: Tries | None = None, queue_timeout: float = SILENCE
+    spec: Mapping[str, object],
+    base: Path,
+    tries: Tries | None = None,
+    queue_timeout: float = SILENCE,
+    *,
+    ping_every: float = PING_EVERY,
 ) -> EnginePool:
     """Build the engine that ``spec`` (a mapping with ``kind``) describes; its files are relative to ``base``.
 
-    ``tries`` and ``queue_timeout`` (seconds of silence) are the run's, which the spec's ``pool`` may say otherwise.
+    ``tries`` and ``queue_timeout`` (seconds of silence) are the run's, which the spec's ``pool`` may say otherwise;
+    ``ping_every``: seconds between two looks whether its replicas are there.
 
     Raises:
         ConfigError: the spec, its router, or a script file that it names, is wrong; holds every problem.
@@ -91,7 +97,10 @@ def build_engine(
     # 2. How patient the pool is with them.
     keys, tries = checked.pool, tries or Tries()
     times = PoolTimes(
-        start=keys.start_timeout, silence=keys.silence_timeout or queue_timeout, update=keys.update_timeout
+        start=keys.start_timeout,
+        silence=keys.silence_timeout or queue_timeout,
+        update=keys.update_timeout,
+        ping_every=ping_every,
     )
     pool = EnginePool(
         placement,

@@ -97,6 +97,20 @@ class Orders(ABC):
         await self._order("wake")
         await self._release("asleep")
 
+    async def settle(self, replica: Replica, look: Callable[[TokenSource], Awaitable[None]]) -> None:
+        """Look whether a replica is well, lose it if it is not, and return when it is up, or gone for good."""
+
+        async def looked() -> None:
+            if replica.state == "up":
+                try:
+                    async with asyncio.timeout(self.times.order):
+                        await look(replica.live)
+                except Exception as error:  # whatever an engine raises is the engine's failure
+                    self.lose(replica, replica.engine, describe(error))
+
+        await self._to_its_end(looked())
+        await self._until(lambda: replica.state != "starting")
+
     async def _to_its_end(self, order: Coroutine[object, object, None]) -> None:
         """Give an order after those before it; one that its caller gives up half-way would leave engines held."""
 

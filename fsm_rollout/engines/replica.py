@@ -21,6 +21,7 @@ from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 SILENCE = 600.0  # seconds that an engine which says nothing is waited for, unless it is said
+PING_EVERY = 10.0  # seconds between two looks whether a replica is there
 PACE_MEMORY = 600.0  # seconds of work (of all requests together) after which a replica's pace counts half
 # Loading a model changes process-wide defaults for a while, so engines are built one after another.
 _BUILDING = threading.Lock()
@@ -51,6 +52,8 @@ class Placement:
 
     restarts = False
     """Whether an engine that is lost can be started again."""
+    urls: list[str] | None = None
+    """Those of the replicas, where they are servers that others started."""
 
     def __init__(self, engine: TokenSource) -> None:
         self.engine = engine
@@ -96,23 +99,23 @@ class LocalPlacement(Placement):
     restarts = True
 
     def __init__(self, build: Callable[[str], TokenSource], urls: list[str] | None = None) -> None:
-        self._build, self._urls = build, urls
+        self._build, self.urls = build, urls
 
     @property
     def starts_afresh(self) -> bool:
         """See :class:`Placement`."""
-        return self._urls is None
+        return self.urls is None
 
     def admit(self, url: str | None) -> None:
         """See :class:`Placement`."""
-        if (url is None) != (self._urls is None):
+        if (url is None) != (self.urls is None):
             raise EngineError(
                 "replicas of this engine are started here, and have no url of their own"
-                if self._urls is None
+                if self.urls is None
                 else "a replica of this engine is a server that others started; say its url"
             )
-        if self._urls is not None and url is not None:
-            self._urls.append(url)
+        if self.urls is not None and url is not None:
+            self.urls.append(url)
 
     async def start(self, name: str) -> TokenSource:
         """Build a replica's engine."""
@@ -137,7 +140,7 @@ class PoolTimes:
     start: float = 600.0  # for one to start
     # For one that has work and is not held to say anything; also for the first chunk of a request that it has.
     silence: float = SILENCE
-    ping_every: float = 10.0
+    ping_every: float = PING_EVERY
     ping: float = 30.0  # for the answer to a ping; then it is given up
     order: float = 60.0  # for one to pause, resume, sleep or wake
     update: float = 600.0  # for one to load weights

@@ -8,13 +8,14 @@ What it says is plain data; rows are made here, and travel packed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
@@ -25,21 +26,19 @@ from fsm_rollout.names.objects import look_in
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_block
 from fsm_rollout.scheduler.shard_setup import ShardSetup
+from fsm_rollout.scheduler.shared_servers import LoadedByDriver, SharedServer
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-HELD = "weights change in all shards"
-TELL_EVERY = 0.25  # seconds between two messages that say how far it is
-
 
 class Shard:
     """What answers a driver's messages on one link."""
 
-    def __init__(self, link: Link, rollout: Rollout, count: int) -> None:
-        self.link, self.rollout = link, rollout
+    def __init__(self, link: Link, rollout: Rollout, count: int, shared: Collection[str] = ()) -> None:
+        self.link, self.rollout, self.shared = link, rollout, shared
         self.runs: dict[int, ShardRun] = {}
         self.count = count
         self.events: dict[str, list[bytes]] = {}
@@ -47,6 +46,7 @@ class Shard:
         self.gone = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts = ShardCounts(link)
+        self._numbers, self._asked = itertools.count(), dict[int, asyncio.Future[int]]()  # what the driver is asked
         for agent in rollout.scheduler.agents.all:
             agent.toolbox.share = count
         link.receive, link.lost = self._receive, self.gone.set
@@ -67,6 +67,8 @@ class Shard:
                 run.end(*parts)
             case "call":
                 self._do(self._call(number, *parts))
+            case "whole":
+                self._is_whole(number, *parts)
             case "bye":
                 self.gone.set()
 
@@ -125,19 +127,42 @@ class Shard:
         return self.rollout.engine_stats()
 
     async def _sleep(self) -> None:
-        await self.rollout.send_to_sleep()
+        for name, client in self.rollout.clients.items():  # servers that all share are the driver's to send to sleep
+            await (client.pause("asleep") if name in self.shared else client.sleep())
 
     async def _wake(self) -> None:
-        await self.rollout.wake_up()
+        for name, client in self.rollout.clients.items():
+            await (client.resume("asleep") if name in self.shared else client.wake())
 
-    async def _hold(self) -> None:
-        await self.rollout.clients[POLICY].pause(HELD)
+    async def _hold(self, reason: str) -> None:
+        await self.rollout.clients[POLICY].pause(reason)
 
-    async def _load(self, weights: Any, version: int | None) -> int:
-        return await self.rollout.aupdate_weights(weights, version)
+    async def _release(self, reason: str) -> None:
+        await self.rollout.clients[POLICY].resume(reason)
 
-    async def _release(self) -> None:
-        await self.rollout.clients[POLICY].resume(HELD)
+    async def _load(self, weights: Any, version: int) -> None:
+        await self.rollout.aupdate_weights(weights, version)
+
+    async def _take(self, version: int) -> None:
+        await self.rollout.aupdate_weights(LoadedByDriver(self._whole), version)
+
+    async def _keep_apart(self, urls: Sequence[str]) -> None:
+        lives = self.rollout.clients[POLICY].pool.here()
+        for replica in lives.up:
+            if cast(SharedServer, replica.live).url in urls:
+                replica.mix(None)
+                lives.lose(replica, replica.engine, "it may have a part of new weights", half=True)
+
+    async def _whole(self, url: str) -> int:
+        number = next(self._numbers)
+        asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        self.link.send("whole", number, url)
+        return await asked
+
+    def _is_whole(self, number: int, error: str | None, version: int) -> None:
+        if not (asked := self._asked.pop(number)).done():
+            asked.set_result(version) if error is None else asked.set_exception(EngineError(error))
 
     async def aclose(self) -> None:
         """End what runs, and close what is open."""
@@ -196,7 +221,8 @@ def serve(connection: socket.socket) -> None:
         return
     policy = rollout.engines[POLICY].facts
     processor = policy.processor and str(policy.processor.tokenizer.name_or_path)
-    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": processor}
+    facts = {"pad_id": policy.pad_id, "engines": rollout.description["engines"], "processor": processor,
+             "weight_version": rollout.weight_version}  # fmt: skip
     connection.sendall(framed(_encode([("ready", facts)])))
     loop = SteadyLoop()
     try:
@@ -212,7 +238,7 @@ async def _serve(connection: socket.socket, rollout: Rollout, setup: ShardSetup)
     package = logging.getLogger("fsm_rollout")
     package.addHandler(_LogSender(link, loop))
     package.propagate = False
-    shard = Shard(link, rollout, setup.count)
+    shard = Shard(link, rollout, setup.count, setup.shared)
     await loop.create_connection(lambda: link, sock=connection)
     await shard.gone.wait()
     await shard.aclose()

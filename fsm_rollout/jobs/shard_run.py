@@ -30,7 +30,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-HELD = "weights change in all shards"
 TELL_EVERY = 0.25  # seconds between two messages that say how far it is
 
 

@@ -8,45 +8,48 @@ died go on in others from its journal, just as those of an interrupted run do; w
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
-from fsm_rollout.engines.protocol import Weights, WeightSource
-from fsm_rollout.errors import ConfigError, EngineError, check_at_least
-from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, histories_of, target_not_reached
-from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Recorder
-from fsm_rollout.scheduler.resume import History, prompt_of
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
-from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.shards import ShardHandle, Shards, check_weights, error_of
-from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
-from fsm_rollout.trajectory.event_bytes import encode, pictures_in
-from fsm_rollout.trajectory.events import AnyEvent, Prompted
+from fsm_rollout.trajectory.event_bytes import pictures_in
 from fsm_rollout.trajectory.pictures import stored
-from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trace_ids import NO_RUN, TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 
+class Leasing(Protocol):
+    """The scheduler whose groups are leased: :class:`fsm_rollout.scheduler.leased_scheduler.LeasedScheduler`."""
+
+    shards: Shards
+    groups: GroupTable
+    recorder: Recorder
+    starter: TrajectoryStarter
+    capacity: int
+    evaluation: Sampling | None
+    filter_name: str
+    histories: bool
+    batch_options: dict[str, Any]
+
+
 class Leases:
     """Leases the groups of a scheduler to shards; what a :class:`SampleRunner` is to a run of one process."""
 
-    def __init__(self, scheduler: LeasedScheduler) -> None:
+    def __init__(self, scheduler: Leasing) -> None:
         self.scheduler = scheduler
         self.stopping: Stop | None = None
         self.to_start: deque[tuple[Group, int]] = deque()  # empty: samples are the shards' own business
@@ -285,163 +288,3 @@ class Leases:
     def stop_one(self, trajectory_id: str, stop: Stop) -> bool:
         """Stop one trajectory soon."""
         raise EngineError("a trajectory that runs in a shard cannot be stopped by itself; run with workers=1")
-
-
-class LeasedScheduler(Scheduler):
-    """A scheduler of the same runs, whose samples run in shards.
-
-    Args:
-        shards: where they run.
-        concurrency: trajectories under way at once, in all shards together.
-        failures, max_staleness, max_restarts: as for :class:`Scheduler`.
-        shared: whether all shards use the same servers of the policy.
-        filter_name: what errors call the group filter.
-        evaluation: the sampling of an evaluation beside the training; ``None``: this is the training.
-    """
-
-    def __init__(
-        self, shards: Shards, *, concurrency: int, failures: Failures, max_staleness: int | None = None,
-        max_restarts: int = 0, filter_name: str = "", shared: bool = False, evaluation: Sampling | None = None,
-    ) -> None:  # fmt: skip
-        check_at_least(1, "trajectory", "concurrency", concurrency)
-        self.shards, self.evaluation, self.filter_name, self.shared = shards, evaluation, filter_name, shared
-        self.clients, self.concurrency, self.failures = (
-            {},
-            concurrency,
-            failures.model_copy(
-                update={"stall_seconds": None}  # shards watch what they wait for
-            ),
-        )
-        self.capacity = math.ceil(concurrency / shards.count)
-        """How many trajectories may be under way in each shard."""
-        self.recorder, self.groups = Recorder(None, ()), GroupTable()
-        self.version = 0
-        self.staleness = Staleness(max_staleness, max_restarts, lambda: self.version)
-        self.starter = cast(TrajectoryStarter, _RunNumber())
-        self.samples = cast(Any, Leases(self))
-        self.histories = False
-        """Whether the events of trajectories come back with their groups."""
-        self.batch_options: dict[str, Any] = {}
-        """How rows are to be made."""
-        self._delivered: list[str] = []
-        self.marks = True
-        self.changing = asyncio.Lock()
-        self._run: RunState | None = None
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Leave it to the shards, which check what they are given."""
-
-    async def acheck(self, prompts: Sequence[Prompt]) -> None:
-        """See there."""
-        await self.shards.call_one("check", list(prompts))
-
-    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
-        """See there."""
-        self.histories, self.batch_options, journal = histories, dict(batch_options), self.recorder.journal
-        if self.evaluation is None:
-            await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
-
-    @asynccontextmanager
-    async def opened(self, listens: Listens | None) -> AsyncIterator[TraceIds | None]:
-        """See there."""
-        with nullcontext() if listens is None else listens() as trace:
-            yield trace
-
-    def engine_stats(self) -> dict[str, dict[str, int]]:
-        """See there."""
-        return self.shards.engine_stats()
-
-    async def send_to_sleep(self) -> None:
-        """See there."""
-        await self.shards.call_all("sleep")
-
-    async def wake_up(self) -> None:
-        """See there."""
-        await self.shards.call_all("wake")
-
-    def _resume(self, run: RunState, histories: list[History]) -> None:
-        """Let the groups of some histories wait for their turn."""
-        by_group: dict[str, list[Sequence[AnyEvent]]] = {}
-        for history in histories:
-            if isinstance(history, Trajectory):
-                raise ConfigError(
-                    f"resume: trajectory {history.trajectory_id} was given as an object, and shards go on from events; "
-                    "give those of its journal: fsm_rollout.journal.histories(path)"
-                )
-            first = history[0]
-            assert isinstance(first, Prompted)
-            by_group.setdefault(first.group_id, []).append(history)
-        for number, (group_id, members) in enumerate(by_group.items()):
-            if group_id in self.groups:
-                raise ConfigError(f"group '{group_id}' is under way already; give its trajectories once")
-            samples = [t for t in (Trajectory.fold(events[:1]) for events in members) if t.parent_id is None]
-            if not samples:
-                raise ConfigError(f"group '{group_id}' has trajectories of sub-agents only; give all of its histories")
-            n = max(run.n, *(trajectory.sample + 1 for trajectory in samples))
-            group = LeasedGroup.of(group_id, number, prompt_of(group_id, samples[0]), n)
-            group.histories = [list(map(encode, events)) for events in members]
-            run.resumed[group_id] = group
-            if self.recorder.journal is not None:
-                self.recorder.journal.delivered(group_id, False)
-            self.groups.put(group, GroupState.WAITING)
-
-    async def _drop(self, group: Group) -> None:
-        """Give a group up, and close what it holds open."""
-        self.groups.take(group)
-        shard = cast(LeasedGroup, group).shard
-        if shard is not None and shard.alive and self._run is None:
-            with suppress(EngineError):
-                await self.shards.call(shard, "drop", group.group_id)
-
-    def _renew(self, group: Group) -> bool:
-        """Have a group that came back run again where it is too old by now; return whether it is."""
-        leased, run = cast(LeasedGroup, group), self._run
-        most, oldest, shard = self.staleness.most, leased.oldest, leased.shard
-        if most is None or oldest is None or self.version - oldest <= most or group.dropped or run is None:
-            return False
-        if shard is None or not shard.alive:
-            group.drop_reason = DropReason.STALE
-            return True
-        shard.groups[group.group_id] = group
-        shard.send("renew", cast(Leases, self.samples).number, group.group_id)
-        self.groups.put(group, GroupState.RUNNING)
-        run.changed.set()
-        return True
-
-    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
-        """Load new policy weights, while no shard samples anything, and return their version.
-
-        Each shard loads them into its own replicas. Servers that all share are loaded by one of them, once they have
-        recalled their requests; the others are told the version.
-        """
-        check_weights(weights)
-        async with self.changing:
-            await self.shards.call_all("hold")
-            try:
-                version = await self._load(weights, version)
-            finally:
-                await self.shards.call_all("release")
-            self.version = version
-            for group in list(self.groups.by_state[GroupState.DONE].values()):
-                self._renew(group)
-        return version
-
-    async def _load(self, weights: Weights | WeightSource, version: int | None) -> int:
-        if self.shared:
-            version = int(await self.shards.call_one("load", weights, version))
-            self.shards.present = ({}, version)  # the servers have them, so a shard that joins is only told so
-        versions = set(await self.shards.call_all("load", {} if self.shared else weights, version))
-        if len(versions) != 1:
-            raise EngineError(f"shards have weights of different versions: {sorted(versions)}")
-        if not self.shared:
-            self.shards.present = (weights, versions.copy().pop())
-        return int(versions.pop())
-
-    def _waits(self) -> list[str]:
-        return []
-
-
-class _RunNumber:
-    """Which run it is: all that a driver knows of how trajectories begin."""
-
-    run, run_number = NO_RUN, -1

@@ -7,20 +7,24 @@ be had in another process is refused before any is started, and the message says
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.common_keys import EngineSpec
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.specs import ServersSpec, faults, spec_class, without_nulls
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.names.objects import looked_in
-from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.shard_placement import Start
 from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.scheduler.shared_servers import SharedServers
 from fsm_rollout.trajectory.settings import most_at_once
 
 
@@ -35,6 +39,8 @@ class ShardSetup:
     folders: Sequence[str] = ()
     """Where `module:name` is looked for too."""
     log_level: int = logging.WARNING
+    shared: frozenset[str] = frozenset()
+    """Which engines are servers that all shards use."""
 
 
 class ShardSetups:
@@ -50,9 +56,8 @@ class ShardSetups:
             _check_shared(name, spec, count)
         for name, value in arguments.items():
             _check_travels(name, value)
-        policy = arguments["engine"]
-        self.shared = not faults(policy) and isinstance(_checked(policy), ServersSpec)
-        """Whether all shards use the same servers of the policy."""
+        self.shared = frozenset(name for name, spec in self._specs() if _runs_already(spec))
+        """Which engines are servers that all shards use."""
 
     def _specs(self) -> list[tuple[str, Any]]:
         return [(POLICY, self._arguments["engine"]), *self._arguments["engines"].items()]
@@ -62,7 +67,8 @@ class ShardSetups:
         specs = {name: _share(spec, (number - 1) % self._count, self._count) for name, spec in self._specs()}
         rollout = {**self._arguments, "engine": specs.pop(POLICY), "engines": specs}
         level = logging.getLogger("fsm_rollout").getEffectiveLevel()
-        return pickle.dumps(ShardSetup(rollout, self._count, looked_in(), level), pickle.HIGHEST_PROTOCOL)
+        setup = ShardSetup(rollout, self._count, looked_in(), level, self.shared)
+        return pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
 
 
 def _check_travels(name: str, value: object) -> None:
@@ -101,17 +107,25 @@ def _checked(spec: Mapping[str, Any]) -> EngineSpec:
     return spec_class(str(spec["kind"])).model_validate(without_nulls(spec))
 
 
+def _runs_already(spec: Mapping[str, Any]) -> bool:
+    return not faults(spec) and isinstance(_checked(spec), ServersSpec)
+
+
 def _share(spec: Mapping[str, Any], place: int, count: int) -> Mapping[str, Any]:
     """Return the spec of the replicas that one shard has."""
-    if faults(spec) or isinstance(checked := _checked(spec), ServersSpec) or checked.replicas == 1:
+    if _runs_already(spec):
+        return {key: value for key, value in spec.items() if key != "sleep"}  # that is the driver's to say
+    if faults(spec) or (checked := _checked(spec)).replicas == 1:
         return spec
     return {**spec, "replicas": checked.replicas // count + (place < checked.replicas % count)}
 
 
 def leased_scheduler(
-    start: Start, count: int, arguments: Mapping[str, Any], listeners: Sequence[object]
+    start: Start, count: int, arguments: Mapping[str, Any], listeners: Sequence[object], owned: list[EnginePool]
 ) -> LeasedScheduler:
     """Return the driver of so many shards that are started, each of a rollout with these arguments.
+
+    Where all shards share the policy's servers, the driver's own pool of these is added to what is ``owned``.
 
     Raises:
         ConfigError: an argument cannot be had in another process, or a listener wants to hear of events.
@@ -124,9 +138,13 @@ def leased_scheduler(
         )
     given, group_filter = arguments["concurrency"], arguments["group_filter"]
     setups = ShardSetups({**arguments, "concurrency": given if given == "auto" else -(-given // count)}, count)
+    servers = None
+    if POLICY in setups.shared:
+        of = arguments["engine"], arguments["base"]
+        owned.append(build_engine(*of, ping_every=math.inf))  # shards, which sample there, see losses
+        servers = SharedServers(owned[-1])
     scheduler = LeasedScheduler(
-        Shards(count, start, setups.of),
-        shared=setups.shared,
+        Shards(count, start, setups.of, servers),
         filter_name=getattr(group_filter, "__name__", str(group_filter)),
         concurrency=most_at_once(given),
         **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts")},

@@ -21,6 +21,7 @@ from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shard_placement import Start, Started, log
+from fsm_rollout.scheduler.shared_servers import SharedServers
 from fsm_rollout.trajectory.journal import shard_journal
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ CLOSE_SECONDS = 10.0  # how long shards may take to release what is open, once t
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (BatchError, EngineError, JournalError, RunStopped, TargetNotReached)
 }
+UNDOES = {"hold": "release", "sleep": "wake"}  # what takes a standing order back
 
 
 def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Exception:
@@ -43,9 +45,10 @@ def check_weights(weights: object) -> None:
     """Raise EngineError for new weights that no other process can have."""
     if not isinstance(weights, str | Path | Mapping):
         raise EngineError(
-            f"with workers, each shard loads new weights by itself, and cannot have a {type(weights).__name__}, which "
-            "is of this process; give a folder that all can read, or a mapping of tensors (which is sent to each), or "
-            "run with workers=1, whose replicas take tensors and broadcasts over the wire"
+            f"each shard (workers) loads new weights into the replicas that it has started, and cannot have a "
+            f"{type(weights).__name__}, which is of this process; give a folder that all can read, or a mapping of "
+            "tensors (which is sent to each), or let all shards share servers that run already (kind: sglang_http), "
+            "which are loaded from here"
         )
 
 
@@ -93,20 +96,25 @@ class Shards:
         number: how many there are.
         start: starts one from its setup.
         setup: returns the pickled setup of a shard, by its number from 1.
+        servers: the policy's, where all shards share these.
 
     Raises:
         ConfigError: an agent does not fit its engines, or the like.
         EngineError: none can start.
     """
 
-    def __init__(self, number: int, start: Start, setup: Callable[[int], bytes]) -> None:
-        self.count = number
+    def __init__(
+        self, number: int, start: Start, setup: Callable[[int], bytes], servers: SharedServers | None = None
+    ) -> None:
+        self.count, self.servers = number, servers
         self._start, self._setup = start, setup
         self._numbers, self._calls, self.run_numbers = count(1), count(), count()
         self.deaths = 0
         """How many have died since a group last came to its end."""
-        self.present: tuple[Any, int] | None = None
-        """The policy's present weights and their version, which a shard that joins is told; ``None``: the first."""
+        self.present: tuple[Any, ...] | None = None
+        """What has shards take the policy's present weights; ``None``: they are the first."""
+        self.standing: dict[tuple[str, ...], None] = {}
+        """The orders that hold for all until they are undone, in turn."""
         self.runs: dict[int, LeasedRun] = {}
         """The runs under way, by number."""
         self._base: Path | None = None  # where the run's journal is
@@ -116,6 +124,7 @@ class Shards:
         self._starting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holds: asyncio.Task[None] | None = None
+        self._looks: set[asyncio.Task[None]] = set()
         self.idle = asyncio.Event()
         """Whether no run is under way."""
         self.idle.set()
@@ -123,6 +132,8 @@ class Shards:
             self.all = [self._shard(started) for started in threads.map(lambda _: self._started(), range(number))]
         self.facts = self.all[0].started.facts
         """What the first has said of its engines."""
+        self.version: int = self.facts.get("weight_version", 0)
+        """How many updates the policy's present weights have had."""
 
     @property
     def alive(self) -> list[ShardHandle]:
@@ -230,14 +241,28 @@ class Shards:
             await shard.started.attach()
             shard.loop = self._loop
             await self._keep_journal(shard)
-            with suppress(EngineError):  # it has died
-                if self.present is not None:
-                    await self.call(shard, "load", *self.present)
+            with suppress(EngineError):  # it has died, or waits for the next weights
+                await self._catch_up(shard)
             if not shard.alive:
                 continue
             self.all = [*self.alive, shard]
             for run in self.runs.values():
                 run.receive(shard, "joined")
+
+    async def _catch_up(self, shard: ShardHandle) -> None:
+        """Bring one that joins to where the others are, by the time that this returns."""
+        standing: dict[tuple[str, ...], None] = {}
+        present: tuple[Any, ...] | None = None
+        while (standing, present) != (self.standing, self.present):
+            before, standing = standing, dict(self.standing)
+            for order in standing.keys() - before.keys():
+                await self.call(shard, *order)
+            if present != self.present and (present := self.present) is not None:
+                await self.call(shard, *present)
+            if self.servers is not None:
+                await self.call(shard, "keep_apart", self.servers.apart())
+            for order in before.keys() - standing.keys():
+                await self.call(shard, UNDOES[order[0]], *order[1:])
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return what the engines of all have done, added up, and the version of their weights."""
@@ -283,6 +308,26 @@ class Shards:
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    async def order(self, *order: str) -> None:
+        """Have all do something that holds until it is undone, also for those that join."""
+        self.standing[order] = None
+        await self.call_all(*order)
+
+    async def undo(self, *order: str) -> None:
+        """Take an order back."""
+        self.standing.pop(order, None)
+        await self.call_all(UNDOES[order[0]], *order[1:])
+
+    async def take_weights(self, *call: Any) -> list[Any]:
+        """Have all take new weights by this call, also those that join."""
+        self.present = call
+        return await self.call_all(*call)
+
+    async def keep_apart(self) -> None:
+        """Have nobody sample from servers that may have a part of new weights, until they are whole again."""
+        if self.servers is not None and (apart := self.servers.apart()):
+            await self.call_all("keep_apart", apart)
+
     async def keep_journals(self, base: Path | None, run_id: str) -> None:
         """Have each keep its events in a journal of its own beside that of the run; ``None``: nowhere."""
         self._base, self._run_id = base, run_id
@@ -316,10 +361,23 @@ class Shards:
                         answer.set_result(value)
                     else:
                         answer.set_exception(error_of(*error))
+            case "whole":
+                task = asyncio.get_running_loop().create_task(self._look_at(shard, *parts))
+                self._looks.add(task)
+                task.add_done_callback(self._looks.discard)
             case _:
                 number, *rest = parts
                 if (run := self.runs.get(number)) is not None:
                     run.receive(shard, kind, *rest)
+
+    async def _look_at(self, shard: ShardHandle, number: int, url: str) -> None:
+        assert self.servers is not None
+        error, version = None, 0
+        try:
+            version = await self.servers.whole(url)
+        except Exception as raised:  # it is the shard's, which tries again later
+            error = str(raised)
+        shard.send("whole", number, error, version)
 
     def _lost(self, shard: ShardHandle) -> None:
         if not shard.alive:

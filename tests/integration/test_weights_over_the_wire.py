@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,19 +24,22 @@ import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk, ReplicaLost
+from fsm_rollout.engines.protocol import Chunk, ReplicaLost, SamplingParams
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.updating import updating
+from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
-from tests.integration.sglang_oracle import PATIENCE, Got, ask, model, request, worst
+from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
+from tests.kit import CONFIGS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real]
 
 CLOSE = 1e-4
 LENGTH = 800  # tokens of requests that are still under way when something happens
 BUCKET = 200_000  # bytes; the model has nine times as many
+KEY = "of both servers"
 names = (f"wire-{number}" for number in itertools.count())
 
 
@@ -44,6 +48,7 @@ def pool() -> Iterator[EnginePool]:
     warm = WarmSGLang()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_process, "subprocess", warm)
+        patch.setattr(sglang_process, "secrets", SimpleNamespace(token_hex=lambda _: KEY))
         spec = {"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040, "replicas": 2}
         pool = build_engine(spec, Path())
         assert isinstance(pool, EnginePool)
@@ -208,6 +213,66 @@ def test_a_trainer_that_loads_them_by_its_own_means_finds_them_held(pool: Engine
         assert worst(got, {first + 1: "early"}) < CLOSE
         await client.drain()
         await engine.aclose()
+
+    asyncio.run(main())
+
+
+def are_of(batch: fr.TrajectoryBatch, weights: dict[int, str]) -> bool:
+    """Whether all trained tokens have the logprobs of transformers with these weights, by their version."""
+    off = [0.0]
+    for row in batch.rows():
+        tables = {
+            version: expected(name, row.prompt_ids.tolist(), row.response_ids.tolist(), SamplingParams(1))
+            for version, name in weights.items()
+        }
+        trained = row.mask.nonzero()[0].tolist()
+        off += [abs(tables[int(row.versions[at])][at] - float(row.logprobs[at])) for at in trained]
+    return len(off) > 1 and max(off) < CLOSE
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["from memory, read once", "by broadcast"])
+def test_shards_share_servers_that_the_driver_loads_once(pool: EnginePool, how: str) -> None:
+    """What fails half-way is sampled from by no shard, and the trainer's own means are as good as ours."""
+
+    async def main() -> None:
+        urls, group = [replica.live.address.url for replica in pool.replicas], fr.BroadcastGroup()
+        spec = {"kind": "sglang_http", "urls": urls, "api_key": KEY}
+        agent, few = fr.load_agent(CONFIGS / "agents/tool_user.yaml"), CONFIGS / "data/arithmetic.jsonl"
+        prompts = fr.read_prompts(few, limit=4)
+        async with fr.Rollout(agent, spec, seed=7, workers=2, concurrency=4) as rollout:
+            before = rollout.weight_version
+            await rollout.aupdate_weights(tensors("final"))
+            # 1. While trajectories run.
+            running = asyncio.create_task(rollout.arun(prompts, n=2))
+            await asyncio.sleep(0)
+            given = Counted("early")
+            version = await rollout.aupdate_weights(SOURCES[how](given, group))
+            assert (version, rollout.weight_version) == (before + 2, before + 2)
+            assert set(given.read.values()) == {1}, "read once, for all shards and servers"
+            assert are_of(await running, {version - 1: "final", version: "early"})
+            assert are_of(await rollout.arun(prompts, n=2), {version: "early"})
+            # 2. What fails half-way: servers are given those from before again, where these can be had.
+            broken = tensors("final")
+            broken["lm_head.weight"][0, 0] = float("nan")
+            with pytest.raises(EngineError, match=r"'lm_head\.weight' is not finite"):
+                await rollout.aupdate_weights(fr.Tensors(lambda: broken, bucket_bytes=BUCKET))
+            assert rollout.weight_version == version
+            if how == "by broadcast":
+                assert are_of(await rollout.arun(prompts, n=2), {version: "early"})
+                async with asyncio.timeout(PATIENCE):
+                    while rollout.scheduler.shards.servers.apart():  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            # 3. By other means.
+            async with rollout.updating() as addresses:
+                assert [address.url for address in addresses] == urls
+                for replica in pool.replicas:
+                    body = {"model_path": str(embedded_model("final")), "flush_cache": False}
+                    call = replica.live._endpoint.call("/update_weights_from_disk", body, within=PATIENCE)
+                    await asyncio.wrap_future(replica.live._link.do(call))
+            assert are_of(await rollout.arun(prompts, n=2), {version + 1: "final"})
+            assert {s["weight_version"] for s in rollout.engine_stats().values()} == {version + 1}
+        group.close()
 
     asyncio.run(main())
 

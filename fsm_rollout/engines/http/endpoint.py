@@ -26,7 +26,7 @@ import aiohttp
 import msgspec
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import ReplicaLost, Request, Weights
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, TokenScores
@@ -156,6 +156,11 @@ class Endpoint(ABC):
             EngineError: they cannot be right, or cannot reach it; it has not been asked. What is returned raises it
                 when the server refuses and has its old weights, and ReplicaLost when nobody knows which it has.
         """
+
+    async def adopt(self, version: int, *, doubted: bool) -> None:
+        """See :meth:`fsm_rollout.engines.http.engine.HTTPEngine.adopt`; most servers do not say their version."""
+        if doubted:
+            raise HalfLoaded(f"{self.url} does not say which weights it has, and it was lost")
 
     @abstractmethod
     async def sleep(self) -> None:

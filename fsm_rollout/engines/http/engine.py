@@ -106,6 +106,23 @@ class HTTPEngine:
         await self._order(self._link.update(step))
         return number
 
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._endpoint.url
+
+    async def adopt(self, version: int, *, doubted: bool = False) -> None:
+        """Go on with weights of this version that others have loaded; HalfLoaded where the server has others.
+
+        ``doubted``: it may have been started anew, so one that does not say its version is not believed.
+        """
+
+        async def step() -> int:
+            await self._endpoint.adopt(version, doubted=doubted)
+            return version
+
+        await self._order(self._link.update(step))
+
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""
         await self._order(self._link.hold("paused"))

@@ -33,7 +33,7 @@ from fsm_rollout.engines.http.endpoint import (
     refusal_in,
     second_answer,
 )
-from fsm_rollout.engines.protocol import ReplicaLost, Weights
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Weights
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
@@ -105,6 +105,11 @@ class Info(msgspec.Struct):
 class _ModelInfo(msgspec.Struct):
     weight_version: str | int = ""
     has_image_understanding: bool = False
+
+
+def _version(label: str) -> int:
+    """Return the number of a version; 0 where it is none."""
+    return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
 
 class Told(msgspec.Struct):
@@ -182,7 +187,7 @@ class SGLangEndpoint(Endpoint):
         label = str(model.weight_version)
         if self._alone:
             self.label = label
-        return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
+        return _version(label)
 
     async def _why_blind(self, model: _ModelInfo, info: Info) -> str | None:
         """Return why the server cannot be sent pictures; ``None``: it reads one as the model's processor does."""
@@ -248,6 +253,13 @@ class SGLangEndpoint(Endpoint):
         """Have it call its weights by this version."""
         await self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.label = str(version)
+
+    async def adopt(self, version: int, *, doubted: bool) -> None:
+        """See :class:`~fsm_rollout.engines.http.endpoint.Endpoint`."""
+        label = str((await self.ask("/model_info", _ModelInfo)).weight_version)
+        if _version(label) != version:
+            raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
+        self.label = label
 
     @cached_property
     def is_here(self) -> bool:
