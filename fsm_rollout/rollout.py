@@ -349,7 +349,7 @@ class Rollout(TrainerOrders):
         from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
 
         groups = list(groups)
-        parts = list(map(part_from_bytes, packed_parts(groups)))
+        parts = [part_from_bytes(*packed) for packed in packed_parts(groups)]
         return batch_of(groups, parts=parts, **self._of_batches | options)
 
     run = plain(arun)

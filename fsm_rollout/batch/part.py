@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from fsm_rollout.batch.advantages import SampleScore, scores_of
-from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, TAUGHT, Along
+from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, RAGGED, TAUGHT, Along
 from fsm_rollout.batch.fitting import Overflow, check_widths, fitting, why_untrainable
-from fsm_rollout.batch.rows import Cut, FlatRows, RowId, flat_rows, places, trained_streams
+from fsm_rollout.batch.rows import Cut, FlatRows, RowId, flat_rows, trained_streams
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
@@ -168,43 +168,51 @@ def joined_parts(
         BatchError: tokens have routed experts in several shapes.
     """
     facts = {group_id: fact for part in parts for group_id, fact in part.facts.items()}
-    if len(parts) == 1 and list(parts[0].facts) == list(order) and not (leave_out and parts[0].rows.facts):
-        return parts[0].rows, list(facts.values())
-    # 1. All rows of all parts end to end, states numbered alike.
+    # 1. The rows of the groups asked for, in their order, as stretches that stand together in a part.
+    rank = {group_id: number for number, group_id in enumerate(order) if group_id not in leave_out}
+    rows = [
+        (rank[row["group_id"]], number, place)
+        for number, part in enumerate(parts)
+        for place, row in enumerate(part.rows.facts)
+        if row["group_id"] in rank and row["group_id"] in part.facts
+    ]
+    rows.sort()
+    stretches: list[tuple[int, int, int]] = []  # a part, the first row, and the one behind the last
+    for _, number, place in rows:
+        if stretches and stretches[-1][0] == number and stretches[-1][2] == place:
+            stretches[-1] = number, stretches[-1][1], place + 1
+        else:
+            stretches.append((number, place, place + 1))
+    found = [facts[group_id] for group_id in order]
+    if len(parts) == 1 and len(stretches) == 1 and len(rows) == len(parts[0].rows.facts):
+        return parts[0].rows, found
+    # 2. Their columns, states numbered alike.
     names = parts[0].rows.state_names if parts else tuple(state_names)
     if any(part.rows.state_names != names for part in parts):
         seen = {name for part in parts for name in part.rows.state_names}
         names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
-    arrays: dict[str, list[np.ndarray[Any, Any]]] = {column.field: [] for column in PER_TOKEN.values() if column.field}
     shapes = _shapes(parts)
-    for part in parts:
-        for name, pieces in arrays.items():
-            piece = part.rows.arrays[name]
-            if name == "state_ids" and part.rows.state_names != names:
-                piece = np.array([names.index(state) for state in part.rows.state_names], np.int32)[piece]
-            elif name in FURTHER and piece.shape[1:] != shapes[name]:
-                piece = _filled(name, part.rows, shapes[name], processor)
-            pieces.append(piece)
-    kinds = {column.field: column.row_dtype for column in PER_TOKEN.values() if column.field}
-    whole = {
-        name: np.concatenate([np.zeros((0, *shapes.get(name, ())), kinds[name]), *pieces])
-        for name, pieces in arrays.items()
+    ends = {along: [np.append(0, np.cumsum(part.rows.lengths[along])).tolist() for part in parts] for along in RAGGED}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for column in PER_TOKEN.values():
+        if name := column.field:
+            pieces = [part.rows.arrays[name] for part in parts]
+            for number, part in enumerate(parts):
+                if name == "state_ids" and part.rows.state_names != names:
+                    pieces[number] = np.array([names.index(s) for s in part.rows.state_names], np.int32)[pieces[number]]
+                elif name in FURTHER and pieces[number].shape[1:] != shapes[name]:
+                    pieces[number] = _filled(name, part.rows, shapes[name], processor)
+            at = ends[column.along]
+            taken = (pieces[number][at[number][first] : at[number][end]] for number, first, end in stretches)
+            arrays[name] = np.concatenate([np.zeros((0, *shapes.get(name, ())), column.row_dtype), *taken])
+    lengths = {
+        along: np.concatenate(
+            [np.zeros(0, np.int64), *(parts[number].rows.lengths[along][first:end] for number, first, end in stretches)]
+        )
+        for along in RAGGED
     }
-    lengths = {along: np.concatenate([np.zeros(0, np.int64), *(p.rows.lengths[along] for p in parts)]) for along in
-               (Along.PROMPTS, Along.RESPONSES, Along.INPUT_IDS)}  # fmt: skip
-    row_facts = [row for part in parts for row in part.rows.facts]
-    # 2. Those of the groups asked for, in their order.
-    rank = {group_id: number for number, group_id in enumerate(order) if group_id not in leave_out}
-    wanted = [row for row, facts in enumerate(row_facts) if facts["group_id"] in rank]
-    wanted.sort(key=lambda row: rank[row_facts[row]["group_id"]])
-    if wanted != list(range(len(row_facts))):
-        rows = np.array(wanted, np.int64)
-        starts = {along: np.cumsum(of) - of for along, of in lengths.items()}
-        at = {along: places(starts[along][rows], of[rows]) for along, of in lengths.items()}
-        whole = {column.field: whole[column.field][at[column.along]] for column in PER_TOKEN.values() if column.field}
-        lengths = {along: of[rows] for along, of in lengths.items()}
-        row_facts = [row_facts[row] for row in wanted]
-    return FlatRows(lengths, whole, row_facts, names), [facts[group_id] for group_id in order]
+    row_facts = [parts[number].rows.facts[place] for _, number, place in rows]
+    return FlatRows(lengths, arrays, row_facts, names), found
 
 
 def _shapes(parts: Sequence[BatchPart]) -> dict[str, tuple[int, ...]]:
@@ -254,8 +262,8 @@ def part_to_bytes(part: BatchPart) -> bytes:
     return _encode((rows, list(part.facts.values()), pictures))
 
 
-def part_from_bytes(data: bytes) -> BatchPart:
-    """Return the part that :func:`part_to_bytes` was given."""
+def part_from_bytes(data: bytes, of: Collection[str]) -> BatchPart:
+    """Return the part that :func:`part_to_bytes` was given, for these groups of it: others have run again since."""
     (lengths, arrays, facts, names), groups, pictures = _decode(data)
     if pictures:
         shown = {name: stored(*picture) for name, picture in pictures.items()}
@@ -267,7 +275,7 @@ def part_from_bytes(data: bytes) -> BatchPart:
         facts,
         tuple(names),
     )
-    return BatchPart(rows, {group.group_id: group for group in msgspec.convert(groups, list[GroupFacts])})
+    return BatchPart(rows, {g.group_id: g for g in msgspec.convert(groups, list[GroupFacts]) if g.group_id in of})
 
 
 _encode = msgspec.msgpack.Encoder().encode

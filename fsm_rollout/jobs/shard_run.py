@@ -149,6 +149,10 @@ class ShardRun:
         journal = scheduler.recorder.journal
         if journal is not None:
             journal.flush()
+        if asked["histories"]:  # another run may have trajectories of the same names
+            kept = {t.trajectory_id for group in scheduler.carried for t in (*group.all, *group.discarded)}
+            for name in self.host.events.keys() - kept:
+                del self.host.events[name]
         self.send("ended", None if error is None else told(error), carried, self.host.rollout.engine_stats())
         self.host.runs.pop(self.number, None)
 

@@ -74,9 +74,13 @@ class LeasedGroup(Group):
         return group
 
 
-def packed_parts(groups: Iterable[Group]) -> list[bytes]:
-    """Return the packed rows of some groups, those that came back together once."""
-    return list({id(group.part): group.part for group in groups if isinstance(group, LeasedGroup)}.values())
+def packed_parts(groups: Iterable[Group]) -> list[tuple[bytes, set[str]]]:
+    """Return the packed rows of some groups, those that came back together once, and whose they are."""
+    parts: dict[int, tuple[bytes, set[str]]] = {}
+    for group in groups:
+        if isinstance(group, LeasedGroup):
+            parts.setdefault(id(group.part), (group.part, set()))[1].add(group.group_id)
+    return list(parts.values())
 
 
 def histories_of(shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:

@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import sys
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,20 @@ def where(number: int) -> str:
         (Path(folder) / str(os.getpid())).write_text(f"{gc.get_freeze_count()} {'torch' in sys.modules}", "ascii")
     if (at := os.environ.get("SHARD_DIES_AT")) and next(_calls) == int(at) and _first(Path(os.environ["SHARD_DIED"])):
         os._exit(9)
+    dies("tool")
     return f"answer {number}"
+
+
+def dies(place: str) -> None:
+    """End the process where the file that SHARD_POINT names says so: at such a place, when it is come to so often."""
+    point = Path(os.environ.get("SHARD_POINT", "/nowhere"))
+    with suppress(FileNotFoundError):  # nobody is to die, or another has by now
+        where, at = (said := point.read_text("ascii")).split()[:2]
+        if where == place:
+            _come[said] += 1
+            if _come[said] == int(at):
+                point.rename(point.with_suffix(".done"))
+                os._exit(9)
 
 
 async def crowded(number: int) -> str:
@@ -52,6 +67,7 @@ async def crowded(number: int) -> str:
 
 
 _at_work: set[object] = set()
+_come: Counter[str] = Counter()
 
 
 def traced(number: int, context: ToolContext) -> str:
@@ -74,6 +90,7 @@ def agent(tool: str = f"{__name__}:where", **keys: Any) -> AgentGraph:
 
 def engine(tokenizer: Any, turns: int, delay: float) -> ScriptedEngine:
     def script(request: Request) -> Turn:
+        dies("generation")
         return Turn(text=CALL % request.turn if request.turn < turns else f"Done {request.sampling.seed}.", delay=delay)
 
     return ScriptedEngine(script, tokenizer=tokenizer)
@@ -100,6 +117,7 @@ SLOW = 0.05  # seconds of a generation, where something is to happen meanwhile
 
 def engine_of(turns: int = 3, delay: float = 0.0) -> ScriptedEngine:
     """Return the engine with the embedded model's tokenizer; as the variables say, the process ends instead."""
+    dies("start")
     once = os.environ.get("SHARD_DIES_ONCE")
     if os.environ.get("SHARD_DIES") or (once and _first(Path(once))):
         os._exit(9)
@@ -127,6 +145,7 @@ def spec(delay: float = 0.0) -> dict[str, Any]:
 
 def seeded(trajectory: Trajectory) -> float:
     """Return a score that its seed decides."""
+    dies("reward")
     return trajectory.seed % 3 / 2
 
 

@@ -134,6 +134,47 @@ def test_a_shard_that_dies_loses_nothing(
         assert rows(list(journal.read(path))) == single
 
 
+POINTS = [
+    *(f"generation {at}" for at in (1, 2, 4, 7, 10, 13, 16)), "start 1",
+    *(f"tool {at}" for at in (1, 2, 3, 5, 7, 9, 11)), "start 1",
+    *(f"reward {at}" for at in (1, 2, 3, 4)),
+]  # fmt: skip
+
+
+def test_a_shard_that_dies_at_any_of_twenty_points_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rollout, in each of whose runs one dies, also one that is to take another's place."""
+    assert len(POINTS) == 20
+    point, reward = tmp_path / "point", "tests.integration.shard_work:seeded"
+    monkeypatch.setenv("SHARD_POINT", str(point))
+
+    async def main() -> None:
+        async with Rollout(agent(), spec(), seed=7) as rollout:  # seeds are others in each run
+            expected = [
+                rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])) for _ in POINTS
+            ]
+        async with Rollout(agent(), spec(), seed=7, workers=2, reward=reward) as rollout:
+            for number, (where, single) in enumerate(zip(POINTS, expected, strict=True)):
+                point.write_text(f"{where} {number}", "ascii")
+                if where.startswith("start"):
+                    shards_of(rollout).kill(0)
+                path = tmp_path / f"{number}.sqlite"
+                with Journal(path) as rollout.journal:
+                    found = trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])
+                    async with asyncio.timeout(60):
+                        while point.exists():  # noqa: ASYNC110  # one that starts may die a little later
+                            await asyncio.sleep(0.01)
+                    rollout.journal.flush()
+                    assert rows(found) == single, where
+                    assert all(trajectory.score is not None for trajectory in found), where
+                rollout.journal = None
+                assert rows(list(journal.read(path))) == single, where
+            assert shards_of(rollout).deaths <= 3, "some group ends between any two"
+
+    asyncio.run(main())
+
+
 class Counted:
     """Hears how far shards are."""
 
