@@ -325,6 +325,7 @@ def _write(
     if carried:  # what was set aside may be in a shard
         trajectories += [each for each in read(folder) if each.group_id in carried]
     summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked}
+    summary["event_loop_lag"] = rollout.scheduler.loop_lag()
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
     discarded = [trajectory for group in groups for trajectory in group.discarded if trajectory.parent_id is None]

@@ -153,7 +153,8 @@ class ShardRun:
             kept = {t.trajectory_id for group in scheduler.carried for t in (*group.all, *group.discarded)}
             for name in self.host.events.keys() - kept:
                 del self.host.events[name]
-        self.send("ended", None if error is None else told(error), carried, self.host.rollout.engine_stats())
+        self.send("ended", None if error is None else told(error), carried,
+                  self.host.rollout.engine_stats(), scheduler.lag.figures())  # fmt: skip
         self.host.runs.pop(self.number, None)
 
     def _timed(self, times: Mapping[int | None, Any]) -> None:

@@ -201,6 +201,11 @@ def summary_table(summary: Summary) -> Table:
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
             seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
             row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
+    if lags := summary.get("event_loop_lag"):
+        name, late = max(lags.items(), key=lambda item: item[1]["p99"])
+        if late["p99"] >= SHOWN_FROM:
+            seconds = " / ".join(_number(late[key], digits=2) for key in ("p50", "p99", "max"))
+            row("event loop (s)", f"late by {seconds} (p50 / p99 / max, {name})")
     if (slowest := timing["slowest"]) is not None:
         spent = {name: slowest[f"{name}_seconds"] for name in PARTS}
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds >= SHOWN_FROM)

@@ -93,7 +93,7 @@ class LeasedScheduler(Scheduler):
         if self._client is not None:
             await self._client.begin()
         try:
-            with nullcontext() if listens is None else listens() as trace:
+            with self.lag.watched(), nullcontext() if listens is None else listens() as trace:
                 yield trace
         finally:
             if self._client is not None:
@@ -102,6 +102,11 @@ class LeasedScheduler(Scheduler):
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """See there."""
         return self.shards.engine_stats()
+
+    def loop_lag(self) -> dict[str, dict[str, float]]:
+        """See there; of shards as of their last run."""
+        shards = {f"shard {shard.number}": shard.lag for shard in self.shards.all if shard.lag}
+        return super().loop_lag() | shards
 
     async def send_to_sleep(self) -> None:
         """See there."""

@@ -220,10 +220,10 @@ class Leases:
             if (hear := getattr(listener, what, None)) is not None:
                 hear(shard.number, *parts)
 
-    def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], stats: Any) -> None:
+    def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], *said: Any) -> None:
         """Take in that the run has ended in a shard, which goes on with some groups in the next one."""
         self._open.discard(shard)
-        shard.stats = stats
+        shard.stats, shard.lag = said
         for group_id in shard.groups.keys() - set(carried):
             cast(LeasedGroup, shard.groups[group_id]).shard = None
         shard.groups.clear()

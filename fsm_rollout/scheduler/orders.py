@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import cached_property
 
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import RunState
@@ -36,6 +38,11 @@ class SchedulerOrders:
         """Whether there is a run."""
         return self._run is not None
 
+    @cached_property
+    def lag(self) -> LoopLag:
+        """How late the event loop was while runs were under way."""
+        return LoopLag()
+
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
         self.agents.check(prompts, self.scoring.reward)
@@ -54,7 +61,7 @@ class SchedulerOrders:
         """Have tools ready for a run, and its spans sent; yields how these are called. Shards do so themselves."""
         await self.agents.prepare_tools()
         try:
-            with nullcontext() if listens is None else listens() as trace:
+            with self.lag.watched(), nullcontext() if listens is None else listens() as trace:
                 yield trace
         finally:
             await self.agents.close_tools()
@@ -65,6 +72,10 @@ class SchedulerOrders:
             name: {"requests": c.pool.requests, "dispatches": c.pool.dispatches, "weight_version": c.weight_version}
             for name, c in self.clients.items()
         }
+
+    def loop_lag(self) -> dict[str, dict[str, float]]:
+        """Return seconds by which event loops were late, ``p50``, ``p99`` and ``max``, by process: this one, shards."""
+        return {"run": found} if (found := self.lag.figures()) else {}
 
     async def send_to_sleep(self) -> None:
         """Let all engines give their memory back."""

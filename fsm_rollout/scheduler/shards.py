@@ -82,6 +82,8 @@ class ShardHandle:
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stats: dict[str, dict[str, int]] = field(default_factory=dict)
     """What its engines have done, as of its last run."""
+    lag: dict[str, float] = field(default_factory=dict)
+    """How late its event loop was, as of its last run."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, *message: Any) -> None:
