@@ -208,6 +208,8 @@ class ShardRun:
                 min(versions, default=None), list(filtered.last_scores) if filtered is not None else [],
                 *self._histories(group),
             ))  # fmt: skip
+        if (journal := self.scheduler.recorder.journal) is not None:
+            journal.persist()  # what the driver has delivered is whole in it, should this process die now
         self.send("groups", headers, part)
 
     def _histories(self, group: Group) -> tuple[list[list[list[bytes]]], list[tuple[bytes, str, int, int]]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace as replace_row
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +18,14 @@ import fsm_rollout as fr
 from fsm_rollout.batch.advantages import EPSILON
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
+from fsm_rollout.batch.part import part_from_bytes, part_of, part_to_bytes
 from fsm_rollout.batch.rows import RowId
+from fsm_rollout.batch.step import batch_of
 from fsm_rollout.errors import BatchError
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.trajectory.events import AnyEvent, Scored
+from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
 from tests.histories import events_of, plans
@@ -38,6 +43,39 @@ def in_groups(several: Sequence[Sequence[AnyEvent]]) -> list[Trajectory]:
 
 
 grouped = st.lists(plans, max_size=5).map(lambda several: in_groups([events_of(plan) for plan in several]))
+
+
+@given(grouped, st.data())
+def test_a_batch_is_the_same_however_its_groups_are_spread_over_parts(
+    trajectories: list[Trajectory], data: st.DataObject
+) -> None:
+    """Parts may also hold what a group was before it ran again: that is in no batch."""
+    groups: list[Group] = []
+    for index, name in enumerate(dict.fromkeys(trajectory.group_id for trajectory in trajectories)):
+        group = Group(name, index, Prompt(messages=({"role": "user", "content": "?"},)), cast(RunnableAgent, None), 3)
+        group.trajectories = [trajectory for trajectory in trajectories if trajectory.group_id == name]
+        groups.append(group)
+    where = st.sampled_from(range(3))
+    now, before = ([data.draw(where) for _ in groups] for _ in range(2))
+    parts = []
+    for number in data.draw(st.permutations(range(3))):
+        ours = {group.group_id for group, at in zip(groups, now, strict=True) if at == number}
+        earlier = {group.group_id for group, at in zip(groups, before, strict=True) if at == number}
+        held = data.draw(st.permutations([group for group in groups if group.group_id in ours | earlier]))
+        parts.append(part_from_bytes(part_to_bytes(part_of(held)), ours))
+    whole, spread = batch_of(groups, pad_id=0), batch_of(groups, parts=parts, pad_id=0)
+    told = [
+        [
+            (row.row_id, row.prompt_ids.tolist(), row.response_ids.tolist(), row.mask.tolist(), row.logprobs.tolist(),
+             [row.state_names[state] for state in row.state_ids[row.mask == 1]])
+            for row in batch.rows()
+        ]
+        for batch in (whole, spread)
+    ]  # fmt: skip
+    assert told[0] == told[1]
+    assert (spread.sample_scores, spread.unrowed, repr(spread.figures)) == (
+        whole.sample_scores, whole.unrowed, repr(whole.figures)
+    )  # fmt: skip
 
 
 def wanted_advantages(trajectories: list[Trajectory], scale: bool) -> dict[str, float]:

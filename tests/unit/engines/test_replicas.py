@@ -305,7 +305,7 @@ def of(**values: float) -> Tensors:
 def test_what_an_update_that_failed_has_left_is_never_sampled_from(ours: bool) -> None:
     """A process of ours starts again; a server of others waits for weights that replace all that was mixed up."""
     place = Place(lambda _: Bucketed())
-    place._urls = None if ours else ["a", "b"]
+    place.urls = None if ours else ["a", "b"]
 
     def models() -> list[dict[str, float]]:
         return [cast(Bucketed, place.last(index)).model for index in range(2)]
