@@ -39,6 +39,7 @@ class LoadedByDriver:
     """
 
     names = touched = None
+    again = True
 
     def __init__(self, whole: Callable[[str], Awaitable[int]]) -> None:
         self._whole, self._fresh = whole, True
