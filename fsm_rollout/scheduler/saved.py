@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leases import LeasedScheduler
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.resume import resumed_groups
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.trajectory import journal
