@@ -44,10 +44,10 @@ def guard(settings: Settings, run: socket.socket, folder: str) -> None:
         if ended is not None:
             process.kill()
             process = None
-        _kill_all_but(process.kept if process is not None else set())
+        kill_all_but(process.kept if process is not None else set())
         answer = {"text": text[: settings["output"]], "cut": len(text) > settings["output"], "ended": ended}
         run.sendall(json.dumps(answer).encode() + b"\n")
-    _kill_all_but(set())
+    kill_all_but(set())
 
 
 class _Exceeded(Exception):
@@ -116,7 +116,7 @@ class _Process:
 
     def kill(self) -> None:
         """End it, and all that it has started."""
-        _kill_all_but(set())
+        kill_all_but(set())
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         for descriptor in (self._requests, self._answers):
@@ -146,7 +146,7 @@ def descendants(root: int) -> Iterator[int]:
         waiting += parents.get(pid, ())
 
 
-def _kill_all_but(kept: set[int]) -> None:
+def kill_all_but(kept: set[int]) -> None:
     """Kill the other processes of the session, the code's own among them if it is not kept, and wait for their end."""
     for _ in range(100):  # what forks while it is killed is killed in the next round
         if not kept and os.getpid() == 1:

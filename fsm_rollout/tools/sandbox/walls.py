@@ -20,6 +20,7 @@ from fsm_rollout.tools.sandbox.system_calls import filter_calls
 from fsm_rollout.tools.sandbox.wire import Settings
 
 NOBODY = 65534
+PROGRAM = "/program"  # where the folder of an enclosure's program is seen
 OUTPUT = "/dev/shm"  # where a session in namespaces keeps the output of a call
 
 
@@ -38,6 +39,7 @@ def map_users(pid: int) -> None:
 def build_root(settings: Settings) -> None:
     """Build a file system of what a program needs to run, to read only, and an empty folder; see nothing else."""
     mount("none", "/", None, kernel.REC | kernel.PRIVATE)
+    program = os.open(settings["program"], os.O_PATH) if settings.get("program") else None  # it may lie in /tmp
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     root = "/tmp/root"
     os.mkdir(root)
@@ -50,6 +52,11 @@ def build_root(settings: Settings) -> None:
             os.makedirs(f"{root}{path}")
             mount(path, f"{root}{path}", None, BIND | kernel.REC)
             _make_readonly(f"{root}{path}")
+    if program is not None:
+        os.mkdir(f"{root}{PROGRAM}")
+        mount(f"/proc/self/fd/{program}", f"{root}{PROGRAM}", None, BIND | kernel.REC)
+        _make_readonly(f"{root}{PROGRAM}")
+        os.close(program)
     # 2. A few devices, the processes of this session, an empty folder.
     os.mkdir(f"{root}/dev")
     for name in ("null", "zero", "random", "urandom"):

@@ -1,0 +1,124 @@
+"""Programs of others as agents on small repositories: install one, run it behind walls, and let the tests judge.
+
+Invariant: a program has its own copy of the task's files, reaches the model and nothing else, and the tests that score
+it are written anew after it has ended, so it can neither change them nor leave anything that runs beside them.
+
+A prompt's ``files`` are the repository, its ``tests`` what is run at the end (``python -m unittest``); the score is 1
+where all pass. What a program needs is installed once, in the versions that are named here, into ``runs/harnesses``
+below the folder where the run was started (``FSM_HARNESSES`` names another).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fsm_rollout import ForeignVisit
+from fsm_rollout.errors import ToolError
+from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
+
+logger = logging.getLogger(__name__)
+
+TESTS_SECONDS = "60"
+HARNESSES = Path(os.environ.get("FSM_HARNESSES", "runs/harnesses")).absolute()
+_installing = asyncio.Lock()
+
+
+async def installed(name: str, packages: tuple[str, ...], *, npm: bool) -> Path:
+    """Return the folder where a program is installed, which it is made once; ToolError says why it cannot be."""
+    folder = HARNESSES / name
+    async with _installing:
+        if not (folder / "installed").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            print(f"{name}: installing {', '.join(packages)} into {folder}, once", file=sys.stderr, flush=True)
+            if npm:
+                if (program := shutil.which("npm")) is None:
+                    raise ToolError(f"{name} comes from npm, which is not installed; install Node.js, or take another")
+                words = [program, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+            else:
+                words = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", "-q", "--target", str(folder)]
+                words += packages
+            process = await asyncio.create_subprocess_exec(*words, stdout=2, stderr=asyncio.subprocess.PIPE)
+            _, said = await process.communicate()
+            if process.returncode:
+                text = said.decode(errors="replace").strip()
+                raise ToolError(f"{name} could not be installed ({' '.join(packages)}): {text[-600:]}")
+            (folder / "installed").touch()
+    return folder
+
+
+def program_in(folder: Path, name: str) -> str:
+    """Return where a native program of a folder of npm's is behind the walls."""
+    for path in sorted(folder.glob(f"node_modules/**/bin/{name}")):
+        if not path.is_symlink() and path.is_file() and path.open("rb").read(4) == b"\x7fELF":
+            return f"/program/{path.relative_to(folder)}"
+    raise ToolError(f"npm has installed no program {name} for this machine into {folder}")
+
+
+async def judged(
+    visit: ForeignVisit, words: list[str], env: Mapping[str, str], folder: Path, files: Mapping[str, str] | None = None
+) -> float:
+    """Run a program on the prompt's files, then its tests; return 1.0 where all pass, else 0.0."""
+    port = urlsplit(visit.base_url).port
+    assert port is not None
+    repository, tests = dict(visit.extra["files"]), dict(visit.extra["tests"])  # type: ignore[call-overload]
+    python = str(Path(sysconfig.get_config_var("BINDIR"), "python3"))
+    shown = [] if sys.base_prefix == "/usr" else [sys.base_prefix]
+    gateway = {"OPENAI_BASE_URL": visit.base_url, "OPENAI_API_KEY": visit.api_key, "OPENAI_MODEL": visit.model}
+    path = f"{Path(python).parent}:/usr/bin:/bin"
+    agent = Command(words, {"PATH": path, "TASK": visit.task, **gateway, **env}, repository | dict(files or {}))
+    test = Command(["timeout", TESTS_SECONDS, python, "-B", "-m", "unittest", "-q", *map(_module, tests)], {}, tests)
+    ended, passed = await run_enclosed([agent, test], port=port, program=folder, shown=shown)
+    if ended.code:
+        raise ToolError(f"{Path(words[0]).name} ended with exit code {ended.code}; it wrote: {ended.output[-1500:]}")
+    if passed.code:
+        logger.info("the tests: %s", passed.output[-600:])
+    return float(passed.code == 0)
+
+
+def _module(test: str) -> str:
+    return test.removesuffix(".py").replace("/", ".")
+
+
+CODEX = """
+model = "MODEL"
+model_provider = "here"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+[model_providers.here]
+name = "here"
+base_url = "URL"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+
+
+async def codex(visit: ForeignVisit) -> float:
+    """Run Codex (Apache-2.0), by npm."""
+    folder = await installed("codex-0.169.0", ("@openai/codex@0.169.0",), npm=True)
+    config = CODEX.replace("MODEL", visit.model).replace("URL", visit.base_url)
+    words = [program_in(folder, "codex"), "exec", "--skip-git-repo-check", visit.task]
+    return await judged(visit, words, {}, folder, {"/tmp/home/.codex/config.toml": config})
+
+
+async def opencode(visit: ForeignVisit) -> float:
+    """Run opencode (MIT), by npm."""
+    folder = await installed("opencode-1.18.33", ("opencode-ai@1.18.33",), npm=True)
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": visit.base_url, "apiKey": visit.api_key},
+        "models": {visit.model: {"name": visit.model}},
+    }
+    config = {"model": f"here/{visit.model}", "autoupdate": False, "share": "disabled", "provider": {"here": provider}}
+    env = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    words = [program_in(folder, "opencode"), "run", visit.task]
+    return await judged(visit, words, env, folder, {"opencode.json": json.dumps(config)})

@@ -1,0 +1,16 @@
+"""Write the embedded model with a window as long as coding agents' prompts, into the folder that is named.
+
+It was trained on short dialogues: behind such a prompt it says nothing of use, and every token of it is exact.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from fsm_rollout.model.__init__ import embedded_model
+
+folder = Path(sys.argv[1])
+shutil.copytree(embedded_model("final"), folder)
+config = json.loads((folder / "config.json").read_text())
+(folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65_536}))

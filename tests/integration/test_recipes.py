@@ -1,0 +1,90 @@
+"""The recipes with programs of others: walls that let the model through alone, and whole runs as users start them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import fsm_rollout as fr
+from fsm_rollout.errors import ToolError
+from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
+from tests.kit import ROOT
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
+
+LEAVES = "cat given; echo changed > test; ln -s given link; sleep 1000 & ls HOST; echo left > kept"
+
+
+def test_commands_share_files_and_no_process_and_reach_one_port_alone(tmp_path: Path) -> None:
+    (tmp_path / "word").write_text("of the program")
+    tmp_path.chmod(0o755)
+
+    async def main() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.readline())
+            writer.close()
+
+        open_server = await asyncio.start_server(answer, "127.0.0.1")
+        closed_server = await asyncio.start_server(answer, "127.0.0.1")
+        (port,), (closed,) = ([one.getsockname()[1] for one in s.sockets] for s in (open_server, closed_server))
+        ask = (
+            "import socket, sys\n"
+            f"s = socket.create_connection(('127.0.0.1', {port})); s.sendall(b'hello\\n'); print(s.recv(9))\n"
+            f"try: socket.create_connection(('127.0.0.1', {closed})); print('reached')\n"
+            "except OSError: print('refused')\n"
+        )
+        first = Command(["sh", "-c", LEAVES.replace("HOST", str(ROOT))], files={"given": "seen\n", "test": "true"})
+        second = Command(
+            ["sh", "-c", "cat kept test /program/word; ls /proc | grep -c '^[0-9]'; echo no > /program/word; exit 3"],
+            files={"test": "anew\n", "link": "a file\n"},
+        )
+        third = Command([getattr(sys, "_base_executable", sys.executable), "-c", ask])
+        ended = await run_enclosed([first, second, third], port=port, program=tmp_path, shown=[sys.base_prefix])
+        assert ended[0].output.startswith("seen\n")
+        assert f"cannot access '{ROOT}'" in ended[0].output
+        assert ended[1].code == 3
+        assert ended[1].output.startswith("left\nanew\nof the program4\n")
+        assert "cannot create /program/word" in ended[1].output
+        assert ended[2].output == "b'hello\\n'\nrefused\n", ended[2].output
+        for server in (open_server, closed_server):
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_what_cannot_start_says_so() -> None:
+    (ended,) = asyncio.run(run_enclosed([Command(["no-such-program"])], port=1))
+    assert ended.code == 127
+    assert "no-such-program could not be started" in ended.output
+    with pytest.raises(ToolError, match="/etc/x: is not below"):
+        asyncio.run(run_enclosed([Command(["true"], files={"/etc/x": ""})], port=1))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("name", "forks"), [("codex", {}), ("opencode", {"side_call": 2})])
+def test_a_recipe_runs_as_it_is_and_each_agent_is_one_row(name: str, forks: dict[str, int], tmp_path: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    env = os.environ | {"FSM_HARNESSES": str(Path(tempfile.gettempdir(), "fsm-rollout-harnesses"))}
+    words = [sys.executable, "-m", "fsm_rollout", "run", str(ROOT / f"examples/{name}/run.yaml")]
+    done = subprocess.run(
+        [*words, f"out={tmp_path}/run", "n=1"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    if "could not be installed" in done.stdout + done.stderr:
+        pytest.skip(f"npm cannot install {name}: {(done.stdout + done.stderr)[-300:]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["stop_reasons"] == {"answered": 2}
+    assert summary["score_mean"] == 1.0, summary
+    assert summary.get("forks", {}) == forks
+    rows = fr.TrajectoryBatch.load(tmp_path / "run/batch").rows()
+    assert [row.context for row in rows] == ["main", "main"]
+    assert [row.metrics["trained_tokens"] for row in rows] == [rows[0].metrics["trained_tokens"]] * 2
