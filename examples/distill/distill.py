@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 import fsm_rollout as fr
@@ -33,13 +34,15 @@ ROOT = Path(__file__).resolve().parents[2]
 class Settings:
     """What a run is made of."""
 
-    steps: int = 60
+    steps: int = 40
     """At most; the learning rate falls to 0 over them."""
     seed: int = 0
     prompts: int = 64
     """Dialogues per step."""
-    minibatches: int = 4
+    minibatches: int = 8
     """Updates per step."""
+    average: float = 0.95
+    """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
     learning_rate: float = 1e-3
     warm_up: int = 3
     """Steps in which the learning rate rises."""
@@ -98,6 +101,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
     """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines."""
     torch.manual_seed(settings.seed)
     model, tokenizer = fr.load_model("embedded:early")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     held_back = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=settings.held_back)
     train_prompts = fr.read_prompts(ROOT / "configs/data/arithmetic_train.jsonl")
@@ -119,15 +123,18 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
         for step in range(settings.steps + 1):
             line: dict[str, float] = {"step": step}
             if step % settings.evaluate_every == 0 or step == settings.steps:
+                rollout.update_weights(weights(average.module))
                 line["held_back"] = rollout.evaluate(held_back, sampling={"temperature": 1.0}).score_mean
+                rollout.update_weights(weights(model))
             done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
             if not done:
                 for group in optimizer.param_groups:
                     group["lr"] = settings.learning_rate * min((step + 1) / settings.warm_up, 1 - step / settings.steps)
                 batch = rollout.run(islice(prompts, settings.prompts))
-                line |= {"score": batch.score_mean, "teacher_gap": gap(batch), "tokens": len(batch)}
+                line |= {"score": batch.score_mean, "teacher_gap": gap(batch), "dialogues": len(batch)}
                 for rows in torch.randperm(len(batch)).chunk(settings.minibatches):
                     update(model, optimizer, batch.select(rows), settings)
+                    average.update_parameters(model)
                 rollout.update_weights(weights(model))
             line["minutes"] = (time.perf_counter() - started) / 60
             line["cpu_minutes"] = time.process_time() / 60
@@ -137,7 +144,7 @@ def train(settings: Settings, out: Path) -> list[dict[str, float]]:
             log.flush()
             if done:
                 break
-    model.save_pretrained(out / "model")
+    average.module.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return lines
 

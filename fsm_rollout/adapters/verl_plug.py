@@ -215,6 +215,9 @@ class _VerlWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: i
             group = await shared.group(prompt, params, n)
             outputs = [agent_loop_outputs(shared.rows_of(group, sample)) for sample in range(n)]
             for session, made in enumerate(outputs):
+                for output in made[:-1]:  # verl asks its teacher for the last row alone
+                    ids = (output.prompt_ids, output.response_ids)
+                    await self._compute_teacher_logprobs(output, *ids, validate=validate, sample_kwargs=prompt)
                 await self._agent_loop_postprocess(made, validate, session_id=session, **prompt)
             status = "finished"
         except Exception as error:  # verl's trainer clears the group

@@ -608,6 +608,24 @@ async def test_by_openai_s_protocol_it_gives_the_same_tokens_and_exact_logprobs(
 
 
 @pytest.mark.real
+async def test_it_scores_given_ids_as_a_forward_pass_does(elsewhere: dict[str, Any], openai: OpenAIEngine) -> None:
+    """Also what it has in its cache, of which SGLang would say nothing; by OpenAI's protocol without the likeliest."""
+    engine = SGLangHTTPEngine(**elsewhere)
+    await engine.update_weights(embedded_model("final"))
+    ids = request(engine, next(names), 2).ids + as_ids(range(100, 180))
+    for asks, top in ((engine, 2), (openai, 0)):
+        for start, end in ((20, 40), (40, 41), (41, len(ids))):
+            whole = replace(request(engine, next(names), 2), ids=ids[:end], scored_from=start, score_top=top)
+            (got,) = await ask(asks, whole)
+            (scores,) = [chunk.scores for chunk in got.chunks if chunk.scores is not None]
+            own = expected("final", ids[:start].tolist(), ids[start:end].tolist(), whole.sampling)
+            assert np.allclose(scores.logprobs, own, rtol=0, atol=CLOSE)
+            assert len(scores.top_ids) == top * (end - start)
+            assert not got.ids
+    await asyncio.gather(engine.aclose(), openai.aclose())
+
+
+@pytest.mark.real
 async def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
     """As told to by ``allow_auto_truncate``: it says that its window is longer than the prompts that it takes."""
     whole = request(openai, next(names), 1)

@@ -35,7 +35,7 @@ from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
 from tests.routing import experts_at
 from tests.trainers.example_batches import RUNS, example_batch, gsm8k
-from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, columns, config, expected, released
+from tests.trainers.verl_work import CALLS, LOGPROB, FakeClient, FakeTeacher, columns, config, expected, released
 
 N = 5
 
@@ -182,6 +182,33 @@ def test_the_recipe_is_a_configuration_of_verls_and_its_data_are_rolled_out(
     assert set(out.batch["response_mask"].unique().tolist()) == {0, 1}, "tools answered in between"
     with pytest.raises(ConfigKeyError, match="no_such_key"):
         make([f"model={embedded_model()}", "verl.trainer.no_such_key=1"])
+
+
+def test_verl_s_teacher_is_asked_for_every_row(
+    tmp_path: Path, queue: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's worker asks for the last row of a sample alone; a trajectory with two streams has two."""
+    teacher = "distillation.teacher_models.teacher_model"
+    further = ["distillation.enabled=true", "distillation.nnodes=1", "distillation.n_gpus_per_node=1"]
+    further += [f"{teacher}.model_path={embedded_model()}", f"{teacher}.inference.name=sglang"]
+    further += [f"{teacher}.inference.tensor_model_parallel_size=1"]
+    settings = config(tmp_path, reward="fsm_rollout.rewards:first_answer", further=further)
+    teachers = {"default": FakeTeacher()}  # what verl calls the only one
+
+    async def ended(worker: Any) -> None:
+        while worker.background_tasks:
+            await asyncio.wait(list(worker.background_tasks))
+
+    made = verl_plug.FSMAgentLoopManager.create(settings, FakeClient(), teachers)
+    twice = verl_plug.agent_loop_outputs
+    monkeypatch.setattr(verl_plug, "agent_loop_outputs", lambda rows: twice([*rows, *rows]))
+    made.generate_sequences(batch_of_columns(1))
+    made.loop.call(lambda: ended(made.worker))
+    for index in range(2):
+        field = queue[f"u0_0_{index}"]
+        ids = [*field["prompts"].tolist(), *field["responses"].tolist()]
+        assert field["teacher_ids"].tolist() == [[i] for i in ids]
+        assert field["teacher_logprobs"].tolist() == [[-i / 1024] for i in ids]
 
 
 def test_an_agent_of_several_rows(tmp_path: Path, queue: dict[str, Any]) -> None:

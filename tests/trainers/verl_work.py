@@ -134,7 +134,20 @@ class FakeClient:
         )
 
 
-def config(folder: Path, agent: Path | None = None, model: Path | None = None, **entry: str) -> Any:
+class FakeTeacher:
+    """Stands in for the client of verl's teacher: every token is as probable to it as its id says."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
+        assert sampling_params["prompt_logprobs"] == 0
+        said = {"prompt_ids": [[i] for i in prompt_ids], "prompt_logprobs": [[-i / 1024] for i in prompt_ids]}
+        return TokenOutput(token_ids=[], extra_fields=said)
+
+
+def config(
+    folder: Path, agent: Path | None = None, model: Path | None = None, *, further: Sequence[str] = (), **entry: str
+) -> Any:
     """Return verl's whole configuration, with our agent loop and verl's own tool YAML."""
     import verl
 
@@ -160,6 +173,7 @@ def config(folder: Path, agent: Path | None = None, model: Path | None = None, *
                 "actor_rollout_ref.rollout.multi_turn.enable=true",
                 f"actor_rollout_ref.rollout.multi_turn.tool_config_path={folder / 'tools.yaml'}",
                 f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder / 'loops.yaml'}",
+                *further,
                 "actor_rollout_ref.rollout.calculate_log_probs=true",
             ],
         )

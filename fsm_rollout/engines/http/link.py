@@ -246,8 +246,11 @@ class ServerLink(threading.Thread):
     def _take_scores(self, entry: Entry, part: AnswerPart) -> bool:
         """Pass the log-probs of a request's own ids on; return whether the part had them."""
         if part.scores is not None:
+            scores, count = part.scores, len(entry.request.ids) - entry.request.scored_from
+            if len(scores.logprobs) > count:  # of the whole prompt
+                scores = replace(scores, logprobs=scores.logprobs[-count:])
             told = Chunk(entry.request.request_id, weight_version=self.version, replica=self._replica)
-            self._put(entry, replace(told, cached_tokens=part.cached_tokens, scores=part.scores))
+            self._put(entry, replace(told, cached_tokens=part.cached_tokens, scores=scores))
         return part.scores is not None
 
     def _take_experts(self, entry: Entry, part: AnswerPart) -> None:

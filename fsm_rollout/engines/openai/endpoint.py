@@ -236,12 +236,16 @@ class CompletionsEndpoint(Endpoint):
         if not read.choices:  # the last event of some servers: what all has cost
             return AnswerPart(prompt_tokens=prompt_tokens)
         choice = read.choices[0]
-        if "echo" in body and choice.logprobs is not None:
-            _, *told = choice.logprobs.token_logprobs[: len(body["prompt"])] or [None]
-            scores = TokenScores(as_logprobs([NO_NUMBER if logprob is None else logprob for logprob in told]))
-            return AnswerPart(prompt_tokens=prompt_tokens, prompt_ids=choice.prompt_token_ids, scores=scores)
         if len(read.choices) > 1 or choice.index:
             raise second_answer(self.url)
+        reason = None if choice.finish_reason is None else FinishReason(choice.finish_reason)
+        logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        if "echo" in body:  # the prompt's come first, in the first event
+            part = AnswerPart(finish_reason=reason, prompt_tokens=prompt_tokens, prompt_ids=choice.prompt_token_ids)
+            if len(logprobs) >= len(body["prompt"]):
+                told = [NO_NUMBER if logprob is None else logprob for logprob in logprobs[: len(body["prompt"])]]
+                part.scores = TokenScores(as_logprobs(told))
+            return part
         if choice.token_ids is None:
             raise ReplicaLost(
                 f"{self.url} answers with text only: there are no `token_ids` in its answer, though "
@@ -250,8 +254,8 @@ class CompletionsEndpoint(Endpoint):
             )
         return AnswerPart(
             choice.token_ids,
-            [] if choice.logprobs is None else choice.logprobs.token_logprobs,
-            finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
+            logprobs,
+            finish_reason=reason,
             prompt_tokens=prompt_tokens,
             prompt_ids=choice.prompt_token_ids,
         )
