@@ -62,7 +62,7 @@ ORDER = (
     ("diagrams", "report"),
     ("rollout",),
     ("engines", "adapters", "jobs", "testing"),
-    ("serve", "view"),
+    ("serve", "view", "simulation"),
     ("cli",),
     ("__main__",),
 )

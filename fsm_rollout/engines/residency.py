@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 # Residents are paused when they take up more of the memory than this: the rest is for what is said meanwhile.
-FULL = 0.95
+FULL = 0.97
 # Nobody is admitted beyond this. What is between is for the growth of those who are there: without it, each admission
 # would be followed by a pause, and the work of the one who is paused is done twice.
-ADMIT = 0.85
+ADMIT = 0.9
 # Groups that are remembered after their last trajectory has left: one that begins a new stream keeps its group's place.
 REMEMBERED = 131_072
 

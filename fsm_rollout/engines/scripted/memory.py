@@ -217,6 +217,8 @@ class SimulatedServer:
     def advance(self, now: float) -> list[Happening]:
         """Let time pass, and return what has happened, in order."""
         happened: list[Happening] = []
+        if not (self._filling or self._running):  # it was idle, and what waits has come now
+            self.now = max(self.now, now)
         while True:
             # 1. What has happened by now.
             if self._filling:

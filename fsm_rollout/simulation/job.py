@@ -1,0 +1,81 @@
+"""``fsm-rollout simulate``: what a run's YAML says of a simulation, and what it leaves open.
+
+Invariant: whatever is not said has a default, so that a simulation of nothing in particular runs, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsm_rollout.engines.scripted.memory import Memory
+from fsm_rollout.jobs.run_config import RunConfig
+from fsm_rollout.simulation.servers import ServerCosts
+from fsm_rollout.simulation.simulate import Policy, Simulated, simulate
+from fsm_rollout.simulation.workload import Workload, drawn, recorded
+
+GROUPS, GROUPS_OF_REPLICA, SIZE = 16, 4, 4  # groups at least, for each server, and trajectories of each
+WINDOW = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says; ``None`` is left to the run's YAML, or to the defaults."""
+
+    policies: Sequence[str] = ()
+    workload: str = "coding"
+    lengths: Path | None = None
+    replicas: int | None = None
+    groups: int | None = None
+    n: int | None = None
+    memory: int | None = None
+    window: int = WINDOW
+    seed: int = 0
+
+
+def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulated], object]) -> list[Simulated]:
+    """Simulate a run under one policy after another, pass each result on, and return all.
+
+    Raises:
+        ConfigError: there is no such policy or workload, or lengths cannot be read.
+    """
+    policies = [Policy.of(name) for name in asked.policies or _policies(config)]
+    server = server_of(config, asked.memory)
+    replicas = asked.replicas or (int(str(config.engine.get("replicas", 1))) if config is not None else 1)
+    workload = workload_of(config, asked, replicas, min(asked.window, server.tokens // 2))
+    found = []
+    for policy in policies:
+        found.append(simulate(workload, server, replicas, policy, seed=asked.seed))
+        each(found[-1])
+    return found
+
+
+def _policies(config: RunConfig | None) -> list[str]:
+    if config is not None and config.concurrency != "auto":
+        return ["auto", f"count:{config.concurrency}"]
+    return ["auto", "today"]
+
+
+def server_of(config: RunConfig | None, tokens: int | None) -> ServerCosts:
+    """Return the servers of a run: as ``engine.memory`` says, where its engine is a scripted one that has some."""
+    said = None if config is None else config.engine.get("memory")
+    changes: dict[str, object] = {}
+    if said is not None and config is not None:
+        given = Memory.model_validate(said)
+        changes = {name: getattr(given, name) for name in ServerCosts.model_fields if hasattr(given, name)}
+        if (running := config.engine.get("max_running")) is not None:
+            changes["max_running"] = running
+    return ServerCosts.model_validate(changes if tokens is None else {**changes, "tokens": tokens})
+
+
+def workload_of(config: RunConfig | None, asked: Asked, replicas: int, window: int) -> Workload:
+    """Return the lengths that were recorded, as often as groups are asked for, or drawn ones."""
+    n = asked.n or (SIZE if config is None else config.n)
+    groups = asked.groups or (None if config is None else config.limit)
+    if asked.lengths is None:
+        return drawn(asked.workload, groups or max(GROUPS, GROUPS_OF_REPLICA * replicas), n, window, asked.seed)
+    workload = recorded(asked.lengths, window)
+    numbers = [number % len(workload.groups) for number in range(groups or len(workload.groups))]
+    again = tuple(workload.groups[number] for number in numbers)
+    return Workload(workload.name, again, workload.system, tuple(workload.prompts[number] for number in numbers))

@@ -1,0 +1,228 @@
+"""Runs a workload through the real scheduler, in virtual time, and measures what that took.
+
+Invariant: :func:`simulate` is a function of its arguments. Nothing is mocked inside: groups, samples, pool, router,
+residency and sessions are those of a run; the servers are :mod:`fsm_rollout.engines.scripted.memory`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import correlation
+
+from fsm_rollout.agent.loader import load_agent
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import TokenSource
+from fsm_rollout.engines.replica import LocalPlacement
+from fsm_rollout.engines.scripted.simulated import SimulatedEngine
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.simulation.agent import LIVES, BlockTokenizer, Lives, client_of
+from fsm_rollout.simulation.bound import LowerBound, bound, streams
+from fsm_rollout.simulation.servers import ServerCosts, SilentEngine
+from fsm_rollout.simulation.workload import Workload
+from fsm_rollout.testing.simulation.simulate import quietly
+from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from fsm_rollout.trajectory.events import AnyEvent, Generated
+from fsm_rollout.trajectory.settings import Concurrency, Sampling
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+SAMPLES = 400  # points of the courses over time, at most
+MOST_BLOCK = 64  # tokens of a block, at most: SGLang's larger pages have as many
+PARTS = 16  # blocks that a turn of mean length has, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How trajectories are admitted."""
+
+    name: str
+    concurrency: Concurrency = "auto"
+    resident: bool = True
+    """Whether engines say how much they have room for; without that, trajectories are counted, as they used to be."""
+
+    @classmethod
+    def of(cls, name: str) -> Policy:
+        """Return ``auto``, ``today`` (1,024 at a time, whatever the memory) or ``count:N``."""
+        if name == "auto":
+            return cls(name)
+        number = "1024" if name == "today" else name.removeprefix("count:")
+        if not number.isdecimal() or not int(number):
+            raise ConfigError(f"--policy: {name!r} is none; write auto, today or count:64")
+        return cls(name, int(number), resident=False)
+
+
+@dataclass(slots=True)
+class Utilisation:
+    """What servers did, over time."""
+
+    times: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    """Requests that run, on all servers."""
+    used: list[float] = field(default_factory=list)
+    """The share of the memory that they take up."""
+    held: list[float] = field(default_factory=list)
+    """The share that is held for trajectories between their turns, too."""
+
+    def halve(self) -> None:
+        """Keep every second point."""
+        for values in (self.times, self.running, self.used, self.held):
+            del values[1::2]
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What a simulated run took."""
+
+    workload: Workload
+    policy: Policy
+    replicas: int
+    server: ServerCosts
+    bound: LowerBound
+    makespan: float = 0.0
+    filled: int = 0
+    """Tokens of prompts that were filled."""
+    cached: int = 0
+    retracted: int = 0
+    paused: int = 0
+    """How often a trajectory was paused between two turns."""
+    first_waits: list[tuple[float, float]] = field(default_factory=list)
+    """Of each first turn: the tokens of its prompt, and the seconds that it waited."""
+    later_waits: list[tuple[float, float]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    """The groups in the order in which they were done."""
+    course: Utilisation = field(default_factory=Utilisation)
+
+    @property
+    def ratio(self) -> float:
+        """How many times the bound it took."""
+        return self.makespan / self.bound.seconds
+
+    @property
+    def twice(self) -> float:
+        """The share of prompt tokens that were computed though they had been before."""
+        return max(0.0, self.filled - self.bound.needed) / self.bound.prompts
+
+    @property
+    def in_order(self) -> float:
+        """How well groups are done in the order in which they began: the correlation of both, 1.0 is in order."""
+        return _correlation([(float(place), float(group)) for place, group in enumerate(self.order)])
+
+    @property
+    def cost(self) -> float:
+        """What the servers' time costs."""
+        return self.makespan / 3600 * self.server.hour * self.replicas
+
+    @property
+    def first_correlation(self) -> float:
+        """The correlation of a first turn's waiting time with the size of its prompt."""
+        return _correlation(self.first_waits)
+
+    @property
+    def later_correlation(self) -> float:
+        """That of later turns, with the size of their context."""
+        return _correlation(self.later_waits)
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return 0.0
+    return correlation(xs, ys)
+
+
+def block_of(workload: Workload) -> int:
+    """Return how many tokens a block is to have: as many as turns allow that are cut into a few at least."""
+    sizes = [turn.says for group in workload.groups for life in group for turn in life]
+    return 1 << int(math.log2(max(1.0, min(MOST_BLOCK, sum(sizes) / len(sizes) / PARTS))))
+
+
+def simulate(
+    workload: Workload, server: ServerCosts, replicas: int = 1, policy: Policy | None = None, *, seed: int = 0
+) -> Simulated:
+    """Run a workload, and return what that took.
+
+    Args:
+        workload: what trajectories ask for.
+        server: what each server has.
+        replicas: how many servers there are.
+        policy: how trajectories are admitted; default: ``auto``.
+        seed: of the scheduler.
+    """
+    policy = policy or Policy("auto")
+    block, result = block_of(workload), Simulated(workload, policy, replicas, server, bound(workload, server, replicas))
+    lives, tokenizer = Lives(workload, block), BlockTokenizer()
+    memory, kind = server.in_blocks(block), SimulatedEngine if policy.resident else SilentEngine
+    engines: list[SimulatedEngine] = []
+
+    def build(name: str) -> TokenSource:
+        engine = kind(
+            lives.says, memory=memory, tokenizer=tokenizer, max_context=memory.tokens, max_running=server.max_running,
+            replica=name,
+        )  # fmt: skip
+        engines.append(engine)
+        return engine
+
+    LIVES.append(lives)
+    try:
+        pool = EnginePool(LocalPlacement(build), replicas)
+        with quietly():
+            run_virtual(_run(result, lives, pool, engines, seed), loop=VirtualTimeLoop(horizon=1e9))
+    finally:
+        LIVES.remove(lives)
+    result.filled = sum(engine.counts.filled for engine in engines) * block
+    result.cached = sum(engine.counts.cached for engine in engines) * block
+    result.retracted = sum(engine.counts.retracted for engine in engines)
+    return result
+
+
+async def _run(
+    result: Simulated, lives: Lives, pool: EnginePool, engines: Sequence[SimulatedEngine], seed: int
+) -> None:
+    loop, block = asyncio.get_running_loop(), lives.block
+    groups = result.workload.groups
+
+    def listen(trajectory: Trajectory, event: AnyEvent) -> None:
+        if isinstance(event, Generated):
+            length = trajectory.open_streams[event.context].tokens.length - len(event.ids)
+            waits = result.later_waits if trajectory.generations > 1 else result.first_waits
+            waits.append((float(length * block), event.queue_seconds))
+
+    most = max(turn.says for group in groups for life in group for stream in streams(life) for turn in stream)
+    scheduler = Scheduler(
+        {"simulated": load_agent(Path(__file__).parent / "agent.yaml")}, {"policy": client_of(pool)}, seed=seed,
+        concurrency=result.policy.concurrency, sampling=Sampling(max_tokens=most // block + 1), listeners=[listen],
+    )  # fmt: skip
+    watching = loop.create_task(_watch(result.course, pool, engines))
+    try:
+        async for group in scheduler.run(lives.prompts, max(map(len, groups))):
+            result.order.append(group.index)
+        result.makespan = loop.time()
+        if pool.placing.residency is not None:
+            result.paused = pool.placing.residency.paused
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await pool.aclose()
+
+
+async def _watch(course: Utilisation, pool: EnginePool, engines: Sequence[SimulatedEngine]) -> None:
+    """Note what servers do, now and then: more rarely, the longer that lasts."""
+    loop, every = asyncio.get_running_loop(), 1.0
+    while True:
+        loads = [SimulatedEngine.load(engine) for engine in engines]
+        room = sum(load.capacity for load in loads)
+        residency = pool.placing.residency
+        used = sum(load.used_tokens for load in loads) / room
+        held = used if residency is None else sum(memory.held for memory in residency.memories.values()) / room
+        course.times.append(loop.time())
+        course.running.append(sum(load.running for load in loads))
+        course.used.append(used)
+        course.held.append(held)
+        if len(course.times) > SAMPLES:
+            course.halve()
+            every *= 2
+        await asyncio.sleep(every)

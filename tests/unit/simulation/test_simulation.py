@@ -1,0 +1,152 @@
+"""Simulations run the real scheduler: nothing is quicker than the bound, and residency beats counting."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fsm_rollout.cli import app
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import load_run
+from fsm_rollout.jobs.runner import execute
+from fsm_rollout.simulation.bound import streams
+from fsm_rollout.simulation.servers import ServerCosts
+from fsm_rollout.simulation.simulate import Policy, block_of, simulate
+from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
+
+AUTO, TODAY = Policy.of("auto"), Policy.of("today")
+
+
+def small(name: str = "search", groups: int = 8, n: int = 4, seed: int = 0) -> Workload:
+    return drawn(name, groups, n, 16_384, seed)
+
+
+def test_whole_trajectories_resident_compute_little_twice_and_are_done_in_the_order_of_groups() -> None:
+    workload, server = small("games", groups=16), ServerCosts(tokens=60_000)
+    auto, today = (simulate(workload, server, policy=policy) for policy in (AUTO, TODAY))
+    assert today.twice > 0.3
+    assert auto.twice < 0.1
+    assert auto.makespan < today.makespan
+    assert auto.in_order > today.in_order
+    assert auto.in_order > 0.7
+    assert auto.paused > 0
+    assert sorted(auto.order) == sorted(today.order) == list(range(16))
+
+
+def test_what_trajectories_hold_never_exceeds_the_memory_by_more_than_they_say() -> None:
+    auto = simulate(small(), ServerCosts(tokens=60_000), policy=AUTO)
+    assert max(auto.course.held) <= 1.0
+    assert max(auto.course.used) <= 1.0
+
+
+def test_it_is_a_function_of_its_arguments() -> None:
+    first, second = (simulate(small("coding_short"), ServerCosts(tokens=80_000), 2, AUTO, seed=3) for _ in range(2))
+    assert (first.makespan, first.order, first.filled, first.later_waits) == (
+        second.makespan, second.order, second.filled, second.later_waits,
+    )  # fmt: skip
+
+
+@settings(max_examples=20)
+@given(
+    name=st.sampled_from(sorted(WORKLOADS)),
+    seed=st.integers(0, 1000),
+    tokens=st.integers(8_192, 200_000),
+    replicas=st.integers(1, 3),
+    policy=st.sampled_from([AUTO, TODAY, Policy.of("count:3")]),
+)
+def test_nothing_is_quicker_than_the_bound(name: str, seed: int, tokens: int, replicas: int, policy: Policy) -> None:
+    workload = drawn(name, 3, 2, 4096, seed)
+    found = simulate(workload, ServerCosts(tokens=tokens), replicas, policy)
+    lives = [stream for group in workload.groups for life in group for stream in streams(life)]
+    assert len(found.first_waits) + len(found.later_waits) == sum(map(len, lives))
+    block = block_of(workload)
+    # Each turn's lengths are rounded to blocks: by one at most, in time and in size.
+    rounding = 1 - block * 2 * sum(map(len, lives)) / sum(turn.adds + turn.says for life in lives for turn in life)
+    assert found.ratio >= min(0.9, max(0.0, rounding))
+
+
+def test_a_workload_depends_on_its_name_and_seed_alone() -> None:
+    assert drawn("coding", 4, 2, 65_536, 1) == drawn("coding", 4, 2, 65_536, 1)
+    assert drawn("coding", 4, 2, 65_536, 1) != drawn("coding", 4, 2, 65_536, 2)
+    assert drawn("coding", 2, 2, 65_536, 1).groups == drawn("coding", 4, 2, 65_536, 1).groups[:2]
+
+
+def test_coding_agents_are_drawn_as_they_are_described() -> None:
+    lives = [life for group in drawn("coding", 400, 1, 10**9).groups for life in group]
+    turns = [turn for life in lives for turn in life]
+    assert 35 <= sorted(map(len, lives))[len(lives) // 2] <= 52
+    assert 400 <= sorted(turn.says for turn in turns)[len(turns) // 2] <= 490
+    assert 0.84 <= sum(turn.gap <= 1 for turn in turns) / len(turns) <= 0.89
+    assert 0.3 <= sum(any(turn.helper for turn in life) for life in lives) / len(lives) <= 0.5
+
+
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1), st.integers(2, 200))
+def test_a_trajectory_is_cut_to_the_window(lengths: list[tuple[int, int]], window: int) -> None:
+    life = tuple(TurnLengths(adds, says) for adds, says in lengths)
+    kept = cut(life, window)
+    assert 1 <= len(kept) <= len(life)
+    assert sum(turn.adds + turn.says for turn in kept) <= window
+    assert all(turn == before for turn, before in zip(kept[:-1], life, strict=False))
+
+
+def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [{"group": "a", "turns": [[100, 20, 0.5], [30, 10, 0]]}, {"group": "a", "turns": [[100, 5, 0]]}]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    workload = recorded(file, 4096)
+    assert workload.groups == (((TurnLengths(100, 20, 0.5), TurnLengths(30, 10)), (TurnLengths(100, 5),)),)
+    assert workload.prompts == (100,)
+    assert simulate(workload, ServerCosts()).makespan >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"turns": []}', "trace.jsonl:1: no trajectory (it has no turn)"),
+        ('{"turns": [[1, 2]]}', "trace.jsonl:1: no trajectory (not enough values"),
+        ("nonsense", "trace.jsonl:1: no trajectory (Expecting value"),
+        ("", "holds no trajectory with a generation"),
+    ],
+)
+def test_a_file_of_something_else_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        recorded(tmp_path / "trace.jsonl", 4096)
+    assert message in str(error.value)
+
+
+def test_a_policy_or_workload_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="there is no workload 'codign'; did you mean 'coding'"):
+        drawn("codign", 1, 1, 100)
+    with pytest.raises(ConfigError, match="write auto, today or count:64"):
+        Policy.of("count:many")
+
+
+def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    words = ["simulate", "--workload", "tools", "--groups", "4", "--n", "2", "--memory", "9000", "-o", str(picture)]
+    said = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert said.exit_code == 0, said.output
+    assert "workload tools: 4 groups, 8 trajectories" in said.output
+    assert "no schedule can be quicker than" in said.output
+    assert all(f" {policy} " in said.output for policy in ("auto", "today"))
+    assert picture.read_text().count("<polyline") == 4
+
+
+def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    config = load_run(root / "configs/runs/scripted.yaml", [f"out={tmp_path / 'run'}"])
+    execute(config, lambda total, done: nullcontext(lambda trajectory, event: None))
+    workload = recorded(tmp_path / "run", 32_768)
+    assert all(turn.adds > 0 and turn.says > 0 for group in workload.groups for life in group for turn in life)
+    assert [len(group) for group in workload.groups] == [config.n] * len(workload.groups)
+    found = simulate(workload, ServerCosts(), policy=AUTO)
+    assert all(early <= late for early, late in pairwise(found.course.times))
+    assert found.ratio >= 0.9
