@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fsm_rollout.agent.verify import verify as verify
     from fsm_rollout.batch.batch import TrajectoryBatch as TrajectoryBatch
     from fsm_rollout.chat import ChatTemplate as ChatTemplate
+    from fsm_rollout.engines.adapters import Adapter as Adapter
     from fsm_rollout.engines.broadcast import Broadcast as Broadcast
     from fsm_rollout.engines.broadcast import BroadcastGroup as BroadcastGroup
     from fsm_rollout.engines.scripted.engine import ScriptedEngine as ScriptedEngine

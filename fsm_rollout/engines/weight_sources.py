@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BUCKET_BYTES = 2**28  # that a bucket holds at most, unless one tensor alone is larger
+ADAPTED = frozenset({"an adapter"})  # the name of what an adapter loads, which any other weights take away
 UPDATE_WITHIN = 600.0  # seconds that an engine has for one step
 
 NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -358,7 +359,7 @@ class PresentWeights:
 
     def with_update(self, source: WeightSource, version: int) -> PresentWeights:
         """Return what they are after one more."""
-        needed, replaced = [(source, version)], source.names or frozenset()
+        needed, replaced = [(source, version)], ADAPTED.union(source.names or ())
         for update in reversed(self.updates) if source.names is not None else ():
             names = update[0].names
             if names is None or not names <= replaced:

@@ -28,6 +28,7 @@ ARGUMENTS: Mapping[str, object] = {
     "mm_attention_backend": "sdpa",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
+    "lora_backend": "torch_native",  # used with enable_lora only
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.1,
     "max_total_tokens": 32_768,
@@ -71,6 +72,20 @@ def prepare(threads: int | None, ranks: int = 1) -> Mapping[str, object]:
         dims, dtype=dtype, device=device
     )
     return ARGUMENTS
+
+
+def unpin() -> None:
+    """Have SGLang's LoRA run without CUDA: it asks for memory that is pinned for a GPU wherever it makes a tensor."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in ("tensor", "empty", "zeros"):
+        make = vars(torch)[name]
+        vars(torch)[name] = functools.wraps(make)(
+            lambda *values, make=make, pin_memory=False, **options: make(*values, **options)
+        )
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def cores_of(ranks: int, threads: int) -> str:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.http.endpoint import (
     ANSWER_WITHIN,
     NO_NUMBER,
@@ -96,6 +97,7 @@ class Info(msgspec.Struct):
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     language_model_only: bool = False
+    enable_lora: bool | None = False
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
@@ -117,6 +119,7 @@ class Told(msgspec.Struct):
 
     success: bool
     message: str = ""
+    error_message: str | None = None  # of an adapter
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
@@ -154,6 +157,7 @@ class SGLangEndpoint(Endpoint):
         self._experts = [config_number(folder, name) or 0 for name in ("num_hidden_layers", "num_experts_per_tok")]
         # What we told the server to call its weights. Until then others may update them without our knowing.
         self.label: str | None = None
+        self.adapter: str | None = None  # the name of the one that requests are sampled with
         self.info = Info(0)
         self._mask_tokens = 0  # the longest sampling mask that it gives
         self._says_experts = False  # whether it says which experts tokens were routed to
@@ -242,6 +246,7 @@ class SGLangEndpoint(Endpoint):
                 kind = ReplicaLost if "Rolling back" in loaded.message else EngineError
                 raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
             self.label = str(version)
+            await self.forget_adapter()
 
         return load
 
@@ -260,6 +265,29 @@ class SGLangEndpoint(Endpoint):
         if _version(label) != version:
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
         self.label = label
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Have it load an adapter, with which all requests are sampled from now on; the one before is forgotten."""
+        name, before = f"{POLICY}@{version}", self.adapter
+        if before == name:  # the same version again, perhaps of other numbers
+            await self.forget_adapter()
+        body = {"lora_name": name, "lora_path": str(folder)}
+        told = await self.tell("/load_lora_adapter", body)
+        if not told.success and "already loaded" in (
+            told.error_message or ""
+        ):  # by us, before we lost sight of the server
+            await self.tell("/unload_lora_adapter", {"lora_name": name})
+            told = await self.tell("/load_lora_adapter", body)
+        if not told.success:
+            raise EngineError(f"the SGLang server {self.url} refused the adapter: {told.error_message or told.message}")
+        await self.forget_adapter()
+        self.adapter = name
+
+    async def forget_adapter(self) -> None:
+        """Sample with the model's own weights."""
+        if (before := self.adapter) is not None:
+            self.adapter = None
+            await self.tell("/unload_lora_adapter", {"lora_name": before})
 
     @cached_property
     def is_here(self) -> bool:
@@ -306,6 +334,8 @@ class SGLangEndpoint(Endpoint):
         body |= {"rid": entry.rid, "sampling_params": sampling, "return_logprob": True, "stream": True}
         if self.keeps_sessions and entry.request.session:
             body["session_id"] = f"{self._caller}/{entry.request.session}"
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if self._urgency:  # what has begun comes first, as in the pool's queue
             body["priority"] = self._urgency * (2 if entry.request.sampled else min(1, entry.request.turn))
         if self._says_experts:
@@ -336,6 +366,8 @@ class SGLangEndpoint(Endpoint):
             prompt = self._pictures.prompt(entry.ids, request.media)
         if self.keeps_sessions and request.session:
             prompt["session_id"] = f"{self._caller}/{request.session}"
+        if self.adapter is not None:
+            prompt["lora_path"] = self.adapter
         return prompt | {
             "rid": entry.rid, "stream": True, "return_logprob": True, "top_logprobs_num": request.score_top,
             "logprob_start_len": request.scored_from - 1, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -167,6 +167,8 @@ def main() -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
     ranks = math.prod(start["arguments"].get(f"{kind}_size", 1) for kind in ("tp", "pp", "dp"))
     arguments = {**sglang_cpu.prepare(start["threads"], ranks), **start["arguments"]}
+    if arguments.get("enable_lora"):
+        sglang_cpu.unpin()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Seat
 from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.protocol import HalfLoaded, Weights, WeightSource
@@ -78,6 +79,7 @@ class WeightRoutes:
             return
         await self._endpoint.flush_cache()
         await self._endpoint.call_weights(version)
+        await self._endpoint.forget_adapter()
         self._touched = False
 
     async def _close(self) -> None:
@@ -134,6 +136,15 @@ class SGLangServer(HTTPEngine):
             if error is not None:
                 raise error
         return number
+
+    async def load_adapter(self, adapter: Adapter, version: int) -> None:
+        """See :class:`~fsm_rollout.engines.adapters.AdapterSink`."""
+        if not self._endpoint.info.enable_lora:
+            raise EngineError(
+                f"{self._endpoint.url} was started without LoRA; give it enable_lora, max_lora_rank and "
+                "lora_target_modules (`args:` of kind sglang)"
+            )
+        await self._step(partial(self._endpoint.load_adapter, adapter.folder, version), version)
 
     # -- a bucket sink -----------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Broadcast
 from fsm_rollout.engines.digests import _sums, digest
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
-from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
+from fsm_rollout.engines.weight_sources import Bucket, PresentWeights, Tensors, WeightsGone, as_source
 from fsm_rollout.errors import EngineError
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.float8_e5m2, torch.bool]
@@ -199,3 +203,52 @@ def test_what_are_no_weights_is_said() -> None:
         as_source([("w", torch.ones(1))])  # type: ignore[arg-type]
     (error,) = deliver(Tensors(lambda: [("w", 1.0)]), Taker())  # type: ignore[arg-type,return-value]
     assert "new weight 'w' is a float; weights are torch tensors by name" in str(error)
+
+
+HALVES = {f"base_model.model.w.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "says"),
+    [
+        ({"peft_type": "IA3"}, {}, "it is no LoRA adapter: peft_type is 'IA3'"),
+        ({"r": 0}, {}, "adapter_config.json' cannot be read"),
+        ({"bias": "all"}, {}, "has bias 'all', and plain LoRA is loaded only"),
+        ({}, {"base_model.model.w.lora_A.weight": torch.ones(2, 2)}, "is no half of a pair"),
+        ({}, {name: tensor / 0 for name, tensor in HALVES.items()}, "not finite: 0 NaN and 4 infinite"),
+        ({}, {name.replace(".w.", ".u."): tensor for name, tensor in HALVES.items()}, "'u.weight', which the model"),
+        ({}, {name: tensor[:1, :1] for name, tensor in HALVES.items()}, r"shape \[1, 1\], the model's has \[2, 2\]"),
+    ],
+)
+def test_an_adapter_that_is_not_plain_or_of_another_model_is_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about), "utf-8")
+    save_file(tensors or HALVES, tmp_path / "adapter_model.safetensors")
+    adapter = Adapter(tmp_path)
+
+    def load() -> None:
+        adapter.check()
+        adapter.merged({"w.weight": torch.zeros(2, 2)})
+
+    with pytest.raises(EngineError, match=says):
+        load()
+
+
+def test_an_adapter_whose_folder_has_changed_is_gone_and_replaces_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}', "utf-8")
+    save_file(HALVES, tmp_path / "adapter_model.safetensors")
+    adapter = Adapter(tmp_path)
+    adapter.check()
+    assert adapter.merged({"w.weight": torch.ones(2, 2)})["w.weight"].tolist() == [[5.0, 5.0], [5.0, 5.0]]
+    (error,) = asyncio.run(adapter.deliver([Taker()], 1))  # type: ignore[list-item]
+    assert "this engine takes no adapters" in str(error)
+    tensors = Tensors(ones(1))
+    tensors.whole()
+    present = PresentWeights().with_update(tensors, 1).with_update(adapter, 2).with_update(adapter, 3)
+    assert present.updates == ((tensors, 1), (adapter, 3))
+    assert present.with_update(tensors, 4).updates == ((tensors, 4),)
+    save_file({name: tensor * 2 for name, tensor in HALVES.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightsGone, match="give each version a folder of its own"):
+        asyncio.run(adapter.deliver([], 1))
