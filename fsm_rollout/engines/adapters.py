@@ -48,7 +48,7 @@ class Adapter:
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``, which servers read under the same path.
             Each version has its own: an engine that is lost is filled from it again.
 
-    For SGLang servers with ``enable_lora`` and for the transformers engine, which adds it to the model's weights.
+    For SGLang servers that were started with ``enable_lora``.
     """
 
     names = ADAPTED
@@ -89,7 +89,7 @@ class Adapter:
 
     async def _load(self, engine: TokenSource, version: int) -> None:
         if not isinstance(engine, AdapterSink):
-            raise EngineError("this engine takes no adapters; SGLang servers and the transformers engine do")
+            raise EngineError("this engine takes no adapters; SGLang servers do")
         await engine.load_adapter(self, version)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A LoRA adapter takes the place of another between two tokens, on a real SGLang and on transformers.
+"""A LoRA adapter takes the place of another between two tokens, on a real SGLang.
 
 Each token is of the version that it bears, with the log-probs of a model into which that adapter was merged here.
 """
@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.integration import sglang_oracle
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
 
-LENGTH = 800
+LENGTH = 1600
 RANK, ALPHA = 4, 8
 WIDE = {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
 LAYERS = WIDE | {f"self_attn.{name}_proj": (128, 128) for name in "qkvo"}
@@ -37,8 +38,7 @@ LORA = {
     "lora_target_modules": [name.rpartition(".")[2] for name in LAYERS],
 }  # fmt: skip
 SPECS: dict[str, Any] = {
-    "sglang": {"kind": "sglang", "model": "embedded:early", "threads": 1, "send_every": 4, "args": LORA},
-    "transformers": {"kind": "transformers", "model": "embedded:early", "send_every": 4, "threads": 1},
+    "sglang": {"kind": "sglang", "model": "embedded:early", "threads": 1, "send_every": 4, "args": LORA}
 }
 names = (f"adapter-{number}" for number in itertools.count())
 
@@ -64,18 +64,17 @@ def adapter(folder: Path, seed: int, **config: Any) -> Path:
     return folder
 
 
-@pytest.fixture(
-    params=[pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.real]), "transformers"], scope="module"
-)
+@pytest.fixture(params=[pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.real])], scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
-    warm = WarmSGLang()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sglang_process, "subprocess", warm)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+        if request.param == "sglang":
+            warm = WarmSGLang()
+            ends.callback(warm.close)
+            patch.setattr(sglang_process, "subprocess", warm)
         pool = build_engine(SPECS[request.param], Path())
         assert isinstance(pool, EnginePool)
         yield pool
         asyncio.run(pool.aclose())
-    warm.close()
 
 
 def test_adapters_take_each_others_place_between_two_tokens(
@@ -102,7 +101,9 @@ def test_adapters_take_each_others_place_between_two_tokens(
                 had = [len(pending.ids) for pending in asked]
                 while any(len(pending.ids) < count + 30 for pending, count in zip(asked, had, strict=True)):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+                await client.pause()  # else they may have come to their end by then
                 weights[await client.update_weights(fr.Adapter(folders[name]))] = name
+                await client.resume()
             for pending in asked:
                 await pending.done.wait()
         for pending in asked:

@@ -25,7 +25,6 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, HalfLoaded, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
@@ -291,7 +290,6 @@ class TransformersEngine:
         """These three, how many tokens the model has, and its processor."""
         self._replica = replica
         self._closed = False
-        self._unmerged: dict[str, torch.Tensor] = {}  # those that an adapter has changed, as they were before
         decode = DecodeLoop(
             model.eval(),
             max_running=max_running,
@@ -362,17 +360,7 @@ class TransformersEngine:
         self._check_open()
         if not isinstance(weights, Mapping):
             weights = await asyncio.to_thread(read_weights, weights, self._thread.decode.model.dtype)
-        found = await self._order(partial(self._thread.update, {**self._unmerged, **weights}, version))
-        self._unmerged = {}
-        return found
-
-    async def load_adapter(self, adapter: Adapter, version: int) -> None:
-        """Add an adapter to the model's weights, from which the one before is taken again."""
-        own = {**self._thread.decode.model.state_dict(), **self._unmerged}
-        merged = await asyncio.to_thread(adapter.merged, own)
-        kept = {name: own[name].clone() for name in merged}
-        await self._order(partial(self._thread.update, {**self._unmerged, **merged}, version))
-        self._unmerged = kept
+        return await self._order(partial(self._thread.update, weights, version))
 
     async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
         """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
@@ -381,13 +369,9 @@ class TransformersEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
         await self._order(partial(self._thread.load_bucket, bucket.tensors))
-        self._unmerged = {name: tensor for name, tensor in self._unmerged.items() if name not in bucket.tensors}
 
     async def end_update(self, version: int | None) -> None:
         """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
-        if version is not None and self._unmerged:
-            await self._order(partial(self._thread.load_bucket, self._unmerged))
-            self._unmerged = {}
         await self._order(partial(self._thread.end_update, version))
 
     async def pause(self) -> None:

@@ -1,0 +1,80 @@
+"""Whatever comes over a pool's replicas, no token is lost, and none bears a version that did not sample it.
+
+Updates, replicas that join, leave or are killed, notices that one will be gone: drawn, in virtual time. The oracle is
+what each engine had loaded when it sent a chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import ClassVar
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.protocol import Chunk
+from fsm_rollout.errors import EngineError
+from tests.unit.engines.kit import Fragile, Place, answers, right, run, soon
+
+HAPPENS = st.tuples(
+    st.sampled_from(["update", "join", "leave", "notice", "kill"]),
+    st.integers(0, 5),  # to which replica
+    st.sampled_from([0.0, 0.5, 1.0, 2.5, 7.0]),  # seconds until the next
+)
+
+
+class Witnessed(Fragile):
+    """Sends chunks of which its own weights are known."""
+
+    seen: ClassVar[dict[str, set[int]]] = {}
+
+    async def _unless_stuck(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in super()._unless_stuck(chunks):
+            if chunk.ids:
+                self.seen.setdefault(chunk.request_id.partition("#")[0], set()).add(self.weight_version)
+            yield chunk
+
+
+@given(schedule=st.lists(HAPPENS, max_size=12), count=st.integers(1, 3), asked=st.integers(1, 9))
+def test_no_token_is_lost_and_none_bears_a_wrong_version(
+    schedule: Sequence[tuple[str, int, float]], count: int, asked: int
+) -> None:
+    async def one(client: EngineClient, place: Place, what: str, number: int) -> None:
+        up = [replica for replica in client.pool.replicas if replica.state == "up"]
+        replica = up[number % len(up)] if up else None
+        if what == "update":
+            await client.update_weights({})
+        elif what == "kill" and replica is not None:
+            replica.engine.die()  # type: ignore[union-attr]
+        with suppress(EngineError):  # the last one cannot leave; one that is killed while it comes has not come
+            if what == "join":
+                await client.pool.add()
+            elif what in ("leave", "notice") and replica is not None:
+                await client.pool.remove(replica.name, 1.0 if what == "notice" else float("inf"))
+
+    async def main(client: EngineClient) -> None:
+        Witnessed.seen.clear()
+        under_way = [soon(client, *(f"{number}" for number in range(asked)))]
+        tasks = []
+        for at, (what, number, seconds) in enumerate(schedule):
+            tasks.append(asyncio.create_task(one(client, place, what, number)))
+            await asyncio.sleep(seconds)
+            under_way.append(soon(client, f"then {at}"))
+        await asyncio.gather(*tasks)
+        for answer in [pending for some in under_way for pending in await some]:
+            right(answer)
+            versions = [version for version, _ in groupby(of for _, of in answer.versions)]
+            assert versions == sorted(versions)
+            assert sum(tokens for tokens, _ in answer.versions) == len(answer.ids)
+            assert set(versions) <= Witnessed.seen[answer.request.request_id.partition("#")[0]]
+        last = client.weight_version
+        assert last == sum(what == "update" for what, _, _ in schedule)
+        (answer,) = await answers(client, "at last")
+        assert {of for _, of in answer.versions} == {last}
+
+    place = Place(lambda _: Witnessed())
+    run(place, main, count, restarts=100)
