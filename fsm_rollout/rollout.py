@@ -43,7 +43,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue, one_by_one
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
 from fsm_rollout.scheduler.shard_setup import leased_scheduler
-from fsm_rollout.scheduler.shards import Shards
+from fsm_rollout.scheduler.shards import EnginesOfShards, Shards
 from fsm_rollout.scheduler.taught_runs import split_teachers, teach
 from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal
@@ -164,7 +164,7 @@ class Rollout(TrainerOrders):
         # 4. Engines and the scheduler, or shards that have both; if one fails, what was started is closed again.
         self.state_names = state_names(self.agents.values())
         """The states that are numbered in each batch, alike in every step."""
-        self.engines: dict[str, EnginePool] = {}
+        self.engines: dict[str, EnginePool] = {} if start is None else EnginesOfShards()
         self._shards: Shards | None = None
         limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts}
         try:

@@ -52,6 +52,16 @@ def check_weights(weights: object) -> None:
         )
 
 
+class EnginesOfShards(dict[str, Any]):
+    """No engines: those of a rollout with workers are where its shards are."""
+
+    def __missing__(self, name: str) -> Any:
+        raise EngineError(
+            f"with workers, engine '{name}' is in each shard, and has no pool here: replicas that come and go, and "
+            "whatever else is asked of an engine itself, need workers=1"
+        )
+
+
 class LeasedRun(Protocol):
     """A run of the driver's, as shards speak of it."""
 

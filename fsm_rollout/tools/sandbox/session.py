@@ -166,12 +166,8 @@ def protection() -> Protection:
 
 def _settings(language: Language, limits: CodeLimits, *, namespaces: bool, packages: bool) -> dict[str, object]:
     site_packages = sysconfig.get_path("purelib") if packages else None
-    prefixes = {
-        os.path.realpath(sys.base_prefix),
-        sys.base_prefix,
-        sys.exec_prefix,
-        *([sys.prefix] if packages else []),
-    }
+    named = {sys.base_prefix, sys.exec_prefix, *([sys.prefix] if packages else [])}
+    prefixes = named | {os.path.realpath(path) for path in named}  # each may be a link
     return {
         "language": language,
         "namespaces": namespaces,

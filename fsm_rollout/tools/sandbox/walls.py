@@ -46,7 +46,8 @@ def build_root(settings: Settings) -> None:
     mount(root, root, None, BIND)
     # 1. Programs and libraries. Links such as /bin -> usr/bin stay links.
     for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *settings["shown"]):
-        if os.path.islink(path):
+        if os.path.islink(path) and not os.path.lexists(f"{root}{path}"):
+            os.makedirs(os.path.dirname(f"{root}{path}"), exist_ok=True)
             os.symlink(os.readlink(path), f"{root}{path}")
         elif os.path.isdir(path) and not os.path.lexists(f"{root}{path}"):
             os.makedirs(f"{root}{path}")
