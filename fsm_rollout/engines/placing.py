@@ -108,9 +108,13 @@ class Placing:
             avoids = pending.replica if pending.failures and (self._tries.another_replica or pending.silenced) else ""
             options = up
             if pending.tree is not None and not avoids:
-                if pending.tree.home is None or (home := by_name.get(pending.tree.home)) is None:
+                home = None if pending.tree.home is None else by_name.get(pending.tree.home)
+                if home is not None:
+                    options = [home]
+                # What is on trial waits for no place, as those who have one wait for it; nor does anybody where no
+                # engine says any more how much it holds.
+                elif pending.shared < 2 and self.residency is not None and self.residency.memories:
                     continue
-                options = [home]
             try:
                 chosen = choose(self._router, pending.request, options, avoids) if len(options) > 1 else options[0]
             except EngineError as error:

@@ -24,6 +24,7 @@ child that had to wait in line could wait for ever.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -177,17 +178,22 @@ class Residency:
         return self.first() is not None or bool(self._line)
 
     def mark(self) -> None:
-        """Let who has asked for nothing since the last mark give way to the first in the line, the smallest first.
+        """Let who has asked for nothing since the last mark give way to as many in the line as fit then.
 
-        These are in long tools, with users, or suspended: what others wait for is better used, and computed again.
+        The smallest go first. These are in long tools, with users, or suspended: what others wait for is better used,
+        and computed again.
         """
-        if self.first() is None and self._line:
-            need = self._line[0][-1].tokens
+        if self.first() is None:
+            waiting = deque(tree for *_, tree in sorted(self._line) if tree.queued and tree.asking and not tree.home)
             for memory in self.memories.values():
-                idle = [tree for tree in memory.residents if tree.idle]
-                if memory.held - sum(tree.tokens for tree in idle) + need <= ADMIT * memory.capacity:
-                    self._pause(idle, lambda: memory.takes(need))  # noqa: B023  # it is called here
-                    break
+                idle, most, need = [tree for tree in memory.residents if tree.idle], ADMIT * memory.capacity, 0
+                left = memory.held - sum(tree.tokens for tree in idle)
+                while waiting and idle:
+                    if left + need + waiting[0].tokens > most and (need or len(idle) < len(memory.residents)):
+                        break
+                    need += waiting.popleft().tokens
+                if need:
+                    self._pause(idle, lambda: memory.held + need <= most)  # noqa: B023  # it is called here
         for memory in self.memories.values():
             for tree in memory.residents:
                 tree.idle = not tree.asking

@@ -18,6 +18,7 @@ from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.jobs.export import Watch
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.report.tracing import MISSING
+from fsm_rollout.trajectory.events import Prompted
 from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, metadata, trajectory_ids
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def send_spans(
         total = len(trajectory_ids(folder, report))
         for history in watch(histories(folder, report=report), total):
             sent.trajectories += 1
+            first = history[0]
+            assert isinstance(first, Prompted)
             for event in history:
-                times.take(event)
+                times.take(first.trajectory_id, event)
             yield from maker.spans(history)
 
     batch: list[ReadableSpan] = []

@@ -28,7 +28,16 @@ from fsm_rollout.report.readers import TracingLike
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.teachers import TeacherSettings
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
-from fsm_rollout.trajectory.settings import AtLeastOne, FreeForm, ImportPath, Named, Sampling, Seconds, StrictModel
+from fsm_rollout.trajectory.settings import (
+    AtLeastOne,
+    CountOrAuto,
+    FreeForm,
+    ImportPath,
+    Named,
+    Sampling,
+    Seconds,
+    StrictModel,
+)
 
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
 API_KEY = "api_key"  # of an engine's mapping, what nobody else may read
@@ -154,7 +163,7 @@ class RunConfig(StrictModel):
         description="where the spans go: a collector's address, mlflow, phoenix or weave; with more: `{endpoint: …, "
         "content: text, sample: 0.05}`; default: what OpenTelemetry's variables say, if anything",
     )
-    concurrency: AtLeastOne | Literal["auto"] = Field(
+    concurrency: CountOrAuto = Field(
         "auto",
         description="trajectories that run at once; auto: as many as fit into the engine's memory, or 1,024 where the "
         "engine does not say how large it is",

@@ -130,20 +130,20 @@ class RunTimes:
         """As heard here."""
         self.elsewhere: dict[int, Times] = {}
         """As heard in shards, by their numbers."""
-        self._step: int | None = None
-        self._epoch = 0.0
+        self._open: dict[str, tuple[int | None, float]] = {}  # of trajectories: the step, and their clock's zero
 
-    def take(self, event: AnyEvent) -> None:
-        """Take in an event of any trajectory, those of one process (or one trajectory) after those of another."""
+    def take(self, trajectory_id: str, event: AnyEvent) -> None:
+        """Take in an event of a trajectory."""
         kind = type(event)
         if isinstance(event, events.Prompted | events.Resumed):
-            self._step, self._epoch = event.step, event.epoch - event.at
+            self._open[trajectory_id] = event.step, event.epoch - event.at
             start, end, count = self.own.get(event.step, (event.epoch, event.epoch, 0))
             count += kind is events.Prompted
             self.own[event.step] = min(start, event.epoch), max(end, event.epoch), count
-        elif (kind is events.Ended or kind is events.Suspended) and self._step in self.own:
-            start, end, count = self.own[self._step]
-            self.own[self._step] = start, max(end, event.at + self._epoch), count
+        elif (kind is events.Ended or kind is events.Suspended) and trajectory_id in self._open:
+            step, zero = self._open.pop(trajectory_id)
+            start, end, count = self.own[step]
+            self.own[step] = start, max(end, event.at + zero), count
 
     def each(self) -> Iterator[tuple[int | None, float, float, int]]:
         """Yield the step of the run, or of each of its parts, its start and end, and how many trajectories began."""

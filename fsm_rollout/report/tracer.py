@@ -199,7 +199,7 @@ class TracedRun:
         kind, trajectory_id = type(event), trajectory.trajectory_id
         known = trajectory_id in self._known
         if kind in _OF_THE_RUN:
-            self.times.take(event)
+            self.times.take(trajectory_id, event)
             if not known:
                 known = self._begun(trajectory, event)
             elif kind is Ended:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.errors import ConfigError, EngineError, check_at_least
@@ -176,6 +177,8 @@ class LeasedScheduler(Scheduler):
         """
         if self._client is None:
             check_weights(weights)
+        elif isinstance(weights, Adapter):
+            raise EngineError("with workers, shards take no adapters: they could not tell which one a server has")
         # One that is given up half-way would leave shards with different weights.
         return await to_its_end(self._update(weights, version))
 

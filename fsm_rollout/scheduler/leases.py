@@ -112,9 +112,11 @@ class Leases:
     async def _end_everywhere(self, run: RunState) -> None:
         """Wait until the run has ended in all shards."""
         keep = run.stop is None or run.stop is CARRIED
-        for shard in self._open:
-            shard.send("end", self.number, keep)
+        told = set[ShardHandle]()
         while self._open:
+            for shard in self._open - told:  # also one that joins meanwhile
+                shard.send("end", self.number, keep)
+            told |= self._open
             await run.change()
         groups = self.scheduler.groups
         for group in () if keep else list(groups.by_state[GroupState.WAITING].values()):

@@ -55,6 +55,15 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 # How many trajectories run at once: a number, or as many as fit into the engine's memory.
 Concurrency: TypeAlias = int | Literal["auto"]
+
+
+def _count_or_auto(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST):
+        raise ValueError("give a number from 1, or auto")
+    return value
+
+
+CountOrAuto = Annotated[AtLeastOne | Literal["auto"], BeforeValidator(_count_or_auto)]
 UNTOLD = 1024  # so many run at once where an engine does not say how many fit
 
 

@@ -42,7 +42,7 @@ def test_the_scripted_engine_conforms(tokenizer: Any, max_running: int | None):
 def test_the_simulated_engine_conforms(tokenizer: Any, tokens: int, max_running: int | None):
     memory = Memory(tokens=tokens, fill=1e-4, step=0.02)
     engine = SimulatedEngine(script, tokenizer=tokenizer, memory=memory, max_running=max_running)
-    assert len(run_virtual(check_engine(engine)).checks) == 19
+    assert len(run_virtual(check_engine(engine)).checks) == 20
 
 
 def test_an_engine_of_tokens_alone_conforms(tokenizer: Any) -> None:

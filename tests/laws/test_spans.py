@@ -79,8 +79,10 @@ def told(spans: Spans) -> dict[int, str]:
 def later(histories: Iterable[list[AnyEvent]]) -> Spans:
     times, spans = RunTimes(), list[ReadableSpan]()
     for history in histories:
+        first = history[0]
+        assert isinstance(first, Prompted)
         for event in history:
-            times.take(event)
+            times.take(first.trajectory_id, event)
         spans += MAKER.spans(history)
     return by_id([*spans, *times.spans(MAKER)])
 

@@ -279,9 +279,16 @@ class SGLangEndpoint(Endpoint):
             await self.tell("/unload_lora_adapter", {"lora_name": name})
             told = await self.tell("/load_lora_adapter", body)
         if not told.success:
-            raise EngineError(f"the SGLang server {self.url} refused the adapter: {told.error_message or told.message}")
-        await self.forget_adapter()
-        self.adapter = name
+            kind = HalfLoaded if self.adapter != before else EngineError  # the one before may be gone already
+            raise kind(f"the SGLang server {self.url} refused the adapter: {told.error_message or told.message}")
+        left, self.adapter = self.adapter, name
+        if left is not None:
+            try:
+                await self.tell("/unload_lora_adapter", {"lora_name": left})
+            except ReplicaLost:
+                raise
+            except EngineError as error:  # it only keeps its place there
+                logger.warning("the adapter '%s' stays loaded: %s", left, error)
 
     async def forget_adapter(self) -> None:
         """Sample with the model's own weights."""

@@ -182,3 +182,25 @@ def test_residents_of_a_replica_that_is_lost_stand_in_the_line_again() -> None:
     residency.resize("t", 500)
     assert residency.first() is asks
     assert lost in (asks, idle)
+
+
+def test_who_is_away_gives_way_to_all_that_fit_and_to_one_that_is_larger_than_may_be_admitted() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    away = [placed(residency, f"a{number}", 100) for number in range(8)]
+    for tree in away:
+        residency.answer(tree, f"{tree.key}/main", 100)
+    waiting = [placed(residency, f"b{number}", 100) for number in range(8)]
+    large = placed(residency, "c", 950)
+    for _ in range(2):  # the first sees who asks for nothing, the second who has not since
+        residency.mark()
+    placed(residency, "d", 1)
+    assert sum(tree.home is not None for tree in away) == 1  # there is room for one of them still
+    assert all(tree.home for tree in waiting)
+    assert large.home is None
+    for tree in waiting:
+        residency.answer(tree, f"{tree.key}/main", 100)
+    for _ in range(2):
+        residency.mark()
+    placed(residency, "e", 1)
+    assert large.home == "r"

@@ -101,7 +101,7 @@ def test_defaults(folder: Path) -> None:
     assert (run.n, run.limit, run.seed, run.validate_run, run.rewards) == (1, None, 0, False, None)
     assert (run.sampling, run.validation_sampling) == (Sampling(), Sampling(temperature=0.0))
     assert (run.engines, run.failures.engine.attempts, run.failures.tool.do) == ({}, 3, "tell_model")
-    assert (run.concurrency, run.queue_timeout) == (1024, 600.0)
+    assert (run.concurrency, run.queue_timeout) == ("auto", 600.0)
 
 
 def test_several_rewards(folder: Path) -> None:

@@ -20,7 +20,7 @@ from fsm_rollout.cli import app
 from fsm_rollout.engines.specs import ENGINES, ROUTERS
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.run_config import PROMPT_SOURCES
+from fsm_rollout.jobs.run_prompts import PROMPT_SOURCES
 from fsm_rollout.jobs.run_schema import run_schema
 from fsm_rollout.names.registry import Registry
 from fsm_rollout.report.readers import READERS

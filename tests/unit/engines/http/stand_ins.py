@@ -234,6 +234,7 @@ class VLLMStandIn(StandIn):
             return
         ids, seed = list(body["prompt"]), body.get("seed", 0)
         prompt, reason = len(ids), None
+        echoed = [None, *(self._scored(ids[:at], ids[at]) for at in range(1, prompt))] if body.get("echo") else []
         usage = self.says_usage and body["stream_options"]["continuous_usage_stats"]
         while reason is None:
             token, logprob = self._sample(ids, body, random.Random(f"{seed}/{len(ids)}"))
@@ -245,7 +246,8 @@ class VLLMStandIn(StandIn):
             choice = {
                 "index": 0, "text": "x", "finish_reason": reason,
                 "logprobs": {
-                    "text_offset": [0], "token_logprobs": [logprob], "tokens": ["x"], "top_logprobs": [{"x": logprob}],
+                    "text_offset": [0], "token_logprobs": [*echoed, logprob], "tokens": ["x"],
+                    "top_logprobs": [{"x": logprob}],
                 },
                 "stop_reason": token if reason == "stop" else None,
                 "prompt_token_ids": body["prompt"] if self.says_prompt_ids and len(ids) == prompt + 1 else None,
@@ -254,7 +256,11 @@ class VLLMStandIn(StandIn):
             spent = {"prompt_tokens": prompt, "total_tokens": len(ids), "completion_tokens": len(ids) - prompt}
             line = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
             yield line | {"choices": [choice], "usage": spent if usage else None}
+            echoed = []
             self.over.wait(0.001)  # so that an abort comes while it samples
+
+    def _scored(self, before: list[int], token: int) -> float:
+        return log_softmax(logits_after(before)).get(token, -9.0)  # it never says other ones
 
     def _sample(self, ids: list[int], body: dict[str, Any], rng: random.Random) -> tuple[int, float]:
         logits = logits_after(ids)
