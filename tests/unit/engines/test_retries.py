@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.pool import EnginePool
+from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing import run_virtual
@@ -351,3 +352,27 @@ def test_others_go_on_while_one_is_looked_for() -> None:
         assert [pending.error is None for pending in dispatch] == [number != 5 for number in range(16)]
 
     run(Spoils(lambda _: Turn(text="one two", delay=0.5), tokenizer=tokenizer()), body)
+
+
+def test_what_is_on_trial_waits_for_no_place_in_a_memory_that_is_full() -> None:
+    """Who has a place waits for the one that an engine may die of, which therefore needs none."""
+
+    class Full(Fragile):
+        def load(self) -> Load:
+            return replace(super().load(), capacity=1000)
+
+        def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+            if any(request.turn and request.trajectory_id == "07" for request in requests):
+                raise EngineError("it cannot have this one")
+            return super().generate(requests)
+
+    async def main() -> None:
+        pool = EnginePool(Place(lambda _: Full()), 1, restarts=9)
+        client, names = EngineClient(pool), [f"{number:02}" for number in range(9)]
+        await done(*(client.submit(ask(name, ids=70)) for name in names))
+        asked = [client.submit(ask(name, turn=1, ids=105)) for name in reversed(names)]  # more than is admitted
+        async with asyncio.timeout(600):
+            assert Counter(await done(*asked)) == {FinishReason.STOP: 8, FinishReason.ABORT: 1}
+        await pool.aclose()
+
+    run_virtual(main())
