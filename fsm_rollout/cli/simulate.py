@@ -53,7 +53,7 @@ def simulate(
 
         from fsm_rollout.jobs.run_config import load_run
         from fsm_rollout.simulation.job import Asked, simulations
-        from fsm_rollout.simulation.report import COLUMNS, picture, row, sentences
+        from fsm_rollout.simulation.report import FIGURES, column, picture, sentences
 
     config = None if file is None else load_run(file, overrides or [])
     asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, seed)
@@ -67,9 +67,11 @@ def simulate(
         found = simulations(config, asked, each)
     for sentence in sentences(found[0]):
         typer.echo(sentence)
-    table = Table(*COLUMNS, box=None, header_style="bold")
-    for simulated in found:
-        table.add_row(*row(simulated))
+    # A line for each figure, as there are few policies and many of these.
+    heading, *lines = zip(FIGURES, *map(column, found), strict=True)
+    table = Table(*heading, box=None, header_style="bold")
+    for line in lines:
+        table.add_row(*line)
     console.print(table)
     if out is not None:
         out.write_text(picture(found), "utf-8")

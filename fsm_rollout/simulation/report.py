@@ -18,9 +18,9 @@ svg{font:12px system-ui,sans-serif;fill:#1f2328;background:#fff}.used{fill:#0969
 @media(prefers-color-scheme:dark){svg{fill:#e6edf3;background:#0d1117}.used{fill:#6cb6ff;stroke:#6cb6ff}
 .held{stroke:#e3b341}.running{stroke:#57c46f}.frame{stroke:#30363d}}
 </style>"""
-COLUMNS = (
-    "policy", "makespan", "÷ bound", "computed twice", "waits: first p50", "p99", "later p99", "r first", "r later",
-    "groups in order", "paused", "cost",
+FIGURES = (
+    "policy", "makespan", "÷ bound", "prompt tokens computed twice", "first waits, median", "first waits, p99",
+    "later waits, p99", "r of first waits", "r of later waits", "groups in order", "paused", "cost",
 )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def row(simulated: Simulated) -> tuple[str, ...]:
-    """Return a line of the table."""
+def column(simulated: Simulated) -> tuple[str, ...]:
+    """Return a simulation's column of the table, whose lines are the :data:`FIGURES`."""
     first = [wait for _, wait in simulated.first_waits]
     later = [wait for _, wait in simulated.later_waits]
     return (
