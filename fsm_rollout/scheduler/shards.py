@@ -253,7 +253,7 @@ class Shards:
             await shard.started.attach()
             shard.loop = self._loop
             await self._keep_journal(shard)
-            with suppress(EngineError):  # it has died, or waits for the next weights
+            with suppress(EngineError):  # it has died
                 await self._catch_up(shard)
             if not shard.alive:
                 continue
@@ -270,7 +270,13 @@ class Shards:
             for order in standing.keys() - before.keys():
                 await self.call(shard, *order)
             if present != self.present and (present := self.present) is not None:
-                await self.call(shard, *present)
+                try:
+                    await self.call(shard, *present)
+                except EngineError as error:
+                    if not shard.alive:
+                        raise
+                    # Newer ones may have come meanwhile; else it waits for the next, and must not stay held.
+                    logger.warning("shard %d could not take the present weights: %s", shard.number, error)
             if self.servers is not None:
                 await self.call(shard, "keep_apart", self.servers.apart())
             for order in before.keys() - standing.keys():
