@@ -176,6 +176,10 @@ class Orders(ABC):
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def look_again(self) -> None:
+        """Have whoever waits for something of the replicas look whether it has come."""
+        self._news.set()
+
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             self._news.clear()

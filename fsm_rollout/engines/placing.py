@@ -80,6 +80,11 @@ class Placing:
             if load.capacity:
                 self.residency = self.residency or Residency()
                 self.residency.resize(replica.name, load.capacity // self.share)
+            elif self.residency is not None and replica.name not in self.residency.memories:
+                # One that has just come says it with its first answer, and is like the others until then.
+                known = [memory.capacity for memory in self.residency.memories.values()]
+                if known:
+                    self.residency.resize(replica.name, min(known))
         if self.residency is not None:
             self.residency.keep_only({replica.name for replica in up})
         return room
@@ -102,6 +107,8 @@ class Placing:
         if self.residency is not None:
             waiting = list(waiting)
             self._admit(self.residency, waiting, by_name)
+            for replica in up:
+                replica.waiting = 0
         for pending in waiting:
             if not room:
                 break
@@ -144,6 +151,7 @@ class Placing:
                 with suppress(EngineError):  # whoever asks it again, for a request, hears why
                     taker = choose(self._router, requests[tree], takers)
             residency.admit(tree, taker.name)
+            taker.waiting += 1  # so that the next one is not sent there too
             tree = residency.first()
 
 

@@ -290,6 +290,8 @@ class EnginePool:
         pending.silent_until = None
         if pending.at is not None:
             pending.at.in_flight -= 1
+            if pending.at.leaving:
+                self._lives.look_again()
             pending.at = None
             if any(self._lanes):
                 self.replicas_changed()

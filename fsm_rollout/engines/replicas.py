@@ -25,7 +25,6 @@ from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
 from fsm_rollout.errors import EngineError, did_you_mean
 
 logger = logging.getLogger(__name__)
-LOOK_AGAIN = 0.05  # seconds between two looks whether a replica that leaves has ended what it had
 LOOK_WITHIN = 1.0  # seconds that the others have to answer when one is lost, before they are given what it had
 TELL_CLOSE_AFTER = 2.0  # seconds of closing after which the log says what is waited for
 TELL_START_AFTER = 15.0  # seconds of starting after which the log says what is waited for: large models take long
@@ -158,7 +157,7 @@ class Replicas(Orders):
             self._unfilled = [
                 replica for replica in self._unfilled if replica in failed or not self._weights.cover(replica.mixed)
             ]
-            self._news.set()
+        self.look_again()
         for replica, error in failed.items():
             self.lose(replica, replica.engine, f"could not load weights that others could: {describe(error)}")
         return number
@@ -248,6 +247,7 @@ class Replicas(Orders):
         replica.cause = why
         replica.losses += not on_trial
         replica.restarts += not half
+        self.look_again()
         if not self.closed:
             replica.task = self._spawn(self._revive(replica, half=half))
             if self.up:
@@ -363,8 +363,7 @@ class Replicas(Orders):
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if math.isinf(within) else within):
-                    while replica.in_flight and replica.state == "up":  # noqa: ASYNC110  # a drain is for seconds
-                        await asyncio.sleep(LOOK_AGAIN)
+                    await self._until(lambda: not replica.in_flight or replica.state != "up")
         except asyncio.CancelledError:
             replica.leaving = False
             self._move(replica.state, replica)
@@ -397,7 +396,8 @@ class Replicas(Orders):
                 await weights.fill(replica.live, self.times.update)
             except WeightsGone as error:
                 logger.warning("%s waits for the next update: %s", replica.name, error)
-                await self._next_update(replica)
+                if not await self._next_update(replica, weights):
+                    continue  # it has not taken all of that; perhaps it can be had again
                 weights = self._weights
             async with self._change:
                 if weights is not self._weights:
@@ -412,15 +412,21 @@ class Replicas(Orders):
                 self._move("up", replica)
                 return
 
-    async def _next_update(self, replica: Replica) -> None:
-        """Have it take part in the next update that makes it whole; EngineError if none comes in time."""
+    async def _next_update(self, replica: Replica, weights: PresentWeights) -> bool:
+        """Have it take part in the update that follows ``weights``, and return whether it is whole then.
+
+        Raises:
+            EngineError: none has come in time.
+        """
         self._unfilled = [*self._unfilled, replica]
         self._news.set()
         try:
             async with asyncio.timeout(self.times.update):
-                await self._until(lambda: replica not in self._unfilled)
+                await self._until(lambda: weights is not self._weights)
         except TimeoutError:
             raise EngineError(f"nobody has given it weights within {self.times.update:g} s") from None
+        else:
+            return replica not in self._unfilled
         finally:
             self._unfilled = [other for other in self._unfilled if other is not replica]
 

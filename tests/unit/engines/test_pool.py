@@ -28,6 +28,7 @@ from fsm_rollout.trajectory.tokens import as_ids
 from tests.embedded import tokenizer
 from tests.unit.engines.kit import (
     TEXT,
+    TIMES,
     Fragile,
     Place,
     answers,
@@ -120,6 +121,26 @@ def test_a_full_replica_is_not_waited_for_while_another_idles() -> None:
         assert requests[0] < 64
 
     run(Place(build), body, 2)
+
+
+def test_a_replica_that_does_not_say_yet_how_much_it_holds_is_given_its_part() -> None:
+    """One on Ray says it with its first answer, so nobody would ever ask one that has come later."""
+
+    class Quiet(Fragile):
+        def load(self) -> Load:
+            return replace(super().load(), capacity=1000 if self.asked else 0)
+
+    async def body(client: EngineClient) -> None:
+        for names in ("ab", "cd"):  # once they have answered, it is known how much they hold
+            await answers(client, *names)
+        assert await client.pool.add() == "replica-2"
+        place.last().die()
+        await asyncio.sleep(TIMES.ping_every + 5)
+        for answer in await answers(client, *map(str, range(12))):
+            right(answer)
+        assert place.asked == [2, 4, 2 + 4, 4], "each has a third of what was asked at once"
+
+    run(place := Place(lambda _: Quiet()), body, 2)
 
 
 class Broken:

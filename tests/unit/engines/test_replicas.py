@@ -22,6 +22,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.updating import ServerAddress, updating
 from fsm_rollout.engines.weight_sources import Bucket, Tensors
 from fsm_rollout.errors import EngineError
+from fsm_rollout.scheduler.shared_servers import LoadedByDriver
 from fsm_rollout.testing import run_virtual
 from tests.embedded import tokenizer
 from tests.unit.engines.kit import TEXT, TIMES, Fragile, Place, answers, ask, done, make, now, pooled, right, run, soon
@@ -274,6 +275,22 @@ async def test_a_replica_whose_weights_are_gone_waits_for_the_next_ones(client: 
     assert [len(life.asked) for life in place.lives["replica-0"]] == [0, 0]
 
 
+class Adopting(Fragile):
+    """A server of others, which says what it ``has``."""
+
+    has = 0
+
+    @property
+    def url(self) -> str:
+        """One name is enough here."""
+        return "replica-1"
+
+    async def adopt(self, version: int, *, doubted: bool = False) -> None:
+        if self.has != version:
+            raise HalfLoaded(f"it has {self.has}")
+        self._weight_version = version
+
+
 class Bucketed(Fragile):
     """Takes weights in buckets, and has a number for each tensor."""
 
@@ -329,6 +346,32 @@ def test_what_an_update_that_failed_has_left_is_never_sampled_from(ours: bool) -
         assert (models(), states(client)) == ([{"v": 4.0, "w": 4.0}] * 2, ["up", "up"])
         for answer in await answers(client, *map(str, range(4))):
             right(answer)
+
+    run(place, main, 2)
+
+
+def test_a_server_that_missed_an_update_is_asked_again_as_soon_as_the_driver_has_it_whole() -> None:
+    """Also where that was the first update, before which nobody could say what the server had."""
+    place, whole = Place(lambda _: Adopting()), list[str]()
+    place.urls = ["a", "b"]
+
+    async def driver_has(url: str) -> int:
+        whole.append(url)
+        await asyncio.sleep(7)
+        cast(Adopting, place.last(1)).has = 1
+        return 1
+
+    async def main(client: EngineClient) -> None:
+        lives = client.pool.here()
+        missed = lives.all[1]
+        missed.mix(None)
+        lives.lose(missed, missed.engine, "it may have a part", half=True)
+        cast(Adopting, place.last(0)).has = 1
+        assert await client.update_weights(LoadedByDriver(driver_has), 1) == 1
+        assert states(client) == ["up", "starting"]
+        await asyncio.sleep(10)
+        assert (whole, states(client)) == (["replica-1"], ["up", "up"])
+        assert len(place.lives["replica-1"]) == 1, "the life that has waited"
 
     run(place, main, 2)
 
