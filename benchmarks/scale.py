@@ -1,12 +1,19 @@
-"""What shards give: two beside one, in one run, every token checked; medians of the repetitions.
+"""What shards give: some beside one, in one run, every token checked; medians of the repetitions.
 
-    python benchmarks/scale.py                    # the table
-    python benchmarks/scale.py --n 512 --reps 1   # a quick look
+    python benchmarks/scale.py                           # two shards beside one process
+    python benchmarks/scale.py --n 512 --reps 1          # a quick look
+    python benchmarks/scale.py --shards 2 4 8            # more of them, as many as there are cores for
+    python benchmarks/scale.py --many 64 --reps 1        # the driver of 64 shards, 256 trajectories in each
+    python benchmarks/scale.py --long 100000             # how late the loop is with 4,096 prompts of 100,000 tokens
 
 ``ratio`` is generations per second of two shards over those of one process, by the wall clock: it needs two cores that
 are idle. ``ratio by CPU`` is what two idle cores would give: the CPU time of one process over that of the busiest shard
 and, behind it, of the driver, which makes the batch. ``driver`` is its CPU time per generation, from the prompts to the
 padded batch; ``512 x 0.2 s x 5`` the wall time of 512 trajectories of five generations of 0.2 s each (bound: 1.0).
+
+``--many`` takes generations of two seconds, and tells how much of a core the driver has needed while they ran and its
+batch was made. ``--long`` has 256 prompts with 16 trajectories each, of five generations, and makes no batch, which
+would take 50 GB; memory for the tokens themselves is about 7 GB.
 """
 
 from __future__ import annotations
@@ -16,9 +23,12 @@ import asyncio
 import json
 import logging
 import os
+import random
 import statistics
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +55,86 @@ def medians(reps: int, **options: Any) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in names if runs[0][name] is not None}
 
 
+def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
+    """Return the table of some counts of shards beside one process."""
+    one = medians(reps, n=n, delay=0.0, workers=1)
+    table = {"one process, us CPU per generation": one["us_cpu_per_gen"]}
+    for count in shards:
+        some = medians(reps, n=n, delay=0.0, workers=count)
+        driver, shard = some["us_cpu_of_run"], some["us_cpu_of_worker"]
+        table |= {
+            f"{count} shards, us CPU per generation of all": some["us_cpu_per_gen"],
+            f"{count} shards, driver, us CPU per generation": driver,
+            f"{count} shards, busiest shard, us CPU per generation": shard,
+            f"{count} shards, generations per second": round(1e6 / some["us_wall_per_gen"]),
+            f"{count} shards, ratio": round(one["us_wall_per_gen"] / some["us_wall_per_gen"], 2),
+            f"{count} shards, ratio by CPU": round(one["us_cpu_per_gen"] / (shard + driver), 2),
+        }
+    return table | {"512 x 0.2 s x 5, two shards, seconds": medians(reps, n=512, delay=0.2, workers=2)["wall_s"]}
+
+
+def many(reps: int, shards: int) -> dict[str, float]:
+    """Return how busy the driver of many shards is, at two seconds per generation."""
+    n = 256 * shards
+    found = medians(reps, n=n, delay=2.0, workers=shards)
+    generations = 5 * n
+    return {
+        "generations per second": round(generations / found["wall_s"]),
+        "seconds (bound: 10)": found["wall_s"],
+        "driver, us CPU per generation": found["us_cpu_of_run"],
+        "driver, share of a core": round(1e-6 * found["us_cpu_of_run"] * generations / found["wall_s"], 3),
+    }
+
+
+class Spread(overhead.InstantEngine):
+    """Takes between two and six seconds for a turn, so that answers come one by one, as those of real engines do."""
+
+    async def generate(self, requests: Sequence[Any]) -> AsyncIterator[Any]:
+        """Give each request its turn in its time."""
+        loop = asyncio.get_running_loop()
+        draw, began = random.Random(len(requests)), loop.time()
+        for due, request in sorted(((draw.uniform(2, 6), request) for request in requests), key=itemgetter(0)):
+            await asyncio.sleep(began + due - loop.time())
+            yield self._answer(request)
+
+
+async def long_prompts(context: int, n: int) -> dict[str, float]:
+    """Return how late the event loop was with ``n`` trajectories of long prompts, all at once."""
+    from fsm_rollout import Rollout
+
+    asked = argparse.Namespace(n=max(1, n // 16), turns=4, extra_tools=0, context=context, workload=None)
+    with tempfile.TemporaryDirectory() as folder:
+        work = overhead.load_work(asked, Path(folder))
+    graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
+    async with Rollout(graph, Spread(work, 0.0), concurrency=n) as rollout:
+        rows = [len(group.trajectories) async for group in rollout.stream(prompts, n=16)]
+        (lag,) = rollout.scheduler.loop_lag().values()
+    figures = {f"loop lag {name}, ms": round(1e3 * seconds, 1) for name, seconds in lag.items()}
+    return {"trajectories": sum(rows), **figures}
+
+
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=2048, help="trajectories")
+    parser.add_argument("--n", type=int, help="trajectories (default: 2048, with --long 4096)")
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--shards", type=int, nargs="+", default=[2], metavar="N")
+    parser.add_argument("--many", type=int, metavar="N", help="only the driver of N shards")
+    parser.add_argument("--long", type=int, metavar="TOKENS", help="only prompts of so many tokens")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     sys.modules["overhead"] = overhead
-    one = medians(options.reps, n=options.n, delay=0.0, workers=1)
-    two = medians(options.reps, n=options.n, delay=0.0, workers=2)
-    slow = medians(options.reps, n=512, delay=0.2, workers=2)
-    driver, shard = two["us_cpu_of_run"], two["us_cpu_of_worker"]
-    table = {
-        "one process, us CPU per generation": one["us_cpu_per_gen"],
-        "two shards, us CPU per generation of all": two["us_cpu_per_gen"],
-        "driver, us CPU per generation": driver,
-        "busiest shard, us CPU per generation": shard,
-        "ratio": round(one["us_wall_per_gen"] / two["us_wall_per_gen"], 2),
-        "ratio by CPU": round(one["us_cpu_per_gen"] / (shard + driver), 2),
-        "512 x 0.2 s x 5, two shards, seconds": slow["wall_s"],
-    }
+    if options.long:
+        table = asyncio.run(long_prompts(options.long, options.n or 4096))
+    elif options.many:
+        table = many(options.reps, options.many)
+    else:
+        table = two_beside_one(options.reps, options.n or 2048, options.shards)
     if options.json:
         print(json.dumps(table))
     for name, value in () if options.json else table.items():
-        print(f"{name:45} {value}")
+        print(f"{name:50} {value}")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class GlueTemplate(CacheEntry):
         start, end = encoder.cut(first)[-1][0], encoder.cut(last)[0][0]
         head = encoder.encode(first.removesuffix(start))
         self._head, self._tail = as_ids(head.ids)[dropped:], as_ids(encoder.encode(last.removeprefix(end)).ids)
-        self._head_parts = tuple([part.moved(-dropped) for part in parts_at(fixed, head.offsets)])
+        self._head_parts = tuple([part.moved(-dropped) for part in parts_at(fixed, len(head), head.token_to_chars)])
         self._middle: Pieces = [start, *pieces[1:-1], end]
         self._markers = [m.id for piece in self._middle if isinstance(piece, str) for _, m in encoder.find(piece)]
         self._fast = not encoder.overlapping
@@ -110,7 +110,8 @@ class GlueTemplate(CacheEntry):
             if known is None:
                 encoding = self._encoder.encode(middle)
                 if self._encoder.markers_of(encoding.ids) == self._markers:
-                    parts = parts_at(places_of(filled(self._middle, texts, (), self._owners)), encoding.offsets)
+                    places = places_of(filled(self._middle, texts, (), self._owners))
+                    parts = parts_at(places, len(encoding), encoding.token_to_chars)
                     known = as_ids(encoding.ids), (*self._head_parts, *(part.moved(len(self._head)) for part in parts))
                     if len(middle) <= SHORT:
                         if len(self._known) >= MOST_ENTRIES:

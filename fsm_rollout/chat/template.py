@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -25,6 +26,7 @@ from fsm_rollout.chat.reference import FollowUp, Opening, Reference
 from fsm_rollout.chat.render import Renderer, TemplateSource, Tools, shown_tools
 from fsm_rollout.chat.thinking import ThinkingTags, find_thinking
 from fsm_rollout.chat.turn_ends import CloseFinder, generation_config_stops, learn_dialect
+from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.errors import ChatTemplateError, GlueMismatchError
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.stream import text_of
@@ -37,6 +39,8 @@ History = Literal["keep", "split"]
 log = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000  # messages of more characters than this are encoded in a thread: that takes some 10 ms
+LONG_KEPT = 8  # long prompts whose ids are kept for the other samples of their groups
+_long_texts = DaemonThreads("fsm-rollout-encode", 1)  # one after the other: each more keeps the event loop from the GIL
 
 
 class ChatTemplate:
@@ -99,6 +103,7 @@ class ChatTemplate:
         self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader, blind)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
+        self._long: dict[Hashable, Future[Encoded]] = {}
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
@@ -229,7 +234,7 @@ class ChatTemplate:
         if reader is not None and (new := [picture for picture in pictures_of(messages) if not reader.knows(picture)]):
             await asyncio.to_thread(reader.see, new)
         if length > LONG_TEXT:
-            return await asyncio.to_thread(self.reference.encode, asked)
+            return await self._encoded_aside(asked, shape)
         return self._encoded(asked, shape)
 
     def encode_here(self, asked: Opening | FollowUp) -> Encoded:
@@ -249,6 +254,15 @@ class ChatTemplate:
         if encoded is None:
             return self.reference.encode(asked)
         return encoded if self.reference.reader is None else self.reference.with_pictures(encoded, asked)
+
+    async def _encoded_aside(self, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
+        """Encode in the thread; samples of one prompt, which come at about the same time, share its ids."""
+        key: Hashable = object() if shape is None or isinstance(asked, FollowUp) else (shape.key, shape.texts[-1])
+        if (encoding := self._long.get(key)) is None:
+            encoding = self._long[key] = _long_texts.submit(self.reference.encode, asked)
+            if len(self._long) > LONG_KEPT:
+                del self._long[next(iter(self._long))]
+        return await asyncio.shield(asyncio.wrap_future(encoding))  # who is cancelled leaves it to the others
 
     # --- policy, audit
 

@@ -224,6 +224,9 @@ def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
     assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"
 
 
+SHARED = ["a prompt of many samples", "a prompt of many samples", "another long prompt", "a prompt of many samples"]
+
+
 @pytest.mark.parametrize(
     ("places", "parts"),
     [
@@ -234,7 +237,8 @@ def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
     ],
 )
 def test_a_token_that_straddles_an_edge_is_scaffold(places: list[Any], parts: list[Any]) -> None:
-    found = parts_at([(*place, False) for place in places], [(0, 1), (1, 3), (3, 4), (4, 5), (5, 7)])
+    characters = [(0, 1), (1, 3), (3, 4), (4, 5), (5, 7)]
+    found = parts_at([(*place, False) for place in places], len(characters), characters.__getitem__)
     assert [part[:3] for part in found] == parts
 
 
@@ -246,3 +250,15 @@ def test_a_long_text_is_encoded_in_a_thread_to_the_same(monkeypatch: pytest.Monk
             encoded = asyncio.run(GUARD.encode(asked))
             assert encoded.entry is None
             assert encoded == GUARD.encode_here(asked)
+
+
+async def test_samples_of_a_long_prompt_share_its_ids_also_when_the_first_of_them_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template, "LONG_TEXT", 10)
+    first, *others = [asyncio.ensure_future(GUARD.encode(Opening([zoo.user(text)], None))) for text in SHARED]
+    await asyncio.sleep(0)
+    first.cancel()
+    same, other, again = await asyncio.gather(*others)
+    assert same is again
+    assert other.ids == GUARD.encode_here(Opening([zoo.user(SHARED[2])], None)).ids != same.ids
