@@ -12,7 +12,6 @@ itself, whose derivative vanishes where the policy is sure, also where it is sur
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -26,13 +25,13 @@ MASKS = ("right", "environment", "recomputed", "shifted", "logprobs", "tools")
 
 
 class _Choice(NamedTuple):
-    """A token that one or several samples of a group took at a place."""
+    """Tokens that one or several samples of a group took at a place."""
 
     row: int
     """One of them."""
-    column: int
+    columns: list[int]
     old: float
-    """Its log probability when it was sampled."""
+    """Their log probability when they were sampled."""
     right: bool
 
 
@@ -51,7 +50,7 @@ def of_tokens(batch: fr.TrajectoryBatch) -> torch.Tensor:
         right = int(parts[row]["right_tokens"])
         sampled = columns["response_mask"][row].nonzero()[:, 0].tolist()
         for number, column in enumerate(sampled[: right + 1]):
-            choice = _Choice(row, column, logprobs[row][column], number < right)
+            choice = _Choice(row, [column], logprobs[row][column], number < right)
             places.setdefault((group, *tokens[row][:column]), {})[tokens[row][column]] = choice
     # 2. What to raise, and what to lower.
     credit = torch.zeros_like(columns["rollout_log_probs"])
@@ -59,31 +58,49 @@ def of_tokens(batch: fr.TrajectoryBatch) -> torch.Tensor:
         right_mass = sum(math.exp(choice.old) for choice in place.values() if choice.right)
         for choice in place.values():
             if choice.right and right_mass < SURE:
-                credit[choice.row, choice.column] = math.exp(choice.old) / right_mass
+                credit[choice.row, choice.columns] = math.exp(choice.old) / right_mass
             elif not choice.right and not right_mass:
-                credit[choice.row, choice.column] = -1.0
+                credit[choice.row, choice.columns] = -1.0
     return credit
 
 
 def of_answers(batch: fr.TrajectoryBatch) -> torch.Tensor:
-    """Return the credit of the turns that led to each right answer: among the samples that found it, it sums to 1.
+    """Return the credit of whole answers: of all tokens from the answer before on, the calls that led to it included.
 
-    That is the slope of the logarithm of the probability to be right, answer by answer: what few samples of a group
-    find counts as much as what all do. No sample is compared with another, and wrong ones teach nothing.
+    It is `of_tokens` for answers in the place of tokens, and knows nothing but which of them were right. What samples
+    of a group did after the same tokens counts once, however many did it. Of those that came to a right answer the
+    credits sum to 1, in proportion to their probabilities. Where none did, each has the slope of the logarithm of the
+    probability that is left: little where the policy tries many things, much where it is sure of a mistake.
     """
     columns = batch.tensordict
-    groups, credit = columns["group_index"].tolist(), torch.zeros_like(columns["rollout_log_probs"])
-    scores = columns.get("turn_scores").tolist()
-    samples = list(zip(groups, scores, strict=True))
-    found = Counter((group, place) for group, told in samples for place, (_, score) in enumerate(told) if score)
-    for row, (group, told) in enumerate(samples):
-        first = 0
-        for place, (turn, score) in enumerate(told):
-            if score:
-                turns = columns["turn_ids"][row]
-                credit[row, (turns >= first) & (turns <= turn)] = 1.0 / found[group, place]
+    tokens, logprobs = columns["responses"].tolist(), columns["rollout_log_probs"].tolist()
+    groups, scores = columns["group_index"].tolist(), columns.get("turn_scores").tolist()
+    # 1. What the samples of a group did after the same tokens.
+    places: dict[tuple[int, ...], dict[tuple[int, ...], _Choice]] = {}
+    for row, told in enumerate(scores):
+        sampled = columns["response_mask"][row].nonzero()[:, 0].tolist()
+        turns = columns["turn_ids"][row].tolist()
+        first, ends = 0, [*((turn, score > 0) for turn, score in told)]
+        if len(sampled) and (not ends or ends[-1][0] < turns[sampled[-1]]):
+            ends.append((turns[sampled[-1]], False))  # it ended without an answer
+        for turn, right in ends:
+            own = [column for column in sampled if first <= turns[column] <= turn]
+            old = sum(logprobs[row][column] for column in own)
+            place = places.setdefault((groups[row], *tokens[row][: own[0]]), {})
+            place[tuple(tokens[row][own[0] : own[-1] + 1])] = _Choice(row, own, old, right)
             first = turn + 1
-    return credit * columns["response_mask"]
+    # 2. What to raise, and what to lower.
+    credit = torch.zeros_like(columns["rollout_log_probs"])
+    for place in places.values():
+        right_mass = sum(math.exp(choice.old) for choice in place.values() if choice.right)
+        left = 1.0 - min(SURE, sum(math.exp(choice.old) for choice in place.values()))
+        for choice in place.values():
+            if choice.right:
+                if right_mass < SURE:
+                    credit[choice.row, choice.columns] = math.exp(choice.old) / right_mass
+            elif not right_mass:
+                credit[choice.row, choice.columns] = -math.exp(choice.old) / left
+    return credit
 
 
 def of_samples(batch: fr.TrajectoryBatch, wrong: str = "right") -> torch.Tensor:

@@ -18,8 +18,7 @@ that does; without ``--go-on`` the loop stops at once, because the numbers are o
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,13 +28,15 @@ from pathlib import Path
 import torch
 from credit import MASKS, SURE, of_answers, of_samples, of_tokens
 from mistakes import right_tokens
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import PreTrainedModel
 
 import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from loop import ROOT, Learner, Line, prompts_for, read_arguments, timed_out  # noqa: E402
+from loop import Settings as Shared  # noqa: E402
+from loop import train as train_by  # noqa: E402
+
 CHOICES = {
     "mask": MASKS,
     "credit": ("token", "sample", "turn", "answer"),
@@ -47,33 +48,16 @@ RATIO_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Shared):
     """What a run is made of."""
 
-    steps: int = 150
-    """At most; the learning rate falls to 0 over them."""
-    seed: int = 0
     groups: int = 128
     """Groups per step."""
     n: int = 2
     """Samples per group."""
-    minibatches: int = 4
-    """Updates per step."""
-    average: float = 0.97
-    """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
     temperature: float = 1.4
     """Of the training samples."""
-    learning_rate: float = 5e-4
-    warm_up: int = 5
-    """Steps in which the learning rate rises."""
     clip: float = 0.2
-    part_tokens: int = 2_048
-    """Tokens, padding included, of one forward pass: with more at once, a CPU waits for its memory."""
-    held_back: int = 512
-    """Dialogues to evaluate on, sampled at temperature 1 with the agent as it is."""
-    evaluate_every: int = 20
-    enough: float = 0.96
-    """Held-back success after which the run ends."""
     credit: str = "token"
     """``token``, ``sample``, ``turn`` (less what the others came to from that turn on) or ``answer``."""
     agent: str = "until_mistake"
@@ -93,24 +77,7 @@ def load_agents() -> dict[str, fr.AgentGraph]:
     return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
 
-def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prompt]:
-    """Return the prompts of a file, for one of the agents."""
-    prompts = fr.read_prompts(ROOT / f"configs/data/{name}.jsonl", limit=limit)
-    return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
-
-
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what an engine takes."""
-    return {name: weight.detach() for name, weight in model.named_parameters()}
-
-
-def timed_out(batch: fr.TrajectoryBatch) -> float:
-    """Return the share of rows that a clock has ended: on a machine that is too busy, these count as wrong answers."""
-    reasons = batch.tensordict.get("stop_reason").tolist()
-    return sum(reason in ("timed_out", "limit:wall_seconds") for reason in reasons) / max(1, len(reasons))
-
-
-def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
+def token_logprobs(model: torch.nn.Module, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
     """Return the log probabilities that the model gives now to the ``chosen`` of the part's response tokens."""
     columns = part.tensordict
     inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -121,7 +88,7 @@ def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: tor
 
 
 def tree_logprobs(
-    model: PreTrainedModel, part: fr.TrajectoryBatch, temperature: float, *, wrong: bool = False
+    model: torch.nn.Module, part: fr.TrajectoryBatch, temperature: float, *, wrong: bool = False
 ) -> torch.Tensor:
     """Return the log probabilities of the part's response tokens, of which those that rows share are fed once.
 
@@ -139,9 +106,7 @@ def tree_logprobs(
     return tree.by_row(tree.log_probs(logits / temperature))[:, part.tensordict["prompts"].shape[1] :]
 
 
-def update(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: fr.TrajectoryBatch, settings: Settings
-) -> dict[str, float]:
+def update(learner: Learner, batch: fr.TrajectoryBatch, settings: Settings) -> Line:
     """Make one update; return the ratios' distance from 1 before it, and the fraction of clipped tokens."""
     off = clipped = tokens = 0.0
     for part in batch.parts(max_tokens=settings.part_tokens):
@@ -150,9 +115,9 @@ def update(
         chosen = (credit != 0) | (read != 0)
         credit, read = credit[chosen], read[chosen]
         if settings.tree == "none":
-            logprobs = token_logprobs(model, part, chosen)
+            logprobs = token_logprobs(learner.model, part, chosen)
         else:
-            logprobs = tree_logprobs(model, part, settings.temperature, wrong=settings.tree == "wrong")[chosen]
+            logprobs = tree_logprobs(learner.model, part, settings.temperature, wrong=settings.tree == "wrong")[chosen]
         old = logprobs.detach() if settings.mask == "recomputed" else part.tensordict["rollout_log_probs"][chosen]
         ratio = torch.exp(logprobs - old)
         bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
@@ -168,75 +133,32 @@ def update(
         off = max([off, *(ratio - 1).abs().tolist()])
         clipped += ((ratio - 1).abs() > settings.clip).sum().item()
         tokens += len(ratio)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    learner.update()
     return {"ratio_off": off, "clipped": clipped / max(1.0, tokens), "trained_tokens": tokens}
 
 
-def train(settings: Settings, out: Path) -> list[dict[str, float]]:
+def train(settings: Settings, out: Path) -> list[Line]:
     """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines."""
     if settings.tree != "none" and settings.tools_weight:
         raise SystemExit("over a tree all tokens have one temperature, and what tools answered has none: leave it out")
     if settings.mask != "right" and settings.credit != "sample":
         raise SystemExit("a wrong mask is one of all tokens of a sample: give --credit sample too")
-    torch.manual_seed(settings.seed)
-    model, tokenizer = fr.load_model("embedded:early")
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.average))
-    held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
+    learner = Learner(settings)
     prompts = fr.endless_prompts(prompts_for(settings.agent, "arithmetic_train"), seed=settings.seed)
-    lines: list[dict[str, float]] = []
-    out.mkdir(parents=True, exist_ok=True)
-    started, cpu_before = time.perf_counter(), time.process_time()
-    engine = {"kind": "transformers", "model": "embedded:early", "threads": 1}
-    with (
-        fr.Rollout(
-            load_agents(),
-            engine | {"max_running": settings.groups * settings.n},
-            seed=settings.seed,
-            sampling={"temperature": settings.temperature},
-            reward=["exact_answer", *([(right_tokens, 0.0)] if settings.credit == "token" else [])],
-        ) as rollout,
-        (out / "log.jsonl").open("w", encoding="utf-8") as log,
-    ):
-        for step in range(settings.steps + 1):
-            line: dict[str, float] = {"step": step}
-            # 1. Evaluation on the present weights, apart from the training.
-            if step % settings.evaluate_every == 0 or step == settings.steps:
-                rollout.update_weights(weights(average.module))
-                evaluated = rollout.evaluate(held_back, sampling={"temperature": 1.0})
-                line |= {"held_back": evaluated.score_mean, "held_back_timed_out": timed_out(evaluated)}
-                rollout.update_weights(weights(model))
-            # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
-            done = step == settings.steps or line.get("held_back", 0.0) >= settings.enough
-            if not done:
-                for group in optimizer.param_groups:
-                    group["lr"] = settings.learning_rate * min((step + 1) / settings.warm_up, 1 - step / settings.steps)
-                line |= one_step(rollout, prompts, model, average, optimizer, settings, step)
-            line["minutes"] = (time.perf_counter() - started) / 60
-            line["cpu_minutes"] = (time.process_time() - cpu_before) / 60
-            lines.append(line)
-            print(" ".join(f"{key} {value:.4g}" for key, value in line.items()), flush=True)
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            if done:
-                break
-    average.module.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
-    return lines
+    with fr.Rollout(
+        load_agents(),
+        learner.engine(max_running=settings.groups * settings.n),
+        seed=settings.seed,
+        sampling={"temperature": settings.temperature},
+        reward=["exact_answer", *([(right_tokens, 0.0)] if settings.credit == "token" else [])],
+    ) as rollout:
+        return train_by(learner, rollout, lambda step: one_step(rollout, prompts, learner, settings, step), out)
 
 
 def one_step(
-    rollout: fr.Rollout,
-    prompts: Iterator[fr.Prompt],
-    model: PreTrainedModel,
-    average: AveragedModel,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    step: int,
-) -> dict[str, float]:
-    """Sample a batch, check the ratios, update, and hand the weights over; return the step's figures."""
+    rollout: fr.Rollout, prompts: Iterator[fr.Prompt], learner: Learner, settings: Settings, step: int
+) -> Line:
+    """Sample a batch, check the ratios, update; return the step's figures."""
     before = time.process_time()
     batch = rollout.run(islice(prompts, settings.groups), n=settings.n)
     sampled = time.process_time()
@@ -258,9 +180,7 @@ def one_step(
     for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
         chosen = torch.isin(batch.tensordict["group_index"], groups) & (credit + batch.tensordict["read"]).any(1)
         if chosen.any():
-            updates.append(update(model, optimizer, batch.select(chosen), settings))
-            average.update_parameters(model)
-    rollout.update_weights(weights(model))
+            updates.append(update(learner, batch.select(chosen), settings))
     updates = updates or [{"ratio_off": 0.0, "clipped": 0.0, "trained_tokens": 0.0}]  # no two samples differ
     first = updates[0]
     if not first["ratio_off"] < RATIO_TOLERANCE and not settings.go_on:
@@ -283,20 +203,6 @@ def one_step(
     }
 
 
-def main() -> None:
-    """Read the settings from the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder for log.jsonl and the model")
-    for name, value in vars(Settings()).items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            parser.add_argument(flag, action="store_true")
-        else:
-            choices = CHOICES.get(name)
-            parser.add_argument(flag, type=type(value), default=value, choices=choices, help=f"default {value}")
-    arguments = vars(parser.parse_args())
-    train(out=arguments.pop("out"), settings=Settings(**arguments))
-
-
 if __name__ == "__main__":
-    main()
+    asked, folder = read_arguments(Settings, __doc__, "runs/grpo", CHOICES)
+    train(asked, folder)

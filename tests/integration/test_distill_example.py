@@ -28,15 +28,16 @@ def test_it_learns_what_the_teacher_says_and_a_shifted_teacher_is_told_before_an
     shifted = replace(SETTINGS, shifted=True)
     assert 0 < EXAMPLE["gap"](batch, SETTINGS) < 0.5
     assert EXAMPLE["gap"](batch, shifted) > 0.8
-    model, _ = fr.load_model("embedded:early")
-    optimizer = torch.optim.Adam(model.parameters(), lr=SETTINGS.learning_rate)
+    learner = EXAMPLE["Learner"](SETTINGS)
 
     def loss(settings: Any) -> float:
         with torch.no_grad():
-            return sum(float(EXAMPLE["loss_of"](model, part, settings)) for part in batch.parts(max_tokens=2048))
+            return sum(
+                float(EXAMPLE["loss_of"](learner.model, part, settings)) for part in batch.parts(max_tokens=2048)
+            )
 
     before, wrong = loss(SETTINGS), loss(shifted)
     assert wrong > 10 * before
     for _ in range(4):
-        EXAMPLE["update"](model, optimizer, batch, SETTINGS)
+        EXAMPLE["update"](learner, batch, SETTINGS)
     assert loss(SETTINGS) < before / 1.5

@@ -141,23 +141,43 @@ def test_what_a_clock_has_ended_is_counted() -> None:
     assert EXAMPLE["timed_out"](batch) == 0.5
 
 
-def test_a_right_answer_is_shared_among_the_samples_that_found_it() -> None:
-    """Three samples of one prompt with two questions: two are right first, one of them also then."""
+def test_an_answer_is_compared_with_those_that_begin_alike() -> None:
+    """Of one prompt with two questions, answers are right in two ways; of another, all are wrong."""
     _, tokenizer = fr.load_model("embedded:early")
-    right, then = "The answer is 3.", "The answer is 5."
-    question = {"messages": [{"role": "user", "content": "Ask."}], "answer": "3", "agent": "until_wrong"}
-    question |= {"interaction_kwargs": {"turns": ["Again."], "answers": ["5"]}}
-    said = {"0": [right, then], "1": [right, right], "2": [then, right]}
+    right, also, wrong = "The answer is 3.", "So: The answer is 3.", "The answer is 5."
+    prompt = {"messages": [{"role": "user", "content": "Ask."}], "answer": "3", "agent": "until_wrong"}
+    prompt |= {"interaction_kwargs": {"turns": ["Again."], "answers": ["3"]}}
+    said = {"0": [wrong], "1": [right, wrong], "2": [right, right], "3": [also, right], "4": [right, right]}
     engine = fr.ScriptedEngine(lambda request: said[request.trajectory_id[-1]][request.turn], tokenizer=tokenizer)
     with fr.Rollout(EXAMPLE["load_agents"](), engine, reward="exact_answer") as rollout:
-        batch = rollout.run([question], n=3)
-    credit, mask = EXAMPLE["of_answers"](batch), batch["response_mask"] == 1
-    found = [
-        [set(credit[row][mask[row] & (batch["turn_ids"][row] == turn)].tolist()) for turn in range(2 - (row == 2))]
-        for row in range(3)
-    ]
-    assert found == [[{0.5}, {1.0}], [{0.5}, {0.0}], [{0.0}]]
+        batch = rollout.run([prompt, prompt | {"answer": "7"}], n=5)
+    columns, credit = batch.tensordict, EXAMPLE["of_answers"](batch)
+    mask = columns["response_mask"] == 1
+    found: dict[tuple[int, str, int], list[float]] = {}
+    chance: dict[tuple[int, str, int], float] = {}
+    for row, (group, sample) in enumerate(zip(batch["group_index"].tolist(), batch["sample"].tolist(), strict=True)):
+        for turn in set(columns["turn_ids"][row][mask[row]].tolist()):
+            own = mask[row] & (columns["turn_ids"][row] == turn)
+            (value,) = set(credit[row][own].tolist())  # one for all tokens of an answer
+            before = ">".join(said[str(sample)][:turn])
+            answer = (group, f"{before}>{said[str(sample)][turn]}", turn)
+            chance[answer] = columns["rollout_log_probs"][row][own].sum().exp().item()
+            found.setdefault(answer, []).append(value)
     assert not credit[~mask].any()
+    assert all(sum(value != 0 for value in values) <= 1 for values in found.values()), "what is alike counts once"
+    got = {answer: sum(values) for answer, values in found.items()}
+    of_right, of_also, of_wrong = (chance[0, f">{text}", 0] for text in (right, also, wrong))
+    left = 1 - chance[1, f">{right}", 0] - chance[1, f">{also}", 0] - chance[1, f">{wrong}", 0]
+    assert got == pytest.approx({
+        (0, f">{right}", 0): of_right / (of_right + of_also),
+        (0, f">{also}", 0): of_also / (of_right + of_also),
+        (0, f">{wrong}", 0): 0.0,
+        (0, f"{right}>{right}", 1): 1.0,
+        (0, f"{right}>{wrong}", 1): 0.0,
+        (0, f"{also}>{right}", 1): 1.0,
+        **{(1, f">{text}", 0): -chance[1, f">{text}", 0] / left for text in (right, also, wrong)},
+    }, rel=1e-4)  # fmt: skip
+    assert of_wrong > 0
 
 
 @pytest.mark.real

@@ -1,0 +1,178 @@
+"""What the examples that train in plain torch share: an optimiser, evaluation on mean weights, a log, the command line.
+
+Invariant: the engine samples a step with the weights that the step before has left in the model; what is evaluated and
+saved are running means of them. A line of ``log.jsonl`` is a step; the last line has an evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import fsm_rollout as fr
+
+ROOT = Path(__file__).resolve().parents[1]
+Line = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What each of them can be told."""
+
+    steps: int = 150
+    """At most; the learning rate falls to 0 over them."""
+    minutes: float = math.inf
+    """At most, by the clock; if these are over before the steps, the rate falls to 0 over them."""
+    seed: int = 0
+    minibatches: int = 4
+    """Updates per step."""
+    learning_rate: float = 5e-4
+    warm_up: int = 5
+    """Steps in which the learning rate rises."""
+    clip_norm: float = 10.0
+    """Of an update's gradient."""
+    average: float = 0.97
+    """Evaluated and saved is a mean of the weights, to which an update leaves so much: single updates are noisy."""
+    part_tokens: int = 2_048
+    """Tokens, padding included, of one forward pass: with more at once, a CPU waits for its memory."""
+    held_back: int = 512
+    """Dialogues to evaluate on, sampled at temperature 1."""
+    evaluate_every: int = 20
+    enough: float = 0.96
+    """Held-back success after which the run ends."""
+    threads: int = 1
+    """Of torch; more than there are idle cores make it many times slower."""
+    device: str = "cpu"
+    """Where it is trained and sampled."""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass
+class Learner:
+    """The early embedded checkpoint, its optimiser, and the running mean of its weights."""
+
+    settings: Settings
+    model: PreTrainedModel = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    average: AveragedModel = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Load the checkpoint, and begin the mean with its weights."""
+        torch.manual_seed(self.settings.seed)
+        torch.set_num_threads(self.settings.threads)
+        self.model, self.tokenizer = fr.load_model("embedded:early")
+        self.model.to(self.settings.device)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.settings.average))
+        rate = self.settings.learning_rate
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.95))
+
+    def engine(self, model: str = "embedded:early", **keys: object) -> dict[str, object]:
+        """Return the description of an engine in this process."""
+        place = {"device": self.settings.device, "threads": self.settings.threads}
+        return {"kind": "transformers", "model": model, **place, **keys}
+
+    def update(self) -> None:
+        """Make an update by the gradients that are there."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average.update_parameters(self.model)
+
+    def set_rate(self, step: int, done: float) -> None:
+        """Let the learning rate be that of a step, before which the fraction ``done`` of the run was done."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * min((step + 1) / self.settings.warm_up, 1 - done)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what an engine takes."""
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prompt]:
+    """Return the prompts of one of the files of arithmetic, for one of the agents."""
+    prompts = fr.read_prompts(ROOT / f"configs/data/{name}.jsonl", limit=limit)
+    return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
+
+
+def timed_out(batch: fr.TrajectoryBatch) -> float:
+    """Return the share of rows that a clock has ended: on a machine that is too busy, these count as wrong answers."""
+    reasons = batch.tensordict.get("stop_reason").tolist()
+    return sum(reason in ("timed_out", "limit:wall_seconds") for reason in reasons) / max(1, len(reasons))
+
+
+def evaluated(rollout: fr.Rollout, learner: Learner, held_back: Sequence[fr.Prompt]) -> Line:
+    """Return what the mean weights come to on the held-back prompts; the model's own are in the engine again then."""
+    rollout.update_weights(weights(learner.average.module))
+    batch = rollout.evaluate(held_back, sampling={"temperature": 1.0})
+    rollout.update_weights(weights(learner.model))
+    return {"held_back": batch.score_mean, "held_back_timed_out": timed_out(batch)}
+
+
+def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line], out: Path) -> list[Line]:
+    """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines.
+
+    Args:
+        learner: what is trained.
+        rollout: what samples; it has the learner's weights.
+        one_step: samples a batch of the step whose number it is told, and updates; returns what is to be logged.
+        out: a folder.
+    """
+    settings, lines, done = learner.settings, list[Line](), False
+    held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
+    out.mkdir(parents=True, exist_ok=True)
+    started, cpu_before = time.perf_counter(), time.process_time()
+    with (out / "log.jsonl").open("w", encoding="utf-8") as log:
+        while not done:
+            step, minutes = len(lines), (time.perf_counter() - started) / 60
+            line: Line = {"step": step}
+            # 1. Evaluation on the mean weights, apart from the training.
+            done = step >= settings.steps or minutes >= settings.minutes
+            if done or step % settings.evaluate_every == 0:
+                line |= evaluated(rollout, learner, held_back)
+                done = done or line["held_back"] >= settings.enough
+            # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
+            if not done:
+                learner.set_rate(step, max(step / settings.steps, minutes / settings.minutes))
+                line |= one_step(step)
+                rollout.update_weights(weights(learner.model))
+            line["minutes"] = (time.perf_counter() - started) / 60
+            line["cpu_minutes"] = (time.process_time() - cpu_before) / 60
+            lines.append(line)
+            print(" ".join(f"{key} {value:.4g}" for key, value in line.items()), flush=True)
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+    learner.average.module.save_pretrained(out / "model")
+    learner.tokenizer.save_pretrained(out / "model")
+    return lines
+
+
+def read_arguments(
+    of: type[S], doc: str | None, out: str, choices: Mapping[str, Sequence[str]] | None = None
+) -> tuple[S, Path]:
+    """Return settings and the folder of a run, as the command line says; ``out`` is the folder by default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for log.jsonl and the model; {out}")
+    for name, value in vars(of()).items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            allowed = (choices or {}).get(name)
+            parser.add_argument(flag, type=type(value), default=value, choices=allowed, help=f"default {value}")
+    asked = vars(parser.parse_args())
+    folder = asked.pop("out")
+    return of(**asked), folder

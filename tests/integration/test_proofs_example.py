@@ -1,0 +1,53 @@
+"""The command that makes the table of proofs: its runs begin in order, are read back, and are not made twice."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit import ROOT
+
+EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/proofs.py"))
+TINY = {"steps": 1, "held_back": 2, "minibatches": 1, "evaluate_every": 1}
+
+
+@pytest.mark.real
+def test_runs_are_made_once_and_the_table_says_what_they_came_to(tmp_path: Path) -> None:
+    arm, wrong = (
+        EXAMPLE["Arm"](script, {**TINY, **settings}, minutes=5, seeds=(0, 1))
+        for script, settings in (
+            ("distill/distill.py", {"prompts": 2}),
+            ("grpo/grpo.py", {"groups": 2, "n": 4, "credit": "sample", "agent": "until_wrong", "mask": "tools"}),
+        )
+    )
+
+    def runs() -> list[Any]:
+        return [
+            EXAMPLE["Run"](name, of, seed, tmp_path) for name, of in (("a", arm), ("b", wrong)) for seed in of.seeds
+        ]
+
+    EXAMPLE["run_all"](runs(), cores=2, minutes=10)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("log.jsonl")}
+    EXAMPLE["run_all"](runs(), cores=2, minutes=10)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("log.jsonl")} == made
+    lines = EXAMPLE["table"](runs()).splitlines()
+    scores = [
+        json.loads((tmp_path / f"a_{seed}/log.jsonl").read_text().splitlines()[-1])["held_back"] for seed in (0, 1)
+    ]
+    assert ", ".join(f"{score:.3f}" for score in scores) in lines[2]
+    assert [line[:13] for line in lines[3:]] == ["| b, seed 0 |", "| b, seed 1 |"]
+    assert all("do not belong together" in line for line in lines[3:])
+
+
+def test_every_arm_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/grpo"))  # as Python does for a script
+    of = {
+        "distill/distill.py": runpy.run_path(str(ROOT / "examples/distill/distill.py"))["Settings"],
+        "grpo/grpo.py": runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))["Settings"],
+    }
+    for arm in EXAMPLE["read_arms"](ROOT / "examples/proofs.yaml").values():
+        of[arm.script](**arm.settings)
