@@ -221,21 +221,30 @@ class TokenStream:
     """An append-only sequence of tokens with their provenance.
 
     The first span is the opening prompt; all that follows is the response. Arrays handed out are copies, so no caller
-    can reach the stream's own.
+    can reach the stream's own; the prompt's, which nobody writes to, is the caller's, and the samples of a group share it.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "length", "notes", "prompt_length", "sampled_length", "trained")
+    __slots__ = (
+        "_ids",
+        "_logprobs",
+        "_prompt",
+        "_spans",
+        "length",
+        "notes",
+        "prompt_length",
+        "sampled_length",
+        "trained",
+    )
 
     def __init__(self, prompt: Sequence[int], *, state: str, turn: int = 0, trained: bool = True) -> None:
         self.trained = trained
-        self._ids: Ids = array("i")
+        self._prompt = as_ids(prompt)  # never written to: the samples of a group share it
+        self._ids: Ids = array("i")  # of the response, as the log-probs
         self._logprobs: Logprobs = array("f")
-        self._spans: list[Span] = []
         self.notes: list[Note] = []  # what engines said of the tokens, in the order in which they did
-        self.length = 0  # the number of tokens
-        self.prompt_length = len(prompt)  # the number of tokens of the opening prompt
+        self.length = self.prompt_length = len(prompt)  # the number of tokens of all, of the opening prompt
         self.sampled_length = 0  # the number of tokens that the engine sampled, trained or not
-        self._append(prompt, None, Owner.PROMPT, state, turn)
+        self._spans = [Span(0, self.length, Owner.PROMPT, state, turn)]
 
     def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
         """Append tokens of the environment (mask 0, logprob 0.0)."""
@@ -257,14 +266,14 @@ class TokenStream:
         turn: int,
         version: int = NO_VERSION,
     ) -> None:
-        if not len(ids) and self._spans:
+        if not len(ids):
             return
         start = self.length
         self._ids.extend(ids)
         self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else logprobs)
-        self.length = len(self._ids)
-        last = self._spans[-1] if self._spans else None
-        if last is not None and last.owner is owner and (last.state, last.turn, last.version) == (state, turn, version):
+        self.length += len(ids)
+        last = self._spans[-1]
+        if last.owner is owner and (last.state, last.turn, last.version) == (state, turn, version):
             start = self._spans.pop().start
         self._spans.append(Span(start, self.length, owner, state, turn, version))
 
@@ -276,7 +285,8 @@ class TokenStream:
         if not isinstance(other, TokenStream):
             return NotImplemented
         return (
-            self._ids == other._ids
+            self._prompt == other._prompt
+            and self._ids == other._ids
             and self._logprobs.tobytes() == other._logprobs.tobytes()
             and self._spans == other._spans
             and self.notes == other.notes
@@ -288,7 +298,7 @@ class TokenStream:
     @property
     def ids(self) -> Ids:
         """All token ids, a copy."""
-        return self._ids[:]
+        return self._prompt + self._ids
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -320,11 +330,11 @@ class TokenStream:
 
     def tail(self, start: int) -> Ids:
         """Return the ids from position ``start`` on."""
-        return self._ids[start:]
+        return self._ids[start - self.prompt_length :] if start >= self.prompt_length else self.ids[start:]
 
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         """Return the opening prompt's token ids, int32 ``[P]``."""
-        return np.array(self._ids[: self.prompt_length], dtype=np.int32)
+        return np.array(self._prompt, dtype=np.int32)
 
     def response_ids(self) -> npt.NDArray[np.int32]:
         """Return the response's token ids, int32 ``[R]``."""
@@ -372,9 +382,8 @@ def responses(streams: Sequence[TokenStream], state_ids: Mapping[str, int] = Map
     logprobs = [np.zeros(0, np.float32)]
     lengths_of_streams: list[int] = []
     for stream in streams:
-        start = stream.prompt_length
-        ids.append(np.frombuffer(stream._ids, np.int32)[start:])
-        logprobs.append(np.frombuffer(stream._logprobs, np.float32)[start:])
+        ids.append(np.frombuffer(stream._ids, np.int32))
+        logprobs.append(np.frombuffer(stream._logprobs, np.float32))
         lengths_of_streams.append(len(ids[-1]))
         for span in stream._spans[1:]:
             model = span.owner is Owner.MODEL

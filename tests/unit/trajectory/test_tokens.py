@@ -117,12 +117,14 @@ def test_what_is_handed_out_is_a_copy(prompt: list[int], history: list[tuple]) -
     assert stream == same
 
 
-def test_the_callers_arrays_stay_the_callers() -> None:
+def test_a_prompt_is_shared_and_what_follows_is_copied() -> None:
     prompt, sampled, logprobs = array("i", [1]), array("i", [2]), array("f", [-0.5])
-    stream = TokenStream(prompt, state="PENDING")
-    stream.sample(sampled, logprobs, state="GENERATING", turn=0, version=0)
-    prompt[0], sampled[0], logprobs[0] = 7, 7, -7.0
-    prompt.append(8)
+    one, other = (TokenStream(prompt, state="PENDING") for _ in range(2))
+    for stream in (one, other):
+        stream.sample(sampled, logprobs, state="GENERATING", turn=0, version=0)
+    assert one._prompt is other._prompt is prompt
+    assert list(prompt) == [1], "no stream writes into it"
+    sampled[0], logprobs[0] = 7, -7.0
     assert list(stream.ids) == [1, 2]
     assert stream.response_logprobs().tolist() == [-0.5]
 
