@@ -221,7 +221,7 @@ class TokenStream:
     """An append-only sequence of tokens with their provenance.
 
     The first span is the opening prompt; all that follows is the response. Arrays handed out are copies, so no caller
-    can reach the stream's own; the prompt's, which nobody writes to, is the caller's, and the samples of a group share it.
+    can reach the stream's own; the prompt's is the caller's, is never written to, and is shared by a group's samples.
     """
 
     __slots__ = (
