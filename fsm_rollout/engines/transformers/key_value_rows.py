@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import ClassVar, NamedTuple, Protocol
+from weakref import proxy
 
 import torch
 from transformers import PreTrainedModel
@@ -104,7 +105,7 @@ class _LayerRows(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
 
     def __init__(self, rows: KeyValueRows) -> None:
         super().__init__()
-        self._rows = rows
+        self._rows = proxy(rows)  # a cycle would keep a GPU's memory until garbage is collected
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 

@@ -227,8 +227,9 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any
     asyncio.run(engine.aclose())
 
 
-async def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(model: Any, tokenizer: Any):
-    engine = TransformersEngine(model, tokenizer, send_every=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # rows of the project's own, and transformers'
+async def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(dtype: torch.dtype, tokenizer: Any):
+    engine = TransformersEngine(make_model(0).to(dtype), tokenizer, send_every=1)
     stream = engine.generate([request("r", 100, seed=1)])
     while not (await anext(stream)).ids:
         pass
