@@ -89,6 +89,7 @@ class Rollout(TrainerOrders):
         max_staleness: every trained token was sampled at most so many weight updates ago; older samples, running or
             ended, are restarted.
         max_restarts: how often a sample is restarted; after that its group is ``dropped``.
+        tail: how a batch of ``target_groups`` is made: ``carry``, ``sync``, ``paced``, each also with ``+longest``.
         on_event: called with each trajectory and event as it happens; must not block.
         workers: how many shards run the trajectories; 1: this process alone. Each is a whole rollout in a process of
             its own, with its own engines (so these are given by their specs), tools, rewards and journal beside
@@ -127,6 +128,7 @@ class Rollout(TrainerOrders):
         group_filter: str | Callable[..., object] | None = None,
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
+        tail: str = "carry",
         on_event: Sequence[Listener] = (),
         workers: int = 1,
         worker_placement: WorkerPlacement = "local",
@@ -166,7 +168,7 @@ class Rollout(TrainerOrders):
         """The states that are numbered in each batch, alike in every step."""
         self.engines: dict[str, EnginePool] = {} if start is None else EnginesOfShards()
         self._shards: Shards | None = None
-        limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts}
+        limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts, "tail": tail}
         try:
             if start is not None:
                 arguments: dict[str, Any] = {

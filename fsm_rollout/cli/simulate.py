@@ -17,7 +17,8 @@ def simulate(
     file: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="the run's file; default: none")] = None,
     overrides: Overrides = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", metavar="NAME", help="auto, today or count:N; may be given again")
+        list[str] | None,
+        typer.Option("--policy", metavar="NAME", help="auto, today or count:N, or auto+paced; may be given again"),
     ] = None,
     workload: Annotated[
         str, typer.Option("--workload", metavar="NAME", help="lengths that are drawn: coding, search, math, tools, …")
@@ -32,6 +33,10 @@ def simulate(
         int | None, typer.Option("--memory", metavar="TOKENS", min=2, help="what each server has room for")
     ] = None,
     window: Annotated[int, typer.Option("--window", metavar="TOKENS", min=2, help="the longest context")] = 65_536,
+    target: Annotated[
+        int | None, typer.Option("--target", metavar="N", min=1, help="groups of a batch, with +paced and the like")
+    ] = None,
+    staleness: Annotated[int, typer.Option("--staleness", metavar="N", min=0, help="batches that one may be late")] = 2,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="of all that is drawn")] = 0,
     out: Annotated[
         Path | None, typer.Option("-o", metavar="FILE.svg", help="a picture: utilisation and residency over time")
@@ -42,10 +47,12 @@ def simulate(
     \b
     Example: fsm-rollout simulate --replicas 8 --workload search -o search.svg
     Example: fsm-rollout simulate run.yaml --lengths runs/first --policy auto --policy count:64
+    Example: fsm-rollout simulate --workload math_hard_tail --groups 64 --policy auto+carry --policy auto+paced
 
     Printed are the makespan and how many times the bound it is, the share of prompt tokens that are computed twice, how
-    long turns wait and how that goes with the size of their prompts (r), whether groups are done in order, and what the
-    servers' time costs. docs/simulation.md says what a simulation cannot tell.
+    long turns wait and how that goes with the size of their prompts (r), whether groups are done in order, how long the
+    trajectories of batches are, of all (1.00: as long), and what the servers' time costs. docs/simulation.md says what
+    a simulation cannot tell.
     """  # noqa: D301  # click wants the character itself
     with loading():
         from rich.console import Console
@@ -56,7 +63,7 @@ def simulate(
         from fsm_rollout.simulation.report import FIGURES, column, picture, sentences
 
     config = None if file is None else load_run(file, overrides or [])
-    asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, seed)
+    asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, seed, target, staleness)
     console = Console()
     status = Console(stderr=True).status("simulating …")
 

@@ -26,6 +26,7 @@ from fsm_rollout.jobs.tracking import Track
 from fsm_rollout.names.objects import look_in
 from fsm_rollout.report.readers import TracingLike
 from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.tail import TailName
 from fsm_rollout.scheduler.teachers import TeacherSettings
 from fsm_rollout.trajectory.config_errors import ConfigPath, explanations
 from fsm_rollout.trajectory.settings import (
@@ -110,6 +111,11 @@ class RunConfig(StrictModel):
     limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
     over_sample: Annotated[float, Field(ge=1)] = Field(
         1.5, description="how many groups may be running or kept at a time, per group of `target_groups`"
+    )
+    tail: TailName = Field(
+        "carry",
+        description="which groups are under way, and which of them make a batch of `target_groups`: carry, sync or "
+        "paced, each also with `+longest`",
     )
     seed: int = Field(0, description="everything random follows from it")
     validate_run: bool = Field(

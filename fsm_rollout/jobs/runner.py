@@ -33,7 +33,7 @@ from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.run_prompts import PromptFile
-from fsm_rollout.jobs.summary import Summary, summarize
+from fsm_rollout.jobs.summary import Summary, length_bias, summarize
 from fsm_rollout.jobs.tracking import Tracking, build_tracker, check_tracker
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.report.readers import Tracker
@@ -221,7 +221,8 @@ def rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments:
         name: getattr(config, name)
         for name in ("engines", "base", "seed", "sampling", "validation_sampling", "concurrency", "queue_timeout")
     }
-    common |= {"validate": config.validate_run, "failures": config.failures, "tracing": config.tracing}
+    common |= {"validate": config.validate_run, "tail": config.tail}
+    common |= {"failures": config.failures, "tracing": config.tracing}
     return Rollout(agents, config.engine, **common | arguments)
 
 
@@ -322,9 +323,12 @@ def _write(
 ) -> Summary:
     carried = {group.group_id for group in rollout.carried}
     trajectories = [trajectory for group in groups for trajectory in group.all]
+    bias: Summary = {}
     if carried:  # what was set aside may be in a shard
+        trained = [trajectory for group in groups if not group.dropped for trajectory in group.trajectories]
         trajectories += [each for each in read(folder) if each.group_id in carried]
-    summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked}
+        bias = {"length_bias": length_bias(trained, trajectories)}
+    summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked, **bias}
     summary["event_loop_lag"] = rollout.scheduler.loop_lag()
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors

@@ -102,6 +102,17 @@ def summarize(
     }
 
 
+def length_bias(batch: Iterable[Trajectory], begun: Iterable[Trajectory]) -> float | None:
+    """Return how long the trajectories of a batch are, in tokens said, of all those that were begun with them.
+
+    1.0 is without a bias. What goes on counts as long as it is by now, so the truth is the same, or less. ``None``: no
+    length is known.
+    """
+    trained = [trajectory.response_tokens for trajectory in batch]
+    every = [trajectory.response_tokens for trajectory in begun if trajectory.parent_id is None]
+    return sum(trained) / len(trained) / (sum(every) / len(every)) if trained and any(every) else None
+
+
 def _endings(trajectories: Sequence[Trajectory]) -> Summary:
     """Return how many ended for which reason, what failed, and what else is to be said of a reason."""
     reasons: Counter[str] = Counter()
@@ -171,6 +182,8 @@ def summary_table(summary: Summary) -> Table:
     if summary.get("groups_dropped"):
         dropped = _counted({DROPPED[DropReason(name)]: count for name, count in summary["drop_reasons"].items()})
         row("left out", f"{summary['groups_dropped']:,} of {summary['groups']:,} groups: {dropped}")
+    if (bias := summary.get("length_bias")) is not None:
+        row("length bias", f"the batch's trajectories have {bias:.2f} x the tokens of all that were begun")
     row("stop reasons", _counted(summary["stop_reasons"]))
     if besides:
         row("of sub-agents", _counted(called["stop_reasons"]))

@@ -121,6 +121,8 @@ def figures_of(summary: Summary) -> Iterator[tuple[str, float]]:
     yield from ((f"score/{name}", value) for name, value in measured.items() if value is not None)
     yield "tokens/response", summary["tokens"]
     yield "tokens/trained", summary["trained_tokens"]
+    if (bias := summary.get("length_bias")) is not None:
+        yield "tokens/length_bias", bias
     for name in ("turns_mean", "generations_mean", "transitions", "tool_calls", "bad_calls", "tool_failures"):
         if summary[name] is not None:
             yield name, summary[name]

@@ -128,6 +128,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         columns=columns,
         score_mean=sum(scores) / len(scores) if scores else None,
         groups=_groups(samples),
+        length_bias=(run.summary or {}).get("length_bias"),
         dropped=(run.summary or {}).get("groups_dropped", 0),
         group_count=len({line.group_id for line in samples}),
         ends=_ends(samples),

@@ -65,6 +65,8 @@ class Group:
     """Why it is ``dropped``."""
     state: GroupState = GroupState.WAITING
     """Where it is on its way to the caller."""
+    place: int = -1
+    """When it was opened: after so many others of its scheduler."""
     active: dict[str, ActiveTrajectory] = field(default_factory=dict)
     """Its trajectories that run or can go on in this process, by trajectory id."""
     attempts: dict[int, int] = field(default_factory=dict)

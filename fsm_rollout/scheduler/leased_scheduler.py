@@ -28,6 +28,7 @@ from fsm_rollout.scheduler.run_state import GroupTable, RunState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.shards import Shards, check_weights
 from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.event_bytes import encode
@@ -53,7 +54,7 @@ class LeasedScheduler(Scheduler):
 
     def __init__(
         self, shards: Shards, *, concurrency: int, failures: Failures, max_staleness: int | None = None,
-        max_restarts: int = 0, filter_name: str = "", evaluation: Sampling | None = None,
+        max_restarts: int = 0, filter_name: str = "", evaluation: Sampling | None = None, tail: str = "carry",
     ) -> None:  # fmt: skip
         check_at_least(1, "trajectory", "concurrency", concurrency)
         self.shards, self.evaluation, self.filter_name = shards, evaluation, filter_name
@@ -66,6 +67,9 @@ class LeasedScheduler(Scheduler):
         self.staleness = Staleness(max_staleness, max_restarts, lambda: self.shards.version)
         self.starter = cast(TrajectoryStarter, _RunNumber())
         self.samples = cast(Any, Leases(self))
+        self.samples.tail = tail_of(tail, max_staleness)
+        if self.samples.tail.probes:
+            raise ConfigError(f"tail: {tail}: with workers, each shard begins what it has by itself; leave out longest")
         self.histories = False
         """Whether the events of trajectories come back with their groups."""
         self.batch_options: dict[str, Any] = {}

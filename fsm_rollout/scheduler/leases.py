@@ -21,6 +21,7 @@ from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, historie
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
+from fsm_rollout.scheduler.tail import Tail
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
@@ -53,6 +54,7 @@ class Leases:
         self.scheduler = scheduler
         self.stopping: Stop | None = None
         self.to_start: deque[tuple[Group, int]] = deque()  # empty: samples are the shards' own business
+        self.tail = Tail()
         self.number = -1
         self._run: RunState | None = None
         self._open: set[ShardHandle] = set()  # the shards in which the run has not ended
@@ -142,7 +144,7 @@ class Leases:
         if run.exhausted and not waiting:
             self._balance(run)
             return False
-        if not free or (run.target is not None and not run.has_room(groups)):
+        if not free or not run.has_room(groups):
             return False
         if not waiting and isinstance(run.prompts, PromptQueue) and not run.prompts.ready:
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from weakref import WeakSet
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
 from fsm_rollout.scheduler.failure_policy import Failures, is_the_policys
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.tail import Tail
 from fsm_rollout.states.active_trajectory import Stop
 from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.journal import Journal
@@ -79,6 +80,7 @@ class GroupTable(dict[str, Group]):
         self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         """The groups in each state, in the order in which they came to it: only read it."""
         self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
+        self.opened = 0  # how many have been opened so far
         self.named = 0  # how many prompts have been taken, in all runs: their groups are called by their places
         self.earlier: frozenset[str] = frozenset()  # the ids of the groups before the state that was loaded
 
@@ -89,6 +91,8 @@ class GroupTable(dict[str, Group]):
 
     def put(self, group: Group, state: GroupState) -> None:
         """Let a group, which may be new here, be in a state: behind the others that are."""
+        if state is GroupState.RUNNING and group.place < 0:
+            group.place, self.opened = self.opened, self.opened + 1
         self.by_state[group.state].pop(group.group_id, None)
         self[group.group_id] = self.by_state[state][group.group_id] = group
         group.state = state
@@ -189,6 +193,7 @@ class RunState:
     watch: Watch  # says when too much has failed
     journal: Journal | None
     cut_off: Stop  # how trajectories are stopped when the run is closed or fails
+    tail: Tail  # says how many groups are open, and which of those that are done make a batch
     max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
     most_filtered: float = math.inf  # at most so many groups may be turned down by the filter
     feeder: asyncio.Task[None] = field(init=False)
@@ -219,7 +224,7 @@ class RunState:
             check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
         if self.target is not None:
             check_at_least(1, "group", "target_groups", self.target)
-            self.max_groups = math.ceil(self.target * over_sample)
+            self.max_groups = self.tail.most_groups(self.target, over_sample)
             self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
 
     def change(self) -> Coroutine[object, object, bool]:
@@ -233,11 +238,19 @@ class RunState:
 
     def has_room(self, groups: GroupTable) -> bool:
         """Whether the next group may be opened: a target bounds how many are there at a time."""
-        return self.counts_with(groups.by_state[GroupState.DONE].values()) + len(groups.under_way) < self.max_groups
+        if self.target is None:
+            return True
+        under_way = len(groups.under_way)
+        if self.tail.orders and not under_way:  # what is done may have to wait for this one
+            return True
+        return self.counts_with(groups.by_state[GroupState.DONE].values()) + under_way < self.max_groups
 
     def deliverable(self, groups: GroupTable) -> list[Group]:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
-        done = groups.by_state[GroupState.DONE].values()
+        done: Collection[Group] = groups.by_state[GroupState.DONE].values()
+        if done and self.target is not None and self.tail.orders:
+            waiting = [group for group in groups.by_state[GroupState.WAITING].values() if group.place >= 0]
+            done = self.tail.ready(done, [*groups.under_way, *waiting])
         if not self.deliver_at_end:
             return list(islice(done, 1))
         if self.target is not None:

@@ -20,6 +20,7 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.tail import CHOICE, Tail
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter, run_trajectory
 from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, Stop
 from fsm_rollout.states.restoring import begins_anew
@@ -48,6 +49,7 @@ class SampleRunner:
         self.alone: set[str] = set()
         # The samples of open groups that have still to begin, or to go on.
         self.to_start: deque[tuple[Group, int]] = deque()
+        self.tail = Tail()  # says which sample is next
         self._starter = starter
         self._groups = groups
         self._scoring = scoring
@@ -99,21 +101,18 @@ class SampleRunner:
 
     def _start_next(self, run: RunState, tasks: asyncio.TaskGroup) -> bool:
         """Start the next sample, or open the next group; return whether anything was to be done, and could be."""
-        # 1. A sample of a group that is open.
-        if self.to_start:
+        # 1. A sample of a group that is open; where probes say which, once there are some to choose from.
+        looks_ahead = self.tail.probes and len(self.to_start) < CHOICE and self._can_open(run)
+        if self.to_start and not looks_ahead:
             if run.running >= (self._most() if self.alone.isdisjoint(self._groups) else 1):
                 return False
             run.running += 1
-            tasks.create_task(self._run_sample(run, *self.to_start.popleft()))
+            tasks.create_task(self._run_sample(run, *self.tail.next_sample(self.to_start)))
             return True
         # 2. The next group: one that waits, else that of the next prompt.
+        if not self._can_open(run):
+            return False
         waiting = self._groups.by_state[GroupState.WAITING]
-        if run.exhausted and not waiting:
-            return False
-        if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or waiting):
-            return False
-        if run.target is not None and not run.has_room(self._groups):
-            return False
         group = next(iter(waiting.values())) if waiting else self._open_next(run)
         if group is None:
             run.exhausted = True
@@ -132,6 +131,15 @@ class SampleRunner:
         if not samples:
             tasks.create_task(self._finish(run, group))
         return True
+
+    def _can_open(self, run: RunState) -> bool:
+        """Whether there is a next group, or may be one, and it may be opened."""
+        waiting = self._groups.by_state[GroupState.WAITING]
+        if run.exhausted and not waiting:
+            return False
+        if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or waiting):
+            return False
+        return run.has_room(self._groups)
 
     def _open_next(self, run: RunState) -> Group | None:
         """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.

@@ -47,6 +47,7 @@ from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, W
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, Stop, Suspension
 from fsm_rollout.trajectory.enums import DropReason, Trigger
@@ -93,16 +94,15 @@ class Scheduler(SchedulerOrders):
         group_filter: GroupFilter | None = None,
         max_staleness: int | None = None,
         max_restarts: int = MAX_RESTARTS,
+        tail: str = "carry",
     ) -> None:
         # 1. Who does the work.
         check_at_least(1, "trajectory", "concurrency", most_at_once(concurrency))
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
         self.clients, self.concurrency = clients, concurrency
-        self.sampling = sampling or Sampling()
-        self.validate = validate
-        self.recorder = Recorder(journal, listeners)
-        self.failures = failures
+        self.sampling, self.validate = sampling or Sampling(), validate
+        self.recorder, self.failures = Recorder(journal, listeners), failures
         policy = clients[POLICY]
         self.scoring = Scoring(reward, group_filter, self.recorder.record)
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.weight_version)
@@ -120,8 +120,8 @@ class Scheduler(SchedulerOrders):
         # 2. Which group is where.
         groups = self.groups = GroupTable()
         self.samples = SampleRunner(self.starter, groups, self.scoring, self.staleness, failures, concurrency, policy)
-        # Groups that were delivered and are not marked yet: the caller has not asked for more.
-        self._delivered: list[str] = []
+        self.samples.tail = tail_of(tail, max_staleness)
+        self._delivered: list[str] = []  # groups that are not marked yet: the caller has not asked for more
         self.marks = True  # whether the journal is told of them; the driver of shards does that itself
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
@@ -173,8 +173,8 @@ class Scheduler(SchedulerOrders):
             await self._until_free()
         self._mark_delivered()
         run = RunState(
-            iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end,
-            frozenset(self.groups), watch or Watch(self.failures), self.recorder.journal, self._cut_off,
+            iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end, frozenset(self.groups),
+            watch or Watch(self.failures), self.recorder.journal, self._cut_off, self.samples.tail,
         )  # fmt: skip
         self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
         if histories := list(resume):
@@ -248,7 +248,7 @@ class Scheduler(SchedulerOrders):
         except asyncio.CancelledError as error:
             cancelled_again = error
         # 2. What is open. (What waits has not been touched, and stays.)
-        groups = sorted(self.groups.under_way, key=attrgetter("index"))
+        groups = sorted(self.groups.under_way, key=attrgetter("place"))
         self.samples.to_start.clear()
         if run.stop is CARRIED:
             self.groups.put_first(groups, GroupState.WAITING)

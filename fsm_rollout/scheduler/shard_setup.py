@@ -147,7 +147,7 @@ def leased_scheduler(
         Shards(count, start, setups.of, servers),
         filter_name=getattr(group_filter, "__name__", str(group_filter)),
         concurrency=most_at_once(given),
-        **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts")},
+        **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts", "tail")},
     )
     scheduler.recorder.listeners = tuple(cast(Sequence[Listener], listeners))  # that show counts
     return scheduler

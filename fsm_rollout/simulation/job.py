@@ -12,7 +12,7 @@ from pathlib import Path
 from fsm_rollout.engines.scripted.memory import Memory
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.simulation.servers import ServerCosts
-from fsm_rollout.simulation.simulate import Policy, Simulated, simulate
+from fsm_rollout.simulation.simulate import STALENESS, Policy, Simulated, simulate
 from fsm_rollout.simulation.workload import Workload, drawn, recorded
 
 GROUPS, GROUPS_OF_REPLICA, SIZE = 16, 4, 4  # groups at least, for each server, and trajectories of each
@@ -32,6 +32,8 @@ class Asked:
     memory: int | None = None
     window: int = WINDOW
     seed: int = 0
+    target: int | None = None
+    staleness: int = STALENESS
 
 
 def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulated], object]) -> list[Simulated]:
@@ -46,7 +48,11 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
     workload = workload_of(config, asked, replicas, min(asked.window, server.tokens // 2))
     found = []
     for policy in policies:
-        found.append(simulate(workload, server, replicas, policy, seed=asked.seed))
+        found.append(
+            simulate(
+                workload, server, replicas, policy, seed=asked.seed, target=asked.target, staleness=asked.staleness
+            )
+        )
         each(found[-1])
     return found
 

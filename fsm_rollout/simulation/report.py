@@ -20,7 +20,8 @@ svg{font:12px system-ui,sans-serif;fill:#1f2328;background:#fff}.used{fill:#0969
 </style>"""
 FIGURES = (
     "policy", "makespan", "÷ bound", "prompt tokens computed twice", "first waits, median", "first waits, p99",
-    "later waits, p99", "r of first waits", "r of later waits", "groups in order", "paused", "cost",
+    "later waits, p99", "r of first waits", "r of later waits", "groups in order", "length of batches",
+    "groups given up", "paused", "cost",
 )  # fmt: skip
 
 
@@ -37,6 +38,12 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
+def lengths(simulated: Simulated) -> str:
+    """Return how long the shortest and the longest batch are, of all that was begun."""
+    biases = simulated.biases
+    return f"{min(biases):.2f} to {max(biases):.2f}" if biases else "one batch"
+
+
 def column(simulated: Simulated) -> tuple[str, ...]:
     """Return a simulation's column of the table, whose lines are the :data:`FIGURES`."""
     first = [wait for _, wait in simulated.first_waits]
@@ -45,7 +52,7 @@ def column(simulated: Simulated) -> tuple[str, ...]:
         simulated.policy.name, clock(simulated.makespan), f"{simulated.ratio:.2f}", f"{simulated.twice:.1%}",
         clock(quantile(first, 0.5)), clock(quantile(first, 0.99)), clock(quantile(later, 0.99)),
         f"{simulated.first_correlation:+.2f}", f"{simulated.later_correlation:+.2f}", f"{simulated.in_order:+.2f}",
-        f"{simulated.paused:,}", f"{simulated.cost:,.2f}",
+        lengths(simulated), f"{simulated.dropped:,}", f"{simulated.paused:,}", f"{simulated.cost:,.2f}",
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.simulation.agent import LIVES, BlockTokenizer, Lives, client_of
 from fsm_rollout.simulation.bound import LowerBound, bound, streams
 from fsm_rollout.simulation.servers import ServerCosts, SilentEngine
@@ -32,6 +33,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 SAMPLES = 400  # points of the courses over time, at most
 MOST_BLOCK = 64  # tokens of a block, at most: SGLang's larger pages have as many
+BATCHES, STALENESS = 8, 2  # batches of a run that trains, and how old what it trains on may be
 PARTS = 16  # blocks that a turn of mean length has, at least
 
 
@@ -43,16 +45,19 @@ class Policy:
     concurrency: Concurrency = "auto"
     resident: bool = True
     """Whether engines say how much they have room for; without that, trajectories are counted, as they used to be."""
+    tail: str = ""
+    """How batches meet their long tail (:mod:`fsm_rollout.scheduler.tail`); empty: there is one batch, of all."""
 
     @classmethod
     def of(cls, name: str) -> Policy:
-        """Return ``auto``, ``today`` (1,024 at a time, whatever the memory) or ``count:N``."""
-        if name == "auto":
-            return cls(name)
-        number = "1024" if name == "today" else name.removeprefix("count:")
+        """Return ``auto``, ``today`` (1,024 at a time, whatever the memory) or ``count:N``; and ``auto+paced``, say."""
+        admission, _, tail = name.partition("+")
+        number = "1024" if admission in ("auto", "today") else admission.removeprefix("count:")
         if not number.isdecimal() or not int(number):
-            raise ConfigError(f"--policy: {name!r} is none; write auto, today or count:64")
-        return cls(name, int(number), resident=False)
+            raise ConfigError(f"--policy: {name!r} is none; write auto, today or count:64, and behind it +paced, say")
+        if tail:
+            tail_of(tail)
+        return cls(name, "auto" if admission == "auto" else int(number), admission == "auto", tail)
 
 
 @dataclass(slots=True)
@@ -94,6 +99,10 @@ class Simulated:
     later_waits: list[tuple[float, float]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     """The groups in the order in which they were done."""
+    batches: list[list[int]] = field(default_factory=list)
+    """The groups of each batch that was trained on; none, where there is one batch of all."""
+    dropped: int = 0
+    """Groups that were given up, as they had become too old again and again."""
     course: Utilisation = field(default_factory=Utilisation)
 
     @property
@@ -110,6 +119,13 @@ class Simulated:
     def in_order(self) -> float:
         """How well groups are done in the order in which they began: the correlation of both, 1.0 is in order."""
         return _correlation([(float(place), float(group)) for place, group in enumerate(self.order)])
+
+    @property
+    def biases(self) -> list[float]:
+        """How long the trajectories of each batch are, of those of all: 1.0 is without a bias."""
+        said = [sum(turn.says for life in group for turn in life) / len(group) for group in self.workload.groups]
+        mean = sum(said) / len(said)
+        return [sum(said[group] for group in batch) / len(batch) / mean for batch in self.batches if batch]
 
     @property
     def cost(self) -> float:
@@ -141,8 +157,9 @@ def block_of(workload: Workload) -> int:
 
 
 def simulate(
-    workload: Workload, server: ServerCosts, replicas: int = 1, policy: Policy | None = None, *, seed: int = 0
-) -> Simulated:
+    workload: Workload, server: ServerCosts, replicas: int = 1, policy: Policy | None = None, *, seed: int = 0,
+    target: int | None = None, staleness: int = STALENESS,
+) -> Simulated:  # fmt: skip
     """Run a workload, and return what that took.
 
     Args:
@@ -151,6 +168,9 @@ def simulate(
         replicas: how many servers there are.
         policy: how trajectories are admitted; default: ``auto``.
         seed: of the scheduler.
+        target: groups of a batch, after each of which the weights change, where the policy is one for a long tail;
+            default: an eighth of all.
+        staleness: how many versions a trained token may be behind then.
     """
     policy = policy or Policy("auto")
     block, result = block_of(workload), Simulated(workload, policy, replicas, server, bound(workload, server, replicas))
@@ -170,7 +190,8 @@ def simulate(
     try:
         pool = EnginePool(LocalPlacement(build), replicas)
         with quietly():
-            run_virtual(_run(result, lives, pool, engines, seed), loop=VirtualTimeLoop(horizon=1e9))
+            target = target or max(1, len(workload.groups) // BATCHES)
+            run_virtual(_run(result, lives, pool, engines, seed, target, staleness), loop=VirtualTimeLoop(horizon=1e9))
     finally:
         LIVES.remove(lives)
     result.filled = sum(engine.counts.filled for engine in engines) * block
@@ -180,9 +201,10 @@ def simulate(
 
 
 async def _run(
-    result: Simulated, lives: Lives, pool: EnginePool, engines: Sequence[SimulatedEngine], seed: int
-) -> None:
-    loop, block = asyncio.get_running_loop(), lives.block
+    result: Simulated, lives: Lives, pool: EnginePool, engines: Sequence[SimulatedEngine], seed: int, target: int,
+    staleness: int,
+) -> None:  # fmt: skip
+    loop, block, tail = asyncio.get_running_loop(), lives.block, result.policy.tail
     groups = result.workload.groups
 
     def listen(trajectory: Trajectory, event: AnyEvent) -> None:
@@ -195,11 +217,20 @@ async def _run(
     scheduler = Scheduler(
         {"simulated": load_agent(Path(__file__).parent / "agent.yaml")}, {"policy": client_of(pool)}, seed=seed,
         concurrency=result.policy.concurrency, sampling=Sampling(max_tokens=most // block + 1), listeners=[listen],
+        max_staleness=staleness if tail else None, tail=tail or "carry",
     )  # fmt: skip
     watching = loop.create_task(_watch(result.course, pool, engines))
+    prompts, n = iter(lives.prompts), max(map(len, groups))
     try:
-        async for group in scheduler.run(lives.prompts, max(map(len, groups))):
-            result.order.append(group.index)
+        while len(result.order) < len(groups):
+            batch = []
+            async for group in scheduler.run(prompts, n, target_groups=target if tail else None):
+                result.order.append(group.index)
+                result.dropped += group.dropped
+                batch += [] if group.dropped else [group.index]
+            if tail:
+                result.batches.append(batch)
+                await scheduler.update_weights({})
         result.makespan = loop.time()
         if pool.placing.residency is not None:
             result.paused = pool.placing.residency.paused

@@ -141,6 +141,16 @@ class SimulatedServer:
             elif (asked := self._filling.pop(request_id, None)) is not None and asked.node is not None:
                 self.cache.unlock(asked.node)
 
+    def unspoken(self, request_id: str) -> int:
+        """Return how many tokens a request has said of its next piece."""
+        if (asked := self._running.get(request_id)) is not None:
+            said = asked.said_by(self._step)
+        elif (asked := self._filling.get(request_id) or self._waiting.get(request_id)) is not None:
+            said = asked.said
+        else:
+            return 0
+        return int(said) - (asked.ends[asked.pieces - 1] if asked.pieces else 0)
+
     def end_sessions(self, sessions: Iterable[str]) -> None:
         """Keep what these have said as what nobody holds."""
         for session in sessions:

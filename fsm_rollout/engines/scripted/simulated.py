@@ -120,6 +120,17 @@ class SimulatedEngine(ScriptedEngine):
             self._server.skip(self._loop.time())
             self._admit()
 
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests now, with what they have said by then, which a server streams."""
+        self._catch_up()
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            answer = self._asked.get(request_id)
+            if answer is not None and (said := self._server.unspoken(request_id)):
+                ids, logprobs, *_ = answer.plan.pieces[answer.emitted]
+                self._emit(answer, ids[:said], logprobs[:said])
+        super()._abort(request_ids)
+
     def _forget(self, request_id: str) -> None:
         super()._forget(request_id)
         self._asked.pop(request_id, None)

@@ -70,10 +70,11 @@ class Watched:
     deliver_at_end=st.booleans(),
     training=st.sampled_from([0.0, 1.5]),
     thinking=st.sampled_from([0.0, 0.7]),
+    tail=st.sampled_from(["carry", "sync", "paced", "longest", "paced+longest"]),
 )
 def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once(
     speeds: list[float], updates: list[float], most: int, restarts: int, target: int, over_sample: float,
-    concurrency: int, deliver_at_end: bool, training: float, thinking: float,
+    concurrency: int, deliver_at_end: bool, training: float, thinking: float, tail: str,
 ) -> None:  # fmt: skip
     """Whenever weights change: while samples run, wait, are scored, are done, are carried, or the trainer trains."""
 
@@ -88,7 +89,7 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
 
     bench = Bench(
         agent(), choose, max_staleness=most, max_restarts=restarts, concurrency=concurrency, reward=Reward(think),
-        group_filter=GroupFilter(lambda group: int(group[0].group_id[1:]) % 4 != 3),
+        group_filter=GroupFilter(lambda group: int(group[0].group_id[1:]) % 4 != 3), tail=tail,
     )  # fmt: skip
     listed, came = Watched(), list[Group]()
 
@@ -131,6 +132,60 @@ def test_nothing_older_than_the_bound_is_handed_over_and_every_prompt_comes_once
     assert bench.scheduler.carried == []
     assert not bench.scheduler.groups
     assert not kept_sessions(bench.engine.log)
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 3, 10, 60]), min_size=1, max_size=7),
+    target=st.integers(1, 3),
+    most=st.integers(0, 2),
+    concurrency=st.sampled_from([2, 5, 64]),
+)
+def test_how_the_long_tail_is_met_changes_when_and_never_what(
+    lengths: list[int], target: int, most: int, concurrency: int
+) -> None:
+    """Each policy trains on the same rows; and ``paced`` on all in turn, none of which has become too old."""
+
+    def choose(request: Request) -> Turn:
+        group, _, sample = request.trajectory_id.partition("/")
+        length = lengths[(3 * int(group[1:]) + int(sample.partition("~")[0])) % len(lengths)]
+        return Turn(text="word " * length, delay=0.1, chunks=length)
+
+    async def train(bench: Bench) -> list[Group]:
+        came, source = list[Group](), iter(prompts(9))
+        while len(came) < 9:
+            came += [group async for group in bench.scheduler.run(source, 2, target_groups=target)]
+            if bench.scheduler.samples.tail is sync:
+                assert bench.scheduler.carried == []
+            await bench.scheduler.update_weights({})
+        return came
+
+    found = {}
+    for tail in ("carry", "sync", "paced", "longest", "sync+longest", "paced+longest"):
+        bench = Bench(agent(), choose, max_staleness=most, max_restarts=99, concurrency=concurrency, tail=tail)
+        sync = bench.scheduler.samples.tail if tail.startswith("sync") else None
+        came = run_virtual(train(bench))
+        found[tail] = {
+            (group.group_id, t.sample): [stream.tokens.ids.tolist() for stream in t.streams]
+            for group in came
+            for t in group.trajectories
+        }
+        if tail.startswith(("sync", "paced")):
+            assert not [group for group in came if group.discarded], tail
+        if tail.startswith("paced"):
+            assert [group.group_id for group in came] == [f"p{number}" for number in range(9)]
+    assert all(rows == found["sync"] for rows in found.values())
+
+
+def test_a_groups_first_sample_says_when_its_others_begin() -> None:
+    """One at a time: both probes, then the brothers of the longer one."""
+
+    def choose(request: Request) -> Turn:
+        return Turn(text="word " * (20 if request.trajectory_id.startswith("p1") else 2))
+
+    bench = Bench(agent(), choose, concurrency=1, tail="longest")
+    bench.go(3, 3)
+    begun = [request.trajectory_id for request in bench.asked]
+    assert begun == ["p0/0", "p1/0", "p2/0", "p1/1", "p1/2", "p0/1", "p0/2", "p2/1", "p2/2"]
 
 
 def test_a_sample_that_has_ended_begins_anew_at_once_when_it_falls_behind() -> None:
