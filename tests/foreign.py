@@ -96,13 +96,13 @@ class EngineLog:
             self.sampled[chunk.request_id] += chunk.ids
             yield chunk
 
-    def check_one_row(self, trajectory: Trajectory) -> None:
-        """Hold the one stream of an agent whose history only grew to what the engine was asked and said."""
+    def check_one_row(self, trajectory: Trajectory, least: int = 2) -> None:
+        """Hold the one stream of an agent whose history only grew to the engine's log, of ``least`` calls or more."""
         (stream,) = trajectory.streams
         ids = list(stream.tokens.ids)
         mask = [0] * stream.tokens.prompt_length + stream.tokens.response_mask().tolist()
         own = {key: out for key, out in self.sampled.items() if key.startswith(f"{trajectory.trajectory_id}/")}
-        assert len(own) == trajectory.generations >= 2
+        assert len(own) == trajectory.generations >= least
         assert sum(mask) == sum(map(len, own.values()))
         for request_id, out in own.items():
             before = self.asked[request_id]

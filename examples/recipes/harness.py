@@ -32,8 +32,11 @@ HARNESSES = Path(os.environ.get("FSM_HARNESSES", "runs/harnesses")).absolute()
 _installing = asyncio.Lock()
 
 
-async def installed(name: str, packages: tuple[str, ...], *, npm: bool) -> Path:
-    """Return the folder where a program is installed, which it is made once; ToolError says why it cannot be."""
+async def installed(name: str, packages: tuple[str, ...], *, npm: bool = False) -> Path:
+    """Return the folder of a program with all that it needs, which is made once; ToolError says why it cannot be.
+
+    What comes from PyPI has an environment of its own there, for the Python that runs this.
+    """
     folder = HARNESSES / name
     async with _installing:
         if not (folder / "installed").exists():
@@ -45,15 +48,24 @@ async def installed(name: str, packages: tuple[str, ...], *, npm: bool) -> Path:
                     raise ToolError(f"{name} comes from npm, which is not installed; install Node.js, or take another")
                 words = [program, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
             else:
-                words = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", "-q", "--target", str(folder)]
-                words += packages
-            process = await asyncio.create_subprocess_exec(*words, stdout=2, stderr=asyncio.subprocess.PIPE)
-            _, said = await process.communicate()
-            if process.returncode:
-                text = said.decode(errors="replace").strip()
-                raise ToolError(f"{name} could not be installed ({' '.join(packages)}): {text[-600:]}")
+                await _done(name, [sys.executable, "-m", "venv", str(folder)])
+                words = [str(folder / "bin/python"), "-m", "pip", "install", "--progress-bar", "off", "-q", *packages]
+            await _done(name, words)
             (folder / "installed").touch()
     return folder
+
+
+async def _done(name: str, words: list[str]) -> None:
+    """Run one step of an installation."""
+    process = await asyncio.create_subprocess_exec(*words, stdout=2, stderr=asyncio.subprocess.PIPE)
+    try:
+        _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        text = said.decode(errors="replace").strip()
+        raise ToolError(f"{name} could not be installed ({' '.join(words)}): {text[-600:]}")
 
 
 def program_in(folder: Path, name: str) -> str:
@@ -65,8 +77,9 @@ def program_in(folder: Path, name: str) -> str:
 
 
 async def judged(
-    visit: ForeignVisit, words: list[str], env: Mapping[str, str], folder: Path, files: Mapping[str, str] | None = None
-) -> float:
+    visit: ForeignVisit, words: list[str], env: Mapping[str, str], folder: Path | None,
+    files: Mapping[str, str] | None = None,
+) -> float:  # fmt: skip
     """Run a program on the prompt's files, then its tests; return 1.0 where all pass, else 0.0."""
     port = urlsplit(visit.base_url).port
     assert port is not None
@@ -122,3 +135,38 @@ async def opencode(visit: ForeignVisit) -> float:
     env = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     words = [program_in(folder, "opencode"), "run", visit.task]
     return await judged(visit, words, env, folder, {"opencode.json": json.dumps(config)})
+
+
+async def mini_swe_agent(visit: ForeignVisit) -> float:
+    """Run mini-swe-agent (MIT), from PyPI."""
+    folder = await installed("mini-swe-agent-2.4.6", ("mini-swe-agent==2.4.6", "litellm==1.110.2"))
+    words = ["/program/bin/python", "-m", "minisweagent", "--yolo", "--exit-immediately", "--task", visit.task]
+    words += ["--model", f"openai/{visit.model}", "--output", "/tmp/home/run.json"]
+    words += ["--config", "mini.yaml", "--config", "agent.step_limit=12"]
+    # Prices and updates are asked of nobody, and what was refused is not asked again.
+    env = {"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors"}
+    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
+    return await judged(visit, words, env, folder)
+
+
+async def openai_agents(visit: ForeignVisit) -> float:
+    """Run an agent of the OpenAI Agents SDK (MIT), from PyPI."""
+    folder = await installed("openai-agents-0.24.0", ("openai-agents==0.24.0", "openai==3.57.0"))
+    return await _script(visit, ["/program/bin/python"], "openai_agents_agent.py", folder)
+
+
+async def langgraph(visit: ForeignVisit) -> float:
+    """Run an agent of LangGraph (MIT), from PyPI."""
+    folder = await installed("langgraph-1.2.24", ("langgraph==1.2.24", "langchain-openai==1.7.4", "openai==3.57.0"))
+    return await _script(visit, ["/program/bin/python"], "langgraph_agent.py", folder)
+
+
+async def shell(visit: ForeignVisit) -> float:
+    """Run a shell script, which needs curl and jq."""
+    return await _script(visit, ["sh"], "shell_agent.sh", None)
+
+
+async def _script(visit: ForeignVisit, words: list[str], name: str, folder: Path | None) -> float:
+    """Run a program that lies beside this file."""
+    path = f"/tmp/home/{name}"
+    return await judged(visit, [*words, path], {}, folder, {path: Path(__file__).with_name(name).read_text("utf-8")})

@@ -8,9 +8,15 @@ import shutil
 import sys
 from pathlib import Path
 
-from fsm_rollout.model.__init__ import embedded_model
+from fsm_rollout.model import embedded_model
 
-folder = Path(sys.argv[1])
-shutil.copytree(embedded_model("final"), folder)
-config = json.loads((folder / "config.json").read_text())
-(folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65_536}))
+
+def write(folder: Path) -> None:
+    """Write it into a folder that is not there yet."""
+    shutil.copytree(embedded_model("final"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65_536}))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fsm_rollout as fr
+from fsm_rollout.batch.rows import rows
+from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.errors import ToolError
 from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
-from tests.kit import ROOT
+from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.foreign import EngineLog
+from tests.kit import ROOT, script
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
 
@@ -68,15 +72,27 @@ def test_what_cannot_start_says_so() -> None:
         asyncio.run(run_enclosed([Command(["true"], files={"/etc/x": ""})], port=1))
 
 
+RECIPES = {  # each with its rollouts' further streams, of two
+    "codex": {}, "opencode": {"side_call": 2}, "mini_swe_agent": {}, "openai_agents": {}, "langgraph": {}, "shell": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def harnesses() -> Iterator[None]:
+    """What the recipes install is kept for the next time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSM_HARNESSES", str(Path(tempfile.gettempdir(), "fsm-rollout-harnesses")))
+        yield
+
+
 @pytest.mark.real
-@pytest.mark.parametrize(("name", "forks"), [("codex", {}), ("opencode", {"side_call": 2})])
+@pytest.mark.parametrize(("name", "forks"), RECIPES.items())
 def test_a_recipe_runs_as_it_is_and_each_agent_is_one_row(name: str, forks: dict[str, int], tmp_path: Path) -> None:
-    if shutil.which("npm") is None:
+    if name in ("codex", "opencode") and shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    env = os.environ | {"FSM_HARNESSES": str(Path(tempfile.gettempdir(), "fsm-rollout-harnesses"))}
     words = [sys.executable, "-m", "fsm_rollout", "run", str(ROOT / f"examples/{name}/run.yaml")]
     done = subprocess.run(
-        [*words, f"out={tmp_path}/run", "n=1"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
+        [*words, f"out={tmp_path}/run", "n=1"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     if "could not be installed" in done.stdout + done.stderr:
         pytest.skip(f"npm cannot install {name}: {(done.stdout + done.stderr)[-300:]}")
@@ -85,6 +101,32 @@ def test_a_recipe_runs_as_it_is_and_each_agent_is_one_row(name: str, forks: dict
     assert summary["stop_reasons"] == {"answered": 2}
     assert summary["score_mean"] == 1.0, summary
     assert summary.get("forks", {}) == forks
-    rows = fr.TrajectoryBatch.load(tmp_path / "run/batch").rows()
-    assert [row.context for row in rows] == ["main", "main"]
-    assert [row.metrics["trained_tokens"] for row in rows] == [rows[0].metrics["trained_tokens"]] * 2
+    first, second = fr.TrajectoryBatch.load(tmp_path / "run/batch").rows()
+    assert first.context == second.context == "main"
+    assert first.metrics["trained_tokens"] == second.metrics["trained_tokens"]
+
+
+@pytest.mark.real
+@pytest.mark.sglang
+def test_on_the_real_sglang_each_row_is_what_it_sampled(tmp_path: Path) -> None:
+    """Whatever the model says: it is too small for such prompts, so mini-swe-agent has it try three times, and leaves
+    out of its history what called no tool."""
+    script("examples/recipes/long_model.py").write(long := tmp_path / "long")
+    names, task = ["mini_swe_agent", "openai_agents", "langgraph", "shell"], ROOT / "examples/recipes/tasks.jsonl"
+    prompt = json.loads(task.read_text().splitlines()[0]) | {"sampling": {"max_tokens": 16}}
+    agents = {name: fr.load_agent(ROOT / f"examples/recipes/{name}.yaml") for name in names}
+    engine = SGLangEngine(str(long), threads=1, args={"max_total_tokens": 65_536})
+    log, trajectories = EngineLog(engine), dict[str, Trajectory]()
+
+    async def main() -> None:
+        async with fr.Rollout(agents, engine) as rollout:
+            async for group in rollout.stream([prompt | {"agent": name} for name in names]):
+                (trajectory,) = group.trajectories
+                trajectories[trajectory.agent] = trajectory
+        await engine.aclose()
+
+    asyncio.run(main())
+    assert [stream.why for stream in trajectories["mini_swe_agent"].streams] == ["", "rewritten", "rewritten"]
+    for name in names[1:]:
+        log.check_one_row(trajectories[name], 1)
+    assert script("examples/recipes/table.py").kl(rows(trajectories.values()), long) < 1e-9
