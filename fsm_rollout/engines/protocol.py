@@ -220,6 +220,8 @@ class EngineFacts:
     """What its tokens cost."""
     cannot_score: str = "it does not say log-probs of ids that it is given"
     """Why it cannot be a teacher; empty: it can (promise 10)."""
+    no_grammar: str = "it samples freely alone"
+    """Why ``SamplingParams.extra`` may name no grammar (``json_schema``, ``structural_tag``); empty: it may."""
 
     @property
     def pad_id(self) -> int:

@@ -57,6 +57,7 @@ FORKS: Mapping[str, str] = {
     ForkReason.REWRITTEN: "a history that its agent rewrote",
     ForkReason.TOOLS_CHANGED: "begins like an earlier one, with other tools",
     ForkReason.SYSTEM_CHANGED: "begins like an earlier one, with other instructions",
+    ForkReason.GRAMMAR: "under a grammar, whose tokens are not the policy's own; or goes on freely from there",
     ForkReason.NOT_GLUED: "its messages could not be glued to the stream before",
 }
 

@@ -174,6 +174,8 @@ class Service:
         self._check_model(chat)
         if chat.tools:
             raise unsupported("tools", "is not supported: the agent has its own, which run here; leave them out")
+        if chat.form is not None:
+            raise unsupported(chat.form.param, "is not supported: an agent answers here, in turns; ask it in words")
         if chat.seed is not None:
             raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
         if chat.logprobs:

@@ -123,6 +123,9 @@ class ForkReason(Word):
     """It begins like an earlier one, and shows other tools."""
     SYSTEM_CHANGED = "system_changed"
     """It begins like an earlier one, under other instructions."""
+    GRAMMAR = "grammar"
+    """It is sampled under a grammar (a form, a forced call) and not trained unless that is asked for; or it goes on
+    from that, freely and trained."""
     NOT_GLUED = "not_glued"
     """The chat template cannot go on with the tokens that there are, or is not to (``history: split``)."""
 

@@ -152,8 +152,11 @@ class Sampling(StrictModel):
     ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
 
     def over(self, base: Sampling) -> Sampling:
-        """Return ``base``, overridden by every value that is set here."""
-        return base.model_copy(update=self.model_dump(exclude_none=True))
+        """Return ``base``, overridden by every value that is set here; of ``extra`` by each of its own."""
+        update = self.model_dump(exclude_none=True)
+        if self.extra and base.extra:
+            update["extra"] = {**base.extra, **self.extra}
+        return base.model_copy(update=update)
 
     def over_at_most(self, base: Sampling) -> Sampling:
         """Return what :meth:`over` does, with the lower of both ``max_tokens`` and ``thinking_tokens``."""

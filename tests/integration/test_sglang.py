@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ import psutil
 import pytest
 import torch
 from msgspec.structs import replace
+from openai import BadRequestError
 
 import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
@@ -46,7 +48,7 @@ from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from fsm_rollout.trajectory.trace_ids import TraceIds
 from tests.cases import table
 from tests.collector import Collector
-from tests.foreign import EngineLog
+from tests.foreign import CALCULATOR, EngineLog, agent, chat, client
 from tests.integration.replica_kills import differences
 from tests.integration.sglang_oracle import (
     PATIENCE,
@@ -72,11 +74,16 @@ PROMPTS = CONFIGS / "data/arithmetic.jsonl"
 names = (f"test-{number}" for number in itertools.count())
 
 
+ARGUMENTS = {"grammar_backend": "xgrammar"}  # which has SGLang load a tokenizer
+
+
 class Served:
     """A pool of one SGLang."""
 
     def __init__(self) -> None:
-        pool = build_engine({"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040}, Path())
+        pool = build_engine(
+            {"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040, "args": ARGUMENTS}, Path()
+        )
         assert isinstance(pool, EnginePool)
         self.pool = pool
 
@@ -647,15 +654,56 @@ def test_by_openai_s_protocol_it_conforms(openai: OpenAIEngine) -> None:
 
 @pytest.mark.real
 async def test_a_foreign_agent_has_exact_rows_on_it(elsewhere: dict[str, Any]) -> None:
-    """The others, which take seconds to import, have them on the embedded model."""
+    """The recipes, which take seconds to import, have them in tests of their own."""
     engine = SGLangHTTPEngine(**elsewhere)
     log = EngineLog(engine)
-    async with fr.Rollout(fr.load_agent(ROOT / "examples/foreign_agents/shell.yaml"), engine) as rollout:
+    async with fr.Rollout(agent("use: 'tests.foreign:tool_user'"), engine) as rollout:
         async for group in rollout.stream(["Please work out (40 + 67) - 76."]):
             (trajectory,) = group.trajectories
             assert trajectory.stop_reason == "answered", trajectory.detail
             log.check_one_row(trajectory)
     await engine.aclose()
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"enum": [1, 2]}}, "required": ["sum"], "additionalProperties": False}
+CALLS = {"type": "function", "function": {"name": "calculate"}}
+TEXT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+
+
+async def demands(visit: fr.ForeignVisit) -> None:
+    """Force a call of a small model that would say something else, go on freely, and ask for JSON."""
+    messages: Any = [{"role": "user", "content": "Say hello."}]
+    async with client(visit) as api:
+        (call,) = (await chat(api, messages, tools=[CALCULATOR], tool_choice=CALLS)).tool_calls
+        assert call.function.name == "calculate"
+        assert json.loads(call.function.arguments).keys() >= {"left", "right"}
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        await chat(api, messages, tools=[CALCULATOR])
+        ask: Any = [{"role": "user", "content": "Say hello."}]
+        with pytest.raises(BadRequestError, match="Unsupported type"):
+            await chat(
+                api, ask, response_format={"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+            )
+        assert json.loads((await chat(api, ask, response_format=TEXT)).content)["sum"] in (1, 2)
+
+
+@pytest.mark.real
+async def test_forms_are_enforced_and_what_is_sampled_freely_is_exact(
+    served: Served, elsewhere: dict[str, Any]
+) -> None:
+    engine = SGLangHTTPEngine(**elsewhere)
+    log = EngineLog(engine)
+    async with fr.Rollout(agent(f"use: '{__name__}:demands'"), engine) as rollout:
+        async for group in rollout.stream(["Say hello."]):
+            (trajectory,) = group.trajectories
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    await engine.aclose()
+    told = [(stream.context, stream.why, stream.tokens.trained) for stream in trajectory.streams]
+    assert told == [("main", "grammar", False), ("main~2", "grammar", True), ("main~3", "grammar", False)]
+    asked = [(name, before) for name, before in log.asked.items() if log.sampled[name]]  # all but the wrong one
+    for stream, (name, before) in zip(trajectory.streams, asked, strict=True):
+        assert list(stream.tokens.ids) == [*before, *log.sampled[name]]
+        assert len(before) == stream.tokens.prompt_length
 
 
 def test_no_sglang_and_no_key_are_said_to_be_so(elsewhere: dict[str, Any]) -> None:

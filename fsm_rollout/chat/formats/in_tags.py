@@ -6,9 +6,10 @@ to judge.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fsm_rollout.chat.formats.base import BadCallError, Call, Collector, TextFormat, call_of, read_json, read_whole_json
 from fsm_rollout.chat.render import Tools
@@ -41,6 +42,12 @@ class Hermes(TagFormat):
     """
 
     name = "hermes"
+
+    def tag(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call of a tool as an element of a structural tag, the grammar of SGLang and xgrammar."""
+        begin = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
+        arguments = {"type": "json_schema", "json_schema": {"type": "object", **parameters}}
+        return {"type": "tag", "begin": begin, "content": arguments, "end": "}\n</tool_call>"}
 
     def read(self, collector: Collector, opening: re.Match[str], tools: Tools | None) -> int:
         """Read the object between the tags."""

@@ -94,6 +94,7 @@ class Endpoint(ABC):
     name: ClassVar[str]  # what it is called in messages
     kind: ClassVar[str]
     described: ClassVar[str]
+    no_grammar = "a server of OpenAI's protocol is not asked for any"  # see `EngineFacts`
     keeps_sessions = False  # whether it keeps what it has computed for a session until it hears of its end
     health: ClassVar[str]  # a route that it answers while it is well
     generate: ClassVar[str]  # the route that streams an answer
@@ -265,6 +266,8 @@ class Endpoint(ABC):
         """Return whether this part says how the prompt was read; EngineError if that is not how it was sent."""
         for count in (part.prompt_tokens, None if part.prompt_ids is None else len(part.prompt_ids)):
             if count is not None and count != len(ids):
+                if part.finish_reason is FinishReason.ABORT and part.message:
+                    raise EngineError(f"{self.name} gave the request up: {part.message}")
                 raise EngineError(
                     f"{self.url} has read {count:,} tokens of a prompt of {len(ids):,}: it cuts prompts or reads them "
                     f"otherwise, so what it samples does not follow what was sent"

@@ -60,7 +60,7 @@ class HTTPEngine:
     @property
     def facts(self) -> EngineFacts:
         """What the model is."""
-        return basic_facts(self, self._endpoint.processor, cannot_score="")
+        return basic_facts(self, self._endpoint.processor, cannot_score="", no_grammar=self._endpoint.no_grammar)
 
     @property
     def max_context(self) -> int:

@@ -136,7 +136,7 @@ class ScriptedEngine:
     @property
     def facts(self) -> EngineFacts:
         """What the model is that it stands for."""
-        return basic_facts(self, self.processor, cannot_score="")
+        return basic_facts(self, self.processor, cannot_score="", no_grammar="")
 
     @property
     def log(self) -> Sequence[Logged]:

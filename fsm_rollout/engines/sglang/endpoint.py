@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # What of SGLang's sampling parameters would break what is promised of tokens, or has a key of its own.
 OWN = frozenset({"n", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"})
+GRAMMARS = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})  # of its parameters, those that are one
 IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
 LOOK_WITHIN = 120.0  # seconds that it has to look at its first picture
 # Seconds that it has to give memory back or take it again, and to load weights.
@@ -98,6 +99,8 @@ class Info(msgspec.Struct):
     schedule_low_priority_values_first: bool = False
     language_model_only: bool = False
     enable_lora: bool | None = False
+    grammar_backend: str | None = None
+    skip_tokenizer_init: bool = False
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
@@ -175,6 +178,8 @@ class SGLangEndpoint(Endpoint):
         self._mask_tokens = info.sampling_mask_max_tokens
         self._says_experts = info.enable_return_routed_experts
         self.keeps_sessions = info.enable_session_radix_cache
+        without = info.skip_tokenizer_init or info.grammar_backend in (None, "none")
+        self.no_grammar = "start SGLang with `args: {grammar_backend: xgrammar}`" if without else ""
         if info.enable_priority_scheduling:
             self._urgency = -1 if info.schedule_low_priority_values_first else 1
         if self._says_experts and not all(self._experts):
@@ -351,6 +356,8 @@ class SGLangEndpoint(Endpoint):
         if taken := sorted(params.extra.keys() & (sampling.keys() | OWN)):
             raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
         sampling |= params.extra
+        if params.extra and GRAMMARS & params.extra.keys() and (entry.sampled or entry.request.sampled):
+            raise EngineError("SGLang begins a grammar anew where a turn goes on, so it cannot; ask for the turn again")
         if params.cuts:
             if params.top_k > self._mask_tokens:
                 raise EngineError(

@@ -108,7 +108,7 @@ class SGLangEngine(SGLangServer):
         }
         arguments = {
             "model_path": str(folder),
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": args.get("grammar_backend", "none") == "none",  # a grammar is of text
             "incremental_streaming_output": True,
             "weight_version": "0",
             "tp_size": tp,

@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import eq
-from typing import Any
 
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.reference import Opening
@@ -41,20 +40,17 @@ from fsm_rollout.states.external.agent_history import (
     was_shown,
 )
 from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, unsupported
+from fsm_rollout.states.external.forms import grammar_of
 from fsm_rollout.states.external.named_answers import NamedAnswers
 from fsm_rollout.states.external.origins import COMPACT, Origin, is_side_call, why_opened
 from fsm_rollout.states.external.responding import Answer
-from fsm_rollout.states.external.sameness import Chain, Pins, extend_chain, renamed
+from fsm_rollout.states.external.sameness import Chain, Pins, Schemas, ShownTools, Tools, extend_chain, renamed
 from fsm_rollout.states.external.text_stream import TextStream, until_stop
 from fsm_rollout.states.generation import OnTokens, begin_stream
 from fsm_rollout.trajectory.enums import FinishReason, ForkReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import ContextOpened, Message
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of, text_of
-
-# The tools of a call by what stands for each; one object for all calls, since caches know them by identity.
-Tools = tuple[dict[str, Any], ...]
-Schemas = dict[tuple[str, ...], Tools]
 
 
 class AgentHistories:
@@ -66,18 +62,20 @@ class AgentHistories:
         schemas: tools that were shown before.
         pins: text of system messages that changes from call to call, as it first was.
         train_side_calls: whether side calls are trained like the others.
+        train_grammars: whether what is sampled under a grammar is.
     """
 
     def __init__(
         self, ctx: HandlerContext, context: str, schemas: Schemas, pins: Pins | None = None, *,
-        train_side_calls: bool = False,
+        train_side_calls: bool = False, train_grammars: bool = False,
     ) -> None:  # fmt: skip
         self.ctx = ctx
         self.context = context
         self.limit: str | None = None  # the limit that a call has reached
         self.failure: EngineError | PictureSampled | None = None  # why the latest call was not answered
-        self._schemas, self._pins, self._train_side_calls = schemas, pins or Pins(), train_side_calls
-        self._latest: tuple[list[dict[str, Any]], Tools] = [], ()  # the tools of the latest call, as they came
+        self._pins = pins or Pins()
+        self._shown = ShownTools(schemas, self._pins)
+        self._train_side_calls, self._train_grammars = train_side_calls, train_grammars
         self._task = text_of(ctx.trajectory.prompt_messages[-1]).strip()
         self._windows: dict[str, int] = {}  # by each thread of the agent that has called, its latest window
         self._claiming = asyncio.Lock()  # held while a call finds its branch, so that no two take the same
@@ -121,6 +119,11 @@ class AgentHistories:
         """
         if request.seed is not None:
             raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
+        if request.form is not None:
+            bound = showing(self.ctx.agent.contexts[self.context], tuple(request.tools))
+            grammar = await grammar_of(request.form, request.tools, bound, self._view.tags, self.ctx.active.date)
+            sampling = request.sampling.model_copy(update={"extra": grammar})
+            request = replace(request, sampling=sampling, constrained=not self._train_grammars)
         request = request.with_earlier(self._answers.history)
         messages = self._pins.settled(request.messages)
         request = replace(request, messages=[*messages, COMPACT] if request.compacts else messages)
@@ -196,6 +199,8 @@ class AgentHistories:
             self.failure = error
             raise _sampled(error) from None
         except EngineError as error:
+            if request.form is not None and "Failed to compile" in str(error):
+                raise refuse(f"there is no such grammar: {error}", param=request.form.param) from None
             self.failure = error
             raise ProtocolError(503, "engine_failed", f"the engine failed: {error}") from None
         finally:
@@ -286,38 +291,38 @@ class AgentHistories:
             if not branch.tools_known and branch.begins_with(chains, 1):
                 await self._recognise(branch, schemas)
         branches = [branch for branch in self._branches if branch.bound.tools == schemas]
-        own = [branch for branch in branches if branch.thread in (None, thread)]
+        alike = [branch for branch in branches if branch.constrained == request.constrained]
+        own = [branch for branch in alike if branch.thread in (None, thread)]
         asked = [branch for branch in own if branch.begins_with(chains, count)]
         # 1. A retry: the same question, whose answer nobody has had.
         for branch in asked:
             if branch.busy:
                 continue
             for number, turn in enumerate(branch.turns):
-                if turn.before == count and not turn.delivered:
+                if turn.before == count and not turn.delivered and (turn.answered or request.form is None):
                     return branch, number
             if branch.asks and len(branch.chains) == count + 1:
                 return branch, None
         # 2. What grows: the longest history of ours that it begins with, and no assistant's turn after that.
         ends = ends_of(branches, chains)
         if ends:
-            end, branch, number = max(ends, key=lambda found: (found[0], found[1].thread in (None, thread)))
+            end, branch, number = max(ends, key=lambda found: (found[0], found[1] in own))
             new = messages[end:]
             if all(message["role"] != "assistant" for message in new):
-                whose = branch.thread in (None, thread)
-                if whose and number == len(branch.turns) - 1 and not branch.asks:
+                if branch in own and number == len(branch.turns) - 1 and not branch.asks:
                     branch.turns[-1].delivered = True  # or it would not be re-sent
                     stream = self.ctx.trajectory.stream(branch.name)
                     assert stream is not None
                     self.ctx.write(renamed(stream.messages, messages, new), context=branch.name)
                     branch.chains, branch.asks, branch.thread = chains, True, thread
                     return branch, None
-                why = ForkReason.EARLIER_POINT
+                why = ForkReason.EARLIER_POINT if branch in alike else ForkReason.GRAMMAR
                 return await self._fork(request, chains, branch, branch.turns[number].end, end, number, why), None
         # 3. Another answer to a question that was answered.
         for branch in (branch for branch in branches if branch.begins_with(chains, count)):
             for number, turn in enumerate(branch.turns):
                 if turn.before == count:
-                    why = ForkReason.ANOTHER_ANSWER
+                    why = ForkReason.ANOTHER_ANSWER if branch in alike else ForkReason.GRAMMAR
                     return await self._fork(request, chains, branch, turn.start, count, number, why), None
         # 4. A history of its own.
         return await self._open(request, chains, schemas), None
@@ -336,11 +341,12 @@ class AgentHistories:
             return await self._open(request, chains, bound.tools, ForkReason.NOT_GLUED)
         if encoded.entry is not None:
             self.ctx.active.glue_entries.add(encoded.entry)
-        bound = self._bind(BRANCH, bound.tools, self._of_origin(request.origin) or why, trained=bound.trained)
+        why, trained = self._of_origin(request.origin) or why, bound.trained or branch.constrained
+        bound = self._bind(request, BRANCH, bound.tools, why, trained=trained)
         number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
         history = [*stream.messages[:shared], *new]
         begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
-        return self._begun(bound, chains, request.origin, branch, shared)
+        return self._begun(bound, chains, request, branch, shared)
 
     async def _open(
         self, request: ChatRequest, chains: list[Chain], schemas: Tools,
@@ -354,21 +360,23 @@ class AgentHistories:
         # 1. Beside the agent's own work?
         stream = self.ctx.trajectory.stream(self.context)
         begins = stream is None or (stream.turn is None and all(b.name != self.context for b in self._branches))
-        if is_side_call(messages, schemas, self._task, first=begins):
-            bound = self._bind(FURTHER, schemas, ForkReason.SIDE_CALL, trained=self._train_side_calls)
+        tools = next((branch.bound.tools for branch in self._branches if branch.name == self.context), ())
+        work = None if begins or stream is None else (stream.messages[: stream.opening], tools)
+        if is_side_call((messages, schemas), work, self._task, origin.thread):
+            bound = self._bind(request, FURTHER, schemas, ForkReason.SIDE_CALL, trained=self._train_side_calls)
         # 2. Its first history has the context's own name.
         elif begins:
-            bound = self._bind(None, schemas)
+            bound = self._bind(request, None, schemas)
             own = self.ctx.agent.contexts[self.context].tools  # of its YAML, which a foreign agent does not have
-            if stream is not None and stream.messages == messages and not schemas and not own:
-                return self._begun(bound, chains, origin)  # the prompt, as it was opened
+            if stream is not None and stream.messages == messages and not (schemas or own or request.constrained):
+                return self._begun(bound, chains, request)  # the prompt, as it was opened
         else:
             user = next((place for place, message in enumerate(messages, 1) if message["role"] == "user"), len(chains))
             shares = any(branch.begins_with(chains, user) for branch in self._branches)
             why = self._of_origin(origin) or why or self._why(messages, schemas, shares)
-            bound = self._bind(BRANCH if shares else FURTHER, schemas, why)
+            bound = self._bind(request, BRANCH if shares else FURTHER, schemas, why)
         await self.ctx.open(bound, list(messages))
-        return self._begun(bound, chains, origin)
+        return self._begun(bound, chains, request)
 
     def _of_origin(self, origin: Origin) -> ForkReason | None:
         """Return what a call's headers say of why it opens a stream."""
@@ -384,22 +392,24 @@ class AgentHistories:
         return why_opened(messages, schemas, present, self._view.closing, shares=shares)
 
     def _begun(
-        self,
-        bound: BoundContext,
-        chains: list[Chain],
-        origin: Origin,
-        left: AgentHistory | None = None,
+        self, bound: BoundContext, chains: list[Chain], request: ChatRequest, left: AgentHistory | None = None,
         shares: int = 0,
-    ) -> AgentHistory:
+    ) -> AgentHistory:  # fmt: skip
         """Note a branch that has its first question to answer."""
-        self._branches.append(
-            branch := AgentHistory(bound.name, bound, chains, thread=origin.thread, left=left, shares=shares)
-        )
+        branch = AgentHistory(
+            bound.name, bound, chains, constrained=request.constrained, thread=request.origin.thread, left=left,
+            shares=shares,
+        )  # fmt: skip
+        self._branches.append(branch)
         return branch
 
-    def _bind(self, mark: str | None, schemas: Tools, why: str = "", *, trained: bool = True) -> BoundContext:
+    def _bind(
+        self, request: ChatRequest, mark: str | None, schemas: Tools, why: str = "", *, trained: bool = True
+    ) -> BoundContext:
         """Return the context of a branch that is about to be opened, with the tools that its calls bring."""
         base = self.ctx.agent.contexts[self.context]
+        if request.constrained:
+            why, trained = ForkReason.GRAMMAR, False
         names = {stream.context for stream in self.ctx.trajectory.streams}
         number = 2
         while mark is not None and f"{self.context}{mark}{number}" in names:
@@ -408,19 +418,6 @@ class AgentHistories:
         bound = replace(showing(base, schemas), name=name, why=why, trained=base.trained and trained)
         self.ctx.active.branches[name] = bound
         return bound
-
-    def _shown(self, tools: list[dict[str, Any]]) -> Tools:
-        """Return the schemas of a call, the same objects each time."""
-        if tools == self._latest[0]:  # quicker than to say what stands for them
-            return self._latest[1]
-        settled = self._pins.tools(tools)
-        key = tuple(settled)
-        if key not in self._schemas:
-            if len(self._schemas) >= 256:
-                self._schemas.clear()
-            self._schemas[key] = tuple(map(dict, settled.values()))
-        self._latest = tools, self._schemas[key]
-        return self._schemas[key]
 
     # -- what there was before ------------------------------------------------------------------------------------
 
@@ -434,7 +431,8 @@ class AgentHistories:
         chains = self._view.of_stream(stream, turns)
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks, known = stream.awaiting or bool(stream.pending), stream.context in self.ctx.active.branches
-        self._branches.append(AgentHistory(stream.context, bound, chains, known, turns=turns, asks=asks))
+        constrained = stream.why == ForkReason.GRAMMAR and not stream.tokens.trained
+        self._branches.append(AgentHistory(stream.context, bound, chains, known, constrained, turns=turns, asks=asks))
 
     async def _recognise(self, branch: AgentHistory, schemas: Tools) -> None:
         """Take the tools of a call as those of a history of an earlier process, if that showed them."""

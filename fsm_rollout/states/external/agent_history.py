@@ -37,7 +37,7 @@ class HistoryTurn:
     stops: tuple[str, ...] = ()  # the strings that were to end it by its call, and that its caller does not see
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AgentHistory:
     """One history with its stream."""
 
@@ -45,6 +45,7 @@ class AgentHistory:
     bound: BoundContext
     chains: list[Chain]  # the hash of each prefix of its messages, the empty one first
     tools_known: bool = True  # whether its tools are those of ``bound``; else a call will show which they were
+    constrained: bool = False  # whether it is sampled under grammars, and so is not trained
     thread: str | None = None  # which of its agent's it is; ``None``: that is not known
     turns: list[HistoryTurn] = field(default_factory=list)
     asks: bool = True  # whether its last message waits for an answer

@@ -30,7 +30,6 @@ from anthropic.types import Message as Reply
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import (
-    NOT_FORCED,
     THOUGHT,
     ChatReply,
     ChatRequest,
@@ -42,6 +41,7 @@ from fsm_rollout.states.external.chat_request import (
     tool_of,
     unsupported,
 )
+from fsm_rollout.states.external.forms import call_form
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import StoredPicture
@@ -63,28 +63,28 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for key in ("container", "mcp_servers"):
         if body.get(key):
             raise unsupported(key)
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise unsupported("tool_choice", NOT_FORCED)
+    choice = body.get("tool_choice") or {"type": "auto"}
     read: list[Message] = []
     if body.get("system"):
         read.append({"role": "system", "content": content_of({"content": body["system"]}, "system")})
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
         read += _messages(message, f"messages[{i}]", names)
-    tools = []
+    tools, names_of_tools = [], []
     for i, described in enumerate(body.get("tools") or ()):
         tool = tool_of(described, f"tools[{i}]", "input_schema")
         if tool.get("input_schema") is None:
             raise unsupported(f"tools[{i}]", "needs an input_schema: server tools are not supported")
+        names_of_tools.append(tool["name"])
         function = {"name": tool["name"], "description": tool.get("description") or tool["name"]}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     return ChatRequest(
         messages=read,
-        tools=[] if choice == "none" else tools,
+        tools=[] if choice.get("type") == "none" else tools,
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
         sampling=sampling_of(body, body.get("max_tokens"), "stop_sequences"),
+        form=call_form(choice, names_of_tools),
     )
 
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsm_rollout.errors import ConfigError, PictureError
 from fsm_rollout.states.external.origins import NOWHERE, Origin
@@ -54,6 +54,14 @@ def _new_id() -> str:
     return f"{_ids.getrandbits(96):024x}"
 
 
+class Form(NamedTuple):
+    """What an answer must be: text that is JSON of a schema (or a call, where tools are shown); or a call."""
+
+    param: str  # the request's key that demands it
+    schema: Mapping[str, Any] | None = None  # of its text; None: it must call
+    name: str = ""  # the one tool that it must call; empty: any
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One call."""
@@ -65,6 +73,8 @@ class ChatRequest:
     include_usage: bool = False
     # The sampling that the call asks for; what the agent and the run set comes first.
     sampling: Sampling = field(default_factory=Sampling)
+    form: Form | None = None  # what the answer must be
+    constrained: bool = False  # whether it is sampled under a grammar, and so is not to be trained
     seed: int | None = None
     logprobs: bool = False  # whether the answer is to say the log-probs of its tokens
     counts: bool = False  # whether it asks for no answer, but how many tokens the messages have
@@ -127,11 +137,6 @@ class ChatReply:
     def thought(self) -> str:
         """What the model thought before it."""
         return str(self.message.get(THOUGHT) or "")
-
-
-# Why neither a form nor a call is forced: the log-probs of what a grammar lets through are not the policy's.
-NO_GRAMMAR = "is not supported, as what a grammar lets through is not the policy's own; ask for text, in words"
-NOT_FORCED = "may be 'auto' or 'none': forcing a call is not supported, as a forced turn is not the policy's own"
 
 
 # What a dialect answers: paths, each with what reads a body that is sent there.

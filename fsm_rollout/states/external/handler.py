@@ -94,6 +94,10 @@ class External(State):
         train_side_calls: bool = Field(
             False, description="train what it asks for beside its work (a title of the conversation, say), too"
         )
+        train_grammars: bool = Field(
+            False, description="train what is sampled under a grammar (a `response_format`, a forced call), too; its "
+            "log-probs are of what the grammar left"
+        )  # fmt: skip
         pins: tuple[str, ...] = Field(
             (), description="regular expressions: text of system messages that changes from call to call, beside what "
             "is known to (dates, ids, billing headers); each match is taken as it first was",
@@ -133,7 +137,7 @@ class External(State):
 
         histories = AgentHistories(
             ctx, self.spec.context, self._schemas, Pins(self.options.pins),
-            train_side_calls=self.options.train_side_calls,
+            train_side_calls=self.options.train_side_calls, train_grammars=self.options.train_grammars,
         )  # fmt: skip
         session = AgentSession(histories, trajectory.agent)
         async with gateway().session(session) as (url, key):

@@ -21,8 +21,6 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.shared import ErrorObject
 
 from fsm_rollout.states.external.chat_request import (
-    NO_GRAMMAR,
-    NOT_FORCED,
     THOUGHT,
     ChatReply,
     ChatRequest,
@@ -36,6 +34,7 @@ from fsm_rollout.states.external.chat_request import (
     tool_of,
     unsupported,
 )
+from fsm_rollout.states.external.forms import call_form, text_form
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import openai_part
@@ -61,16 +60,13 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise unsupported("n", "may be 1: ask again for each further answer, which becomes a branch of its own")
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", "is not supported: of the token that was sampled alone the log-prob is known")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        raise unsupported("response_format", NO_GRAMMAR)
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", NOT_FORCED)
     tools = body.get("tools") or ()
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise unsupported(f"tools[{i}]", "must be a tool of type 'function': no other is supported")
         tool_of(tool.get("function"), f"tools[{i}].function", "parameters")
+    forced = call_form(choice, [tool["function"]["name"] for tool in tools])
     return ChatRequest(
         messages=named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
         tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
@@ -78,6 +74,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
+        form=forced or text_form(body.get("response_format"), "response_format"),
         seed=body.get("seed"),
         logprobs=body.get("logprobs") is True,
         notes=body.get("notes") is True,

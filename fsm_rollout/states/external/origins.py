@@ -45,27 +45,37 @@ def origin_of(headers: Mapping[str, str]) -> Origin:
 
 
 _TALK = r"(?:conversation|chat|thread|session|dialog(?:ue)?)"
-_TITLE = re.compile(
+_SIDE = re.compile(
     rf"\btitle generator\b|\b{_TALK} (?:title|headline)s?\b"
-    rf"|\b(?:title|headline)s?\b[^.\n]{{0,60}}\b(?:this|the|a|our|their|new)\b[^.\n]{{0,30}}\b{_TALK}\b",
+    rf"|\b(?:title|headline)s?\b[^.\n]{{0,60}}\b(?:this|the|a|our|their|new)\b[^.\n]{{0,30}}\b{_TALK}\b"
+    rf"|\bsummari[sz]e\b[^.\n]{{0,30}}\b{_TALK}\b|\bnew (?:{_TALK} )?topic\b",
     re.IGNORECASE,
 )
-_ABOUT = re.compile(rf"\bsummari[sz]e\b[^.\n]{{0,30}}\b{_TALK}\b|\bnew (?:{_TALK} )?topic\b", re.IGNORECASE)
 _SUMS_UP = re.compile(r"\bsummar|\bcompact|\bcontinuing our\b", re.IGNORECASE)
 _LEAST = 16  # characters of a summary that is found again
 _READ = 4000  # characters in which a call's purpose is looked for
 
 
-def is_side_call(messages: Sequence[Message], tools: Sequence[object], task: str, *, first: bool) -> bool:
-    """Whether a call asks for a title of the conversation or the like, and is no part of the agent's own work.
+Shown = tuple[Sequence[Message], Sequence[object]]  # messages, and the tools that come with them
 
-    It shows no tools and no answer, and asks for that in its words, those of the ``task`` left out; what sums up is
-    beside the work only where there is some, so not if it is the ``first`` call.
+
+def is_side_call(call: Shown, work: Shown | None, task: str, thread: str) -> bool:
+    """Whether a call is beside its agent's ``work``: it reads so (:func:`reads_as_side_call`), and the work does not.
+
+    Where there is no work yet, only a harness that names its threads is known to ask for a title first.
+    """
+    return reads_as_side_call(*call, task) and (not reads_as_side_call(*work, task) if work else bool(thread))
+
+
+def reads_as_side_call(messages: Sequence[Message], tools: Sequence[object], task: str) -> bool:
+    """Whether a call asks for a title of the conversation or the like, as calls do that are no part of the work.
+
+    It shows no tools and no answer, and asks for that in its words, those of the ``task`` left out.
     """
     if tools or any(message["role"] in ("assistant", "tool") for message in messages):
         return False
     texts = [(text_of(message).replace(task, "") if task else text_of(message))[:_READ] for message in messages]
-    return any(_TITLE.search(text) or (not first and _ABOUT.search(text)) for text in texts)
+    return any(_SIDE.search(text) for text in texts)
 
 
 def why_opened(

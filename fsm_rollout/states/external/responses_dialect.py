@@ -25,8 +25,6 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from fsm_rollout.states.external.chat_request import (
-    NO_GRAMMAR,
-    NOT_FORCED,
     ChatReply,
     ChatRequest,
     ProtocolError,
@@ -37,6 +35,7 @@ from fsm_rollout.states.external.chat_request import (
     sampling_of,
     unsupported,
 )
+from fsm_rollout.states.external.forms import call_form, text_form
 from fsm_rollout.states.external.openai_dialect import failure as failure
 from fsm_rollout.states.external.response_items import Items, answer_of, seal, summary_item, tools_of
 from fsm_rollout.trajectory.enums import FinishReason
@@ -68,13 +67,9 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for key, served in _UNSERVED.items():
         if body.get(key) not in served:
             raise unsupported(key)
-    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
-        raise unsupported("text.format", NO_GRAMMAR)
     if "message.output_text.logprobs" in (body.get("include") or ()):
         raise unsupported("include", "may not ask for logprobs: they are in the journal, and in chat completions")
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", NOT_FORCED)
     if body.get("truncation") not in (None, "auto", "disabled"):
         raise refuse("`truncation` must be 'auto' or 'disabled'", param="truncation")
     items = body.get("input")
@@ -91,12 +86,14 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for i, item in enumerate(items[:-1] if compacts else items):
         reader.take(item, f"input[{i}]")
     tools = [] if choice == "none" else [schema for schema, _ in tools_of(body).values()]
+    forced = call_form(choice, [tool["function"]["name"] for tool in tools])
     return ChatRequest(
         messages=named(reader.messages),
         tools=tools,
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
         sampling=sampling_of(body, body.get("max_output_tokens")),
+        form=forced or text_form((body.get("text") or {}).get("format"), "text.format"),
         previous=answer_of(previous) or str(previous or ""),
         instructions=bool(body.get("instructions")),
         truncates=body.get("truncation") == "auto",

@@ -19,6 +19,9 @@ from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import media_of, text_of
 
+# The tools of a call by what stands for each; one object for all calls, since caches know them by identity.
+Tools = tuple[dict[str, Any], ...]
+Schemas = dict[tuple[str, ...], Tools]
 Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
@@ -179,3 +182,24 @@ class Pins:
             settled[_encode(tool)] = tool
         order = self._orders.setdefault(frozenset(settled), tuple(settled))
         return {name: settled[name] for name in order}
+
+
+class ShownTools:
+    """The tools of calls: for the same ones the same object each time, which ``schemas`` keeps."""
+
+    def __init__(self, schemas: Schemas, pins: Pins) -> None:
+        self._schemas, self._pins = schemas, pins
+        self._latest: tuple[list[dict[str, Any]], Tools] = [], ()  # the tools of the latest call, as they came
+
+    def __call__(self, tools: list[dict[str, Any]]) -> Tools:
+        """Return the schemas of a call."""
+        if tools == self._latest[0]:  # quicker than to say what stands for them
+            return self._latest[1]
+        settled = self._pins.tools(tools)
+        key = tuple(settled)
+        if key not in self._schemas:
+            if len(self._schemas) >= 256:
+                self._schemas.clear()
+            self._schemas[key] = tuple(map(dict, settled.values()))
+        self._latest = tools, self._schemas[key]
+        return self._schemas[key]

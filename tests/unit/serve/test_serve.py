@@ -530,7 +530,7 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
         for param, value, why in (
             ("tools", [function], "run here"), ("seed", 0, "by its trajectory's id"),
             ("logprobs", True, "in the journal"), ("top_logprobs", 2, "sampled alone"), ("n", 2, "ask again"),
-            ("stop", "x", "leave it out"), ("response_format", {"type": "json_object"}, "ask for text"),
+            ("stop", "x", "leave it out"), ("response_format", {"type": "json_object"}, "in words"),
         ):  # fmt: skip
             error = await refused(server, **{param: value})
             assert (error.status_code, error.code, error.param) == (400, "unsupported_parameter", param)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.engines.protocol import Chunk, Request, basic_facts
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
@@ -158,6 +158,19 @@ def test_histories_that_grow_side_by_side_are_a_stream_each() -> None:
     assert [stream.context for stream in trajectory.streams] == ["main", "main+2"]
     assert [stream.turn for stream in trajectory.streams] == [4, 5]
     assert trajectory.forks == 0
+
+
+async def titler(visit: ForeignVisit) -> None:
+    """Do nothing but what is beside the work of others."""
+    async with client(visit) as api:
+        for text in ("one", "two"):
+            system = {"role": "system", "content": "You write conversation titles."}
+            await chat(api, [system, {"role": "user", "content": text}])
+
+
+def test_an_agent_s_own_work_is_trained_whatever_it_asks() -> None:
+    (trajectory,), _ = run("titler", lambda request: f"Title {request.turn}")
+    assert [(stream.context, stream.why) for stream in trajectory.streams] == [("main", ""), ("main+2", "conversation")]
 
 
 async def opencode(visit: ForeignVisit) -> None:
@@ -315,8 +328,8 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
         ({"stop": [1]}, "`stop` must be text"),
         ({"seed": 1}, "`seed` is not supported: each turn is seeded by"),
         ({"top_logprobs": 1}, "`top_logprobs` is not supported: of the token that was sampled alone"),
-        ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
-        ({"tool_choice": "required"}, "forcing a call is not supported"),
+        ({"response_format": {"type": "xml"}}, "`response_format` must be of type text, json_object or json_schema"),
+        ({"tool_choice": "required"}, "`tool_choice` demands a call, and there is no tool"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds no picture: it has type"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "a part of type 'input_audio'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
@@ -343,6 +356,64 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any]
     assert error["param"] == (told.split("`")[1] if told.startswith("`") else None)
     with pytest.raises(ValueError, match=message):
         raise ValueError(told)
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+AS_JSON = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+FORCED = {"type": "function", "function": {"name": "calculate"}}
+
+
+async def demands_forms(visit: ForeignVisit) -> None:
+    """Force a call, go on freely, ask for JSON, go on freely."""
+    messages: Any = [{"role": "user", "content": visit.task}]
+    async with client(visit) as api:
+        forced = await chat(api, messages, tools=[CALCULATOR], tool_choice=FORCED)
+        messages.append({"role": "tool", "tool_call_id": forced.tool_calls[0].id, "content": "42"})
+        await chat(api, messages, tools=[CALCULATOR])
+        messages.append({"role": "user", "content": "As JSON."})
+        await chat(api, messages, tools=[CALCULATOR], response_format=AS_JSON)
+        messages.append({"role": "user", "content": "Thanks."})
+        await chat(api, messages, tools=[CALCULATOR])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_sampled_under_a_grammar_is_a_stream_that_is_not_trained_unless_asked(train: bool) -> None:
+    graph = agent(f"use: '{HERE}:demands_forms', train_grammars: {str(train).lower()}")
+    said = [CALL, "It is 42.", '{"sum": 42}', "You are welcome."]
+    turns = {f"main{mark}": said[i:] for i, mark in enumerate(["", "~2", "~3", "~4"])}
+    (trajectory,), engine = run(graph, turns, check=train)
+    assert trajectory.stop_reason == "answered", trajectory.detail
+    told = [(stream.context, stream.why, stream.tokens.trained_length > 0) for stream in trajectory.streams]
+    if train:
+        assert told == [("main", "", True)]
+    else:
+        assert told == [(f"main{mark}", "grammar", bool(i % 2)) for i, mark in enumerate(["", "~2", "~3", "~4"])]
+        assert [len(stream.messages) for stream in trajectory.streams] == [2, 4, 6, 8]
+    asked = [dict(entry.what.sampling.extra) for entry in engine.log if isinstance(entry.what, Request)]
+    assert [list(extra) for extra in asked] == [["structural_tag"], [], ["structural_tag"], []]
+    call, either = (json.loads(extra["structural_tag"])["format"] for extra in asked[::2])
+    assert (call["stop_after_first"], [tag["begin"] for tag in call["tags"]]) == (True, [CALL[: CALL.index('{"left')]])
+    assert [element["type"] for element in either["elements"]] == ["json_schema", "tags_with_separator"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [([], {"response_format": {"type": "json_object"}}), ([CALCULATOR], {"tool_choice": "required"})],
+    ids=["text", "call"],
+)
+def test_forms_that_an_engine_cannot_enforce_are_refused_with_what_demands_them(
+    tools: Any, param: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asks(visit: ForeignVisit) -> None:
+        async with client(visit) as api:
+            with pytest.raises(openai.BadRequestError, match="by this engine: it samples freely alone") as error:
+                await chat(api, [{"role": "user", "content": "x"}], tools=tools, **param)
+            SEEN.append(error.value.param)
+
+    monkeypatch.setattr(ScriptedEngine, "facts", property(basic_facts))
+    globals()["asks"] = asks
+    run("asks", [])
+    assert list(param) == SEEN
 
 
 PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}

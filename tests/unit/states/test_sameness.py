@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout.states.external.origins import Origin, is_side_call, origin_of
+from fsm_rollout.states.external.origins import Origin, origin_of, reads_as_side_call
 from fsm_rollout.states.external.sameness import Pins, chains_of
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.3.ab; cc_entrypoint=cli; cch={};You are {}."
@@ -56,25 +56,24 @@ def test_calls_are_told_apart_by_what_they_ask_and_not_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "user", "first", "beside"),
+    ("system", "user", "beside"),
     [
-        ("You are a title generator. You output ONLY a thread title.", "hello", True, True),
-        ("Be brief.", "Please write a 5-10 word title for the following conversation:\nhello", True, True),
-        ("Summarize this coding conversation in under 50 characters.", "hello", False, True),
-        ("Summarize this coding conversation in under 50 characters.", "hello", True, False),
-        ("Does this message begin a new conversation topic?", "hello", False, True),
-        ("You solve tasks.", "Write a title for this conversation.", True, False),
-        ("You solve tasks in this session.", "Name the capital.", False, False),
+        ("You are a title generator. You output ONLY a thread title.", "hello", True),
+        ("Be brief.", "Please write a 5-10 word title for the following conversation:\nhello", True),
+        ("Summarize this coding conversation in under 50 characters.", "hello", True),
+        ("Does this message begin a new conversation topic?", "hello", True),
+        ("You solve tasks.", "Write a title for this conversation.", False),
+        ("You solve tasks in this session.", "Name the capital.", False),
     ],
 )
 def test_calls_beside_the_work_are_known_by_their_words_but_not_by_those_of_the_task(
-    system: str, user: str, first: bool, beside: bool
+    system: str, user: str, beside: bool
 ) -> None:
     messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     task = "Write a title for this conversation."
-    assert is_side_call(messages, (), task, first=first) is beside
-    assert not is_side_call(messages, ({},), task, first=first)
-    assert not is_side_call([*messages, {"role": "assistant", "content": "x"}, messages[1]], (), task, first=first)
+    assert reads_as_side_call(messages, (), task) is beside
+    assert not reads_as_side_call(messages, ({},), task)
+    assert not reads_as_side_call([*messages, {"role": "assistant", "content": "x"}, messages[1]], (), task)
 
 
 @pytest.mark.parametrize(
