@@ -43,7 +43,8 @@ from fsm_rollout.scheduler.run_state import PromptQueue, one_by_one
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, MAX_RESTARTS, OVER_SAMPLE, Scheduler
 from fsm_rollout.scheduler.shard_placement import WorkerPlacement, starter
 from fsm_rollout.scheduler.shard_setup import leased_scheduler
-from fsm_rollout.scheduler.shards import EnginesOfShards, Shards
+from fsm_rollout.scheduler.sharded_engines import EnginesOfShards
+from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.taught_runs import split_teachers, teach
 from fsm_rollout.scheduler.trainer_orders import TrainerOrders
 from fsm_rollout.trajectory.journal import Journal

@@ -26,7 +26,8 @@ from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History, prompt_of
 from fsm_rollout.scheduler.run_state import GroupTable, RunState
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.shards import Shards, check_weights
+from fsm_rollout.scheduler.sharded_engines import check_weights
+from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter

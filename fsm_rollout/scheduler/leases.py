@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, histories_of, target_not_reached
+from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, histories_of, target_not_reached
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
 from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
@@ -71,8 +71,7 @@ class Leases:
                 shards.began(self.number, self)
                 for shard in await shards.here():
                     self._begin(shard)
-                for group in list(groups.by_state[GroupState.WAITING].values()):
-                    self._go_on_where_it_is(cast(LeasedGroup, group))
+                self._go_on_where_they_are()
                 while True:
                     if (error := run.stopped_by or self._error) is not None and run.stop is None:
                         raise error
@@ -125,11 +124,19 @@ class Leases:
             if cast(LeasedGroup, group).leased_in == self.number:  # it came back unbegun, and is given up like others
                 groups.put(group, GroupState.RUNNING)
 
-    def _go_on_where_it_is(self, group: LeasedGroup) -> None:
-        """Know a group under way that was carried: its shard goes on with it by itself."""
-        if group.shard is not None and group.shard.alive:
-            group.shard.groups[group.group_id] = group
-            self.scheduler.groups.put(group, GroupState.RUNNING)
+    def _go_on_where_they_are(self) -> None:
+        """Know the groups under way that were carried: their shards go on with them, or others where these are gone."""
+        carried: dict[ShardHandle, list[LeasedGroup]] = {}
+        for group in cast(list[LeasedGroup], list(self.scheduler.groups.by_state[GroupState.WAITING].values())):
+            if group.shard is not None:
+                carried.setdefault(group.shard, []).append(group)
+        for shard, groups in carried.items():
+            if not shard.alive:
+                self._wait_again(groups, histories_of(shard, groups))
+                continue
+            for group in groups:
+                shard.groups[group.group_id] = group
+                self.scheduler.groups.put(group, GroupState.RUNNING)
 
     def _lease_next(self, run: RunState) -> bool:
         """Lease one more group; return whether there was one, and somebody to have it."""
@@ -197,7 +204,7 @@ class Leases:
                 shard.asked = False
                 for group_id in parts[0]:
                     shard.queued.pop(group_id, None)
-                    self._waits_again(shard.groups.pop(group_id))
+                    self._wait_again([cast(LeasedGroup, shard.groups.pop(group_id))])
             case "groups":
                 self._groups_came(run, shard, *parts)
             case "dropped":
@@ -236,9 +243,13 @@ class Leases:
         if error is not None:
             self._error = self._error or error_of(*error)
 
-    def _waits_again(self, group: Group) -> None:
-        cast(LeasedGroup, group).shard = None
-        self.scheduler.groups.put_first([group], GroupState.WAITING)
+    def _wait_again(self, groups: Sequence[LeasedGroup], histories: Sequence[Sequence[PackedHistory]] = ()) -> None:
+        """Have groups wait for another shard, with what is known of them."""
+        for group, known in zip(groups, histories, strict=False):
+            group.histories = known or group.histories
+        for group in groups:
+            group.shard = None
+        self.scheduler.groups.put_first([*groups], GroupState.WAITING)
 
     def _groups_came(self, run: RunState, shard: ShardHandle, headers: Sequence[Sequence[Any]], part: bytes) -> None:
         scheduler = self.scheduler
@@ -270,9 +281,7 @@ class Leases:
         """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
         self._open.discard(shard)
         lost = [cast(LeasedGroup, group) for group in shard.groups.values() if group.state is GroupState.RUNNING]
-        for group, histories in zip(lost, histories_of(shard, lost), strict=True):
-            group.histories = histories or group.histories
-            self._waits_again(group)
+        self._wait_again(lost, histories_of(shard, lost))
         shard.groups.clear()
         if self._run is not None:
             self._run.changed.set()

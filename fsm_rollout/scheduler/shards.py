@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -20,13 +19,14 @@ from typing import Any, Protocol
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.scheduler.shard_placement import Start, Started, log
+from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, log
 from fsm_rollout.scheduler.shared_servers import SharedServers
 from fsm_rollout.trajectory.journal import shard_journal
 
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 20  # so many shards may die one after the other without one group coming to its end in between
+FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds before one that could not start is started again, twice as long each time
 CLOSE_SECONDS = 10.0  # how long shards may take to release what is open, once they are dismissed
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (BatchError, EngineError, JournalError, RunStopped, TargetNotReached)
@@ -39,27 +39,6 @@ def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Excepti
     if kind == ConfigError.__name__:
         return ConfigError([Problem(*problem) for problem in problems])
     return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
-
-
-def check_weights(weights: object) -> None:
-    """Raise EngineError for new weights that no other process can have."""
-    if not isinstance(weights, str | Path | Mapping):
-        raise EngineError(
-            f"each shard (workers) loads new weights into the replicas that it has started, and cannot have a "
-            f"{type(weights).__name__}, which is of this process; give a folder that all can read, or a mapping of "
-            "tensors (which is sent to each), or let all shards share servers that run already (kind: sglang_http), "
-            "which are loaded from here"
-        )
-
-
-class EnginesOfShards(dict[str, Any]):
-    """No engines: those of a rollout with workers are where its shards are."""
-
-    def __missing__(self, name: str) -> Any:
-        raise EngineError(
-            f"with workers, engine '{name}' is in each shard, and has no pool here: replicas that come and go, and "
-            "whatever else is asked of an engine itself, need workers=1"
-        )
 
 
 class LeasedRun(Protocol):
@@ -141,7 +120,7 @@ class Shards:
         """Whether no run is under way."""
         self.idle.set()
         with ThreadPoolExecutor(number) as threads:
-            self.all = [self._shard(started) for started in threads.map(lambda _: self._started(), range(number))]
+            self.all = [self._shard(started) for started in threads.map(self._first_started, range(number))]
         self.facts = self.all[0].started.facts
         """What the first has said of its engines."""
         self.version: int = self.facts.get("weight_version", 0)
@@ -153,18 +132,22 @@ class Shards:
         return [shard for shard in self.all if shard.alive]
 
     def _started(self) -> tuple[int, Started]:
-        """Start a shard, again where it dies meanwhile."""
+        """Start a shard."""
+        number = next(self._numbers)
+        started = self._start(self._setup(number))
+        if self._closed:  # meanwhile
+            started.end()
+            raise EngineError("the shards are closed")
+        return number, started
+
+    def _first_started(self, _: int) -> tuple[int, Started]:
+        """Start one of the first, again where it dies meanwhile; what else keeps it from starting is the user's."""
         while True:
-            number = next(self._numbers)
             try:
-                started = self._start(self._setup(number))
-                if self._closed:  # meanwhile
-                    started.end()
-                    raise EngineError("the shards are closed")
-                return number, started
-            except EngineError as error:
+                return self._started()
+            except ShardLost as error:
                 self.deaths += 1
-                if type(error) is EngineError or self.deaths > MOST_DEATHS:
+                if self.deaths > MOST_DEATHS:
                     raise
                 logger.warning("%s; another is started", error)
 
@@ -243,18 +226,33 @@ class Shards:
         return await asyncio.to_thread(self._started)
 
     async def _start_missing(self) -> None:
+        pause = FIRST_PAUSE
         while len(self.alive) < self.count:
             if self.deaths > MOST_DEATHS:
                 raise EngineError(
                     f"{self.deaths} shards died one after the other, and no group came to its end in between; see what "
                     "they printed, and run with workers=1 to see it happen here"
                 )
-            shard = self._shard(await self._start_aside())
+            try:
+                if self.servers is not None:
+                    await self.servers.ready()
+                shard = self._shard(await self._start_aside())
+            except EngineError as error:
+                if self._closed:
+                    raise
+                self.deaths += 1
+                logger.warning("a shard could not start in place of one that died, and is started again: %s", error)
+                await asyncio.sleep(pause)  # others may still have what it needs
+                pause = min(2 * pause, MOST_PAUSE)
+                continue
             await shard.started.attach()
             shard.loop = self._loop
             await self._keep_journal(shard)
-            with suppress(EngineError):  # it has died
+            try:
                 await self._catch_up(shard)
+            except EngineError as error:
+                if shard.alive:
+                    self._give_up(shard, f"could not follow the others: {error}")
             if not shard.alive:
                 continue
             self.all = [*self.alive, shard]
@@ -262,7 +260,7 @@ class Shards:
                 run.receive(shard, "joined")
 
     async def _catch_up(self, shard: ShardHandle) -> None:
-        """Bring one that joins to where the others are, by the time that this returns."""
+        """Bring one that joins to where the others are, by the time that this returns; EngineError: it cannot."""
         standing: dict[tuple[str, ...], None] = {}
         present: tuple[Any, ...] | None = None
         while (standing, present) != (self.standing, self.present):
@@ -273,10 +271,9 @@ class Shards:
                 try:
                     await self.call(shard, *present)
                 except EngineError as error:
-                    if not shard.alive:
+                    if not shard.alive or present is self.present:
                         raise
-                    # Newer ones may have come meanwhile; else it waits for the next, and must not stay held.
-                    logger.warning("shard %d could not take the present weights: %s", shard.number, error)
+                    logger.info("shard %d could not take weights that others have replaced: %s", shard.number, error)
             if self.servers is not None:
                 await self.call(shard, "keep_apart", self.servers.apart())
             for order in before.keys() - standing.keys():
@@ -317,14 +314,17 @@ class Shards:
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
         """Have all that live do something and return their answers; one that dies meanwhile gives none."""
-        shards = await self.here()
-        answers = await asyncio.gather(
-            *(self.call(shard, name, *arguments) for shard in shards), return_exceptions=True
-        )
-        for shard, answer in zip(shards, answers, strict=True):
+        answers = await self._ask_all(name, *arguments)
+        for shard, answer in answers.items():
             if isinstance(answer, BaseException) and shard.alive:
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return [answer for answer in answers.values() if not isinstance(answer, BaseException)]
+
+    async def _ask_all(self, name: str, *arguments: Any) -> dict[ShardHandle, Any]:
+        """Have all that live do something and return what each has answered, or why it has not."""
+        shards = await self.here()
+        asked = [self.call(shard, name, *arguments) for shard in shards]
+        return dict(zip(shards, await asyncio.gather(*asked, return_exceptions=True), strict=True))
 
     async def order(self, *order: str) -> None:
         """Have all do something that holds until it is undone, also for those that join."""
@@ -336,10 +336,21 @@ class Shards:
         self.standing.pop(order, None)
         await self.call_all(UNDOES[order[0]], *order[1:])
 
-    async def take_weights(self, *call: Any) -> list[Any]:
-        """Have all take new weights by this call, also those that join."""
-        self.present = call
-        return await self.call_all(*call)
+    async def take_weights(self, *call: Any) -> None:
+        """Have all take new weights by this call, also those that join; who cannot where others can is given up.
+
+        Raises:
+            EngineError: none could take them; all go on with what they had.
+        """
+        before, self.present = self.present, call
+        answers = await self._ask_all(*call)
+        failed = {shard: answer for shard, answer in answers.items() if isinstance(answer, BaseException)}
+        errors = [(shard, error) for shard, error in failed.items() if shard.alive]
+        if len(failed) == len(answers) and errors:
+            self.present = before
+            raise errors[0][1]
+        for shard, error in errors:
+            self._give_up(shard, f"could not take weights that others could: {error}")
 
     async def keep_apart(self) -> None:
         """Have nobody sample from servers that may have a part of new weights, until they are whole again."""
@@ -411,6 +422,11 @@ class Shards:
             logger.warning("shard %d died; the %d groups that it had go on in others", shard.number, len(shard.groups))
         for run in list(self.runs.values()):
             run.lost(shard)
+
+    def _give_up(self, shard: ShardHandle, why: str) -> None:
+        """Have another take the place of one that lives; nobody gives it anything from here on."""
+        logger.warning("shard %d is given up: it %s", shard.number, why)
+        self._lost(shard)
 
     def kill(self, index: int) -> None:
         """Kill a shard, as a machine that fails does (to rehearse it)."""

@@ -8,12 +8,13 @@ an update, is mistaken for the others.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, cast
 
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import TokenSource
-from fsm_rollout.engines.replica import Replica
+from fsm_rollout.engines.replica import Replica, ping
 from fsm_rollout.engines.weight_sources import WeightsGone, answers
 from fsm_rollout.errors import EngineError
 
@@ -68,14 +69,34 @@ class SharedServers:
         """Return those that do not have the present weights, as far as is known here."""
         return [url for url, replica in self._at().items() if replica.state != "up"]
 
+    def up(self) -> list[str]:
+        """Return those that have the present weights, as far as is known here."""
+        return [url for url, replica in self._at().items() if replica.state == "up"]
+
+    async def ready(self) -> None:
+        """Look at all, and return once one has the present weights; EngineError: none ever will."""
+        looks = [asyncio.ensure_future(self._settled(replica, doubted=False)) for replica in self._at().values()]
+        try:
+            for look in asyncio.as_completed(looks):
+                await look
+                if self.up():
+                    return
+        finally:
+            for task in looks:
+                task.cancel()
+        raise EngineError("all servers are lost for good: " + "; ".join(r.cause for r in self._at().values()))
+
+    async def _settled(self, replica: Replica, *, doubted: bool) -> None:
+        async def look(server: TokenSource) -> None:
+            await ping(server)
+            await cast(SharedServer, server).adopt(self.pool.weight_version, doubted=doubted)
+
+        await self.pool.here().settle(replica, look)
+
     async def whole(self, url: str) -> int:
         """Return the present version, once a server that a shard has lost has it; EngineError: it never will."""
         replica = self._at()[url]
-
-        async def look(server: TokenSource) -> None:
-            await cast(SharedServer, server).adopt(self.pool.weight_version, doubted=True)
-
-        await self.pool.here().settle(replica, look)
+        await self._settled(replica, doubted=True)
         if replica.state != "up":
             raise EngineError(f"{url} is lost: {replica.cause}")
         replica.losses = 0  # it finishes no request here, by which others are known to be well

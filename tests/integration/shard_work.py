@@ -16,6 +16,7 @@ from typing import Any
 from fsm_rollout import AgentGraph, Prompt, ScriptedEngine, load_agent
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.errors import EngineError
 from fsm_rollout.tools import ToolContext
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests import embedded
@@ -93,7 +94,16 @@ def engine(tokenizer: Any, turns: int, delay: float) -> ScriptedEngine:
         dies("generation")
         return Turn(text=CALL % request.turn if request.turn < turns else f"Done {request.sampling.seed}.", delay=delay)
 
-    return ScriptedEngine(script, tokenizer=tokenizer)
+    return Refusing(script, tokenizer=tokenizer)
+
+
+class Refusing(ScriptedEngine):
+    """In the first process that is told to, where SHARD_REFUSES names a file, it loads no weights."""
+
+    async def update_weights(self, weights: Any, version: int | None = None) -> int:
+        if (once := os.environ.get("SHARD_REFUSES")) and _first(Path(once)):
+            raise EngineError("a shape does not fit")
+        return await super().update_weights(weights, version)
 
 
 def prompts(count: int) -> list[Prompt]:

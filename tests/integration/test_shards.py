@@ -234,6 +234,28 @@ def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run(tmp_path
     asyncio.run(main())
 
 
+def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Journal(tmp_path / "journal.sqlite") as book:
+            async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, concurrency=6, journal=book) as rollout:
+                stream = rollout.stream(iter(prompts(40)), 2, target_groups=2, over_sample=2)
+                delivered = {group.group_id async for group in stream}
+                shards = shards_of(rollout).all
+                for shard in shards:
+                    shard.started.kill()
+                    await shard.gone.wait()
+                carried = {group.group_id for group in rollout.carried if not group.ended}
+                assert carried
+                rest = trajectories([group async for group in rollout.stream([], 2)])
+                assert {t.group_id for t in rest if t.resumptions} == carried
+                chosen = [p for p in prompts(40) if p.prompt_id in {t.group_id for t in rest} - delivered]
+                async with Rollout(agent(), spec(), seed=7) as single:
+                    expected = rows(trajectories([group async for group in single.stream(chosen, 2)]))
+                assert rows(rest) == expected
+
+    asyncio.run(main())
+
+
 def test_quotas_are_added_up() -> None:
     """The filter's budget, and the breaker's window, are the run's, whichever shard has spent them."""
     broken = "tests.integration.shard_work:turned_down"
@@ -276,6 +298,28 @@ def test_new_weights_reach_all_shards_at_once() -> None:
             assert all((np.diff(of_row) >= 0).all() for of_row in versions)
             after = await rollout.arun(prompts(COUNT), 2)
             assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {3}
+
+    asyncio.run(main())
+
+
+def test_a_shard_that_alone_cannot_load_new_weights_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARD_REFUSES", str(tmp_path / "refused"))
+
+    async def main() -> None:
+        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
+            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+            await asyncio.sleep(0)
+            assert await rollout.aupdate_weights({}) == 1
+            assert (shards_of(rollout).deaths, (tmp_path / "refused").exists()) == (1, True)
+            assert len(await running) == COUNT * 2
+            shards_of(rollout).start_missing()
+            async with asyncio.timeout(300):
+                await shards_of(rollout)._starting
+            after = await rollout.arun(prompts(COUNT), 2)
+            assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
+            assert len(shards_of(rollout).alive) == 2
 
     asyncio.run(main())
 
