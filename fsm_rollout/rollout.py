@@ -159,15 +159,13 @@ class Rollout(TrainerOrders):
         policy = failures if isinstance(failures, Failures) else failures_of(failures or {})
         # What the schedulers of runs and of evaluations have in common.
         self._common: dict[str, Any] = {
-            "seed": seed,
-            "concurrency": concurrency,
-            "failures": policy,
-            "reward": Reward(reward) if reward is not None else None,
-        }
+            "seed": seed, "concurrency": concurrency, "failures": policy,
+            "reward": None if reward is None else Reward(reward),
+        }  # fmt: skip
         # 4. Engines and the scheduler, or shards that have both; if one fails, what was started is closed again.
         self.state_names = state_names(self.agents.values())
         """The states that are numbered in each batch, alike in every step."""
-        self.engines: dict[str, EnginePool] = {} if start is None else EnginesOfShards()
+        self.engines: dict[str, EnginePool] = {}
         self._shards: Shards | None = None
         limits: dict[str, Any] = {"max_staleness": max_staleness, "max_restarts": max_restarts, "tail": tail}
         try:
@@ -181,7 +179,7 @@ class Rollout(TrainerOrders):
                 }  # fmt: skip
                 leased = leased_scheduler(start, workers, arguments, on_event, self._owned)
                 self.scheduler: Scheduler = leased
-                self._shards, self.clients = leased.shards, {}
+                self._shards, self.clients, self.engines = leased.shards, {}, EnginesOfShards(leased.shards)
                 engines_described, pad_id, folder = (self._shards.facts[key] for key in FACTS)
                 processor = None if folder is None else load_processor(Path(folder))
             else:

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from fsm_rollout.cli.agents import check, draw, new, schema
 from fsm_rollout.cli.results import export, replay, rescore, show, view
-from fsm_rollout.cli.runs import resume, run, serve
+from fsm_rollout.cli.runs import replicas, resume, run, serve
 from fsm_rollout.cli.simulate import simulate
 from fsm_rollout.cli.verdicts import compare, evaluate, stats
 from fsm_rollout.errors import ConfigError, RolloutError, close_match
@@ -95,7 +95,10 @@ def _commands(
     """  # noqa: D301  # click wants the character itself
 
 
-_COMMANDS = check, draw, run, serve, resume, show, view, stats, compare, export, rescore, replay, simulate, schema, new
+_COMMANDS = (
+    check, draw, run, serve, resume, replicas, show, view, stats, compare, export, rescore, replay, simulate, schema,
+    new,
+)  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)
 app.command("eval")(evaluate)

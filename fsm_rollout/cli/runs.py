@@ -6,7 +6,7 @@ import shlex
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -92,6 +92,39 @@ def resume(folder: Folder, overrides: Overrides = None, file: RunFile = None) ->
     out = folder.absolute()
     changes = overrides or []
     _print(out, carried_out(out, changes, lambda progress: continue_run(folder, changes, progress, file=file, say=say)))
+
+
+def replicas(
+    folder: Folder,
+    what: Annotated[Literal["list", "add", "remove"], typer.Argument(help="what to do with them")] = "list",
+    which: Annotated[
+        str | None, typer.Argument(metavar="[URL|NAME]", help="a server to add (none: one is started), or who leaves")
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="so long who leaves may go on with what it has")
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="of which engine")] = "policy",
+) -> None:
+    """List the replicas of a run (or of serve) that is under way on this machine, add one, or have one leave.
+
+    \b
+    Example: fsm-rollout replicas runs/demo remove replica-1 --within 30
+    Example: fsm-rollout replicas runs/demo add http://node9:30000
+
+    The command ends once that is done. No token is lost: what one that leaves has not said goes on in others.
+    """  # noqa: D301  # click wants the character itself
+    from fsm_rollout.jobs.control import Order, ask
+    from fsm_rollout.report.texts import visible
+
+    if what == "remove" and which is None:
+        raise ConfigError("say which one is to leave: fsm-rollout replicas RUN lists them")
+    answer = ask(folder, Order(what, which, within, engine))
+    for row in answer.rows:
+        version = "" if row["weight_version"] is None else f"weights {row['weight_version']}"
+        counts = f"{row['in_flight']:,} under way, {row['requests']:,} requests, {row['tokens']:,} tokens"
+        last = row["cause"] if row["state"] in ("starting", "dead") else ""
+        words = [f"{row['name']:<12}", f"{row['state']:<9}", f"{version:<12}", counts, row["url"], last]
+        typer.echo(visible("  ".join(filter(None, words)).rstrip()))
 
 
 def carried_out(

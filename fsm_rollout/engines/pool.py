@@ -27,7 +27,7 @@ from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.placing import Placing
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, Rows, rows_of
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter
@@ -60,16 +60,9 @@ class EnginePool:
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        count: int = 1,
-        *,
-        router: Router | None = None,
-        tries: Tries | None = None,
-        restarts: int = 3,
-        times: PoolTimes | None = None,
-        sleeps: bool = False,
-    ) -> None:
+        self, placement: Placement, count: int = 1, *, router: Router | None = None, tries: Tries | None = None,
+        restarts: int = 3, times: PoolTimes | None = None, sleeps: bool = False,
+    ) -> None:  # fmt: skip
         self.tries, self.sleeps, self.clients = tries or Tries(), sleeps, 0  # and how many clients there have been
         self.runs: set[object] = set()  # the clients that have a run, of a pool that sleeps between runs
         self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
@@ -128,6 +121,10 @@ class EnginePool:
     async def remove(self, name: str, within: float = math.inf) -> None:
         """Have a replica leave; what it has not said ``within`` so many seconds goes on elsewhere, nothing lost."""
         await self.here().remove(name, within)
+
+    async def rows(self) -> Rows:
+        """Return what is known of each replica; see :func:`~fsm_rollout.engines.replica.rows_of`."""
+        return rows_of(self.replicas, self._lives.placement.urls)
 
     def _begin_anew(self) -> None:
         """Have no request."""

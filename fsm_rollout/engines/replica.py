@@ -10,9 +10,9 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, SessionKeeper, TokenSource, WeightSource
@@ -27,6 +27,9 @@ PACE_MEMORY = 600.0  # seconds of work (of all requests together) after which a 
 _BUILDING = threading.Lock()
 # Engines start in these threads; nothing waits for a start that was given up, not even the end of the process.
 _threads = DaemonThreads("fsm-rollout-replica")
+
+
+Rows: TypeAlias = list[dict[str, Any]]  # what is known of replicas, as plain data
 
 
 def failure_of(engine: TokenSource) -> EngineError | None:
@@ -245,6 +248,17 @@ class Replica(ReplicaView):
         self.allowed = FIRST
         self.pace = self.worked = self.sampled = 0.0
         self.last_active = now
+
+
+def rows_of(replicas: Sequence[Replica], urls: Sequence[str] | None) -> Rows:
+    """Return what is known of replicas, as plain data, for who looks at a run from elsewhere."""
+    names = ("name", "state", "in_flight", "requests", "tokens", "restarts", "cause")
+    rows = [{name: getattr(replica, name) for name in names} for replica in replicas]
+    for row, replica, url in zip(rows, replicas, urls or [""] * len(replicas), strict=True):
+        row |= {"url": url, "weight_version": None if replica.engine is None else replica.engine.weight_version}
+        if replica.leaving and replica.state != "left":
+            row["state"] = "leaving"
+    return rows
 
 
 class RequestHolder(Protocol):

@@ -316,6 +316,9 @@ class Replicas(Orders):
         Raises:
             EngineError: there is no place for it, it does not start, or it is not of the same model.
         """
+        known = zip(self.placement.urls or (), self.all, strict=False)
+        if any(url == there and replica.state != "left" for there, replica in known):
+            raise EngineError(f"'{url}' is one of the replicas already")
         self.placement.admit(url)
         replica = Replica(f"replica-{len(self.all)}")
         self.all.append(replica)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
+from fsm_rollout.jobs.control import taking_orders
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
@@ -230,7 +231,7 @@ async def _run(
     rollout: Rollout, config: RunConfig, prompts: list[Prompt], earlier: Sequence[Recorded] | None
 ) -> Summary:
     tracking = Tracking(None, 0)
-    looks = Looks(prompts, config.until, config.seed)
+    looks, orders = Looks(prompts, config.until, config.seed), AsyncExitStack()
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
         await rollout.scheduler.acheck(prompts)
@@ -243,6 +244,7 @@ async def _run(
             facts["file"] = str(config.file)
         with Journal(config.out / JOURNAL, metadata=facts, append=earlier is not None) as journal:
             rollout.journal = journal
+            await orders.enter_async_context(taking_orders(config.out, rollout))
             started = time.monotonic()
             groups: list[Group] = []
             for part in looks.parts():
@@ -272,6 +274,7 @@ async def _run(
         await tracking.finish(summary, rollout.weight_version)
         return summary
     finally:
+        await orders.aclose()
         await tracking.close()
         await rollout.aclose()
 

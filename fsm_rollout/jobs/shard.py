@@ -26,7 +26,7 @@ from fsm_rollout.names.objects import look_in
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_block
 from fsm_rollout.scheduler.shard_setup import ShardSetup
-from fsm_rollout.scheduler.shared_servers import LoadedByDriver, SharedServer
+from fsm_rollout.scheduler.shared_servers import LoadedByDriver, SharedServer, servers_of
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.prompt import Prompt
@@ -145,6 +145,33 @@ class Shard:
 
     async def _take(self, version: int) -> None:
         await self.rollout.aupdate_weights(LoadedByDriver(self._whole), version)
+
+    async def _rows(self) -> list[dict[str, Any]]:
+        return await self.rollout.engines[POLICY].rows()
+
+    async def _add(self) -> str:
+        return await self.rollout.engines[POLICY].add()
+
+    async def _remove(self, name: str, within: float) -> None:
+        await self.rollout.engines[POLICY].remove(name, within)
+
+    async def _meet(self, urls: Sequence[str]) -> None:
+        """Have these servers too, each once the driver has it whole."""
+        pool = self.rollout.engines[POLICY]
+
+        async def meet(url: str) -> None:
+            try:
+                await self._whole(url)
+                await pool.add(url)
+            except EngineError as error:
+                logger.warning("%s is left to the other shards: %s", url, error)
+
+        await asyncio.gather(*(meet(url) for url in urls if url not in servers_of(pool)))
+
+    async def _leave(self, url: str, within: float) -> None:
+        pool = self.rollout.engines[POLICY]
+        if (replica := servers_of(pool).get(url)) is not None:
+            await pool.remove(replica.name, within)
 
     async def _keep_apart(self, urls: Sequence[str]) -> None:
         lives = self.rollout.clients[POLICY].pool.here()

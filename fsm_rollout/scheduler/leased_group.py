@@ -14,7 +14,7 @@ from fsm_rollout.errors import JournalError, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.scheduler.run_state import RunState
-from fsm_rollout.scheduler.shards import ShardHandle
+from fsm_rollout.scheduler.shard_handle import ShardHandle
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
 from fsm_rollout.trajectory.journal import recordings

@@ -20,7 +20,8 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, histories_of, target_not_reached
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
-from fsm_rollout.scheduler.shards import ShardHandle, Shards, error_of
+from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
+from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.tail import Tail
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from fsm_rollout.concurrency.cancellation import to_its_end
-from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
-from fsm_rollout.scheduler.group import Group
+from fsm_rollout.errors import EngineError
+from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
 from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, log
 from fsm_rollout.scheduler.shared_servers import SharedServers
 from fsm_rollout.trajectory.journal import shard_journal
@@ -28,17 +28,7 @@ logger = logging.getLogger(__name__)
 MOST_DEATHS = 20  # so many shards may die one after the other without one group coming to its end in between
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds before one that could not start is started again, twice as long each time
 CLOSE_SECONDS = 10.0  # how long shards may take to release what is open, once they are dismissed
-ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (BatchError, EngineError, JournalError, RunStopped, TargetNotReached)
-}
 UNDOES = {"hold": "release", "sleep": "wake"}  # what takes a standing order back
-
-
-def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Exception:
-    """Return the error that a shard has told of."""
-    if kind == ConfigError.__name__:
-        return ConfigError([Problem(*problem) for problem in problems])
-    return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
 
 
 class LeasedRun(Protocol):
@@ -49,35 +39,6 @@ class LeasedRun(Protocol):
 
     def lost(self, shard: ShardHandle) -> None:
         """Take in that a shard has died."""
-
-
-@dataclass(slots=True, eq=False)
-class ShardHandle:
-    """One of them, as its driver knows it."""
-
-    number: int
-    started: Started
-    journal: Path | None = None
-    """Where it keeps its events."""
-    alive: bool = True
-    loop: asyncio.AbstractEventLoop | None = None
-    """Where its messages come in."""
-    groups: dict[str, Group] = field(default_factory=dict)
-    """The groups that it has, by id: those that were leased to it and have not come back."""
-    queued: dict[str, None] = field(default_factory=dict)
-    """Those of them that it had not begun, when it last said so."""
-    asked: bool = False
-    """Whether it has been asked for groups that it has not begun, and has not answered."""
-    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    stats: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What its engines have done, as of its last run."""
-    lag: dict[str, float] = field(default_factory=dict)
-    """How late its event loop was, as of its last run."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def send(self, *message: Any) -> None:
-        """Send a message; to one that is gone it goes nowhere."""
-        self.started.link.send(*message)
 
 
 class Shards:
@@ -276,6 +237,7 @@ class Shards:
                     logger.info("shard %d could not take weights that others have replaced: %s", shard.number, error)
             if self.servers is not None:
                 await self.call(shard, "keep_apart", self.servers.apart())
+                self._aside(self.call(shard, "meet", self.servers.urls))  # what is not well yet is met later
             for order in before.keys() - standing.keys():
                 await self.call(shard, UNDOES[order[0]], *order[1:])
 
@@ -314,13 +276,13 @@ class Shards:
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
         """Have all that live do something and return their answers; one that dies meanwhile gives none."""
-        answers = await self._ask_all(name, *arguments)
+        answers = await self.ask_all(name, *arguments)
         for shard, answer in answers.items():
             if isinstance(answer, BaseException) and shard.alive:
                 raise answer
         return [answer for answer in answers.values() if not isinstance(answer, BaseException)]
 
-    async def _ask_all(self, name: str, *arguments: Any) -> dict[ShardHandle, Any]:
+    async def ask_all(self, name: str, *arguments: Any) -> dict[ShardHandle, Any]:
         """Have all that live do something and return what each has answered, or why it has not."""
         shards = await self.here()
         asked = [self.call(shard, name, *arguments) for shard in shards]
@@ -343,7 +305,7 @@ class Shards:
             EngineError: none could take them; all go on with what they had.
         """
         before, self.present = self.present, call
-        answers = await self._ask_all(*call)
+        answers = await self.ask_all(*call)
         failed = {shard: answer for shard, answer in answers.items() if isinstance(answer, BaseException)}
         errors = [(shard, error) for shard, error in failed.items() if shard.alive]
         if len(failed) == len(answers) and errors:
@@ -391,13 +353,22 @@ class Shards:
                     else:
                         answer.set_exception(error_of(*error))
             case "whole":
-                task = asyncio.get_running_loop().create_task(self._look_at(shard, *parts))
-                self._looks.add(task)
-                task.add_done_callback(self._looks.discard)
+                self._aside(self._look_at(shard, *parts))
             case _:
                 number, *rest = parts
                 if (run := self.runs.get(number)) is not None:
                     run.receive(shard, kind, *rest)
+
+    def _aside(self, work: Coroutine[object, object, object]) -> None:
+        """Do something whose failure is somebody else's."""
+
+        async def done() -> None:
+            with suppress(EngineError):
+                await work
+
+        task = asyncio.get_running_loop().create_task(done())
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
 
     async def _look_at(self, shard: ShardHandle, number: int, url: str) -> None:
         assert self.servers is not None

@@ -67,15 +67,21 @@ class SharedServers:
 
     def apart(self) -> list[str]:
         """Return those that do not have the present weights, as far as is known here."""
-        return [url for url, replica in self._at().items() if replica.state != "up"]
+        return [url for url, replica in servers_of(self.pool).items() if replica.state != "up"]
+
+    @property
+    def urls(self) -> list[str]:
+        """Where they are, those that have left apart."""
+        return list(servers_of(self.pool))
 
     def up(self) -> list[str]:
         """Return those that have the present weights, as far as is known here."""
-        return [url for url, replica in self._at().items() if replica.state == "up"]
+        return [url for url, replica in servers_of(self.pool).items() if replica.state == "up"]
 
     async def ready(self) -> None:
         """Look at all, and return once one has the present weights; EngineError: none ever will."""
-        looks = [asyncio.ensure_future(self._settled(replica, doubted=False)) for replica in self._at().values()]
+        replicas = servers_of(self.pool).values()
+        looks = [asyncio.ensure_future(self._settled(replica, doubted=False)) for replica in replicas]
         try:
             for look in asyncio.as_completed(looks):
                 await look
@@ -84,7 +90,7 @@ class SharedServers:
         finally:
             for task in looks:
                 task.cancel()
-        raise EngineError("all servers are lost for good: " + "; ".join(r.cause for r in self._at().values()))
+        raise EngineError("all servers are lost for good: " + "; ".join(replica.cause for replica in replicas))
 
     async def _settled(self, replica: Replica, *, doubted: bool) -> None:
         async def look(server: TokenSource) -> None:
@@ -95,13 +101,17 @@ class SharedServers:
 
     async def whole(self, url: str) -> int:
         """Return the present version, once a server that a shard has lost has it; EngineError: it never will."""
-        replica = self._at()[url]
+        replica = servers_of(self.pool).get(url)
+        if replica is None:
+            raise EngineError(f"{url} has left")
         await self._settled(replica, doubted=True)
         if replica.state != "up":
             raise EngineError(f"{url} is lost: {replica.cause}")
         replica.losses = 0  # it finishes no request here, by which others are known to be well
         return self.pool.weight_version
 
-    def _at(self) -> dict[str, Replica]:
-        urls = [url.rstrip("/") for url in self.pool.here().placement.urls or ()]
-        return dict(zip(urls, self.pool.replicas, strict=True))
+
+def servers_of(pool: EnginePool) -> dict[str, Replica]:
+    """Return the replicas of a pool that have not left, by their urls."""
+    urls = [url.rstrip("/") for url in pool.here().placement.urls or ()]
+    return {url: replica for url, replica in zip(urls, pool.replicas, strict=True) if replica.state != "left"}

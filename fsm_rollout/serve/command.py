@@ -18,6 +18,7 @@ from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.control import taking_orders
 from fsm_rollout.jobs.run_config import SERVED, RunConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
 from fsm_rollout.jobs.runner import engine_problems, load_agents, rollout_of, start_lines
@@ -103,7 +104,7 @@ async def _serve(
         with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
             rollout.journal = journal
             service = Service(rollout, serving, most_at_once(config.concurrency))
-            async with listening(service, keys, recorded or ()) as (url, running):
+            async with taking_orders(serving.out, rollout), listening(service, keys, recorded or ()) as (url, running):
                 ready(url, list(service.models))
                 await asyncio.wait({running})  # it ends by failing alone
                 running.result()

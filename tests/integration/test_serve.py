@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from fsm_rollout.jobs.control import Order, ask
 from fsm_rollout.trajectory.journal import read
 from tests.collector import Collector
 from tests.kit import ROOT
@@ -58,6 +59,7 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
             chat.extend([{"role": "assistant", "content": text}, follow])
             second: Any = client.chat.completions.create(model="tool_user", messages=chat)
+        assert [row["state"] for row in ask(tmp_path / "chat-serve", Order("list")).rows] == ["up"]
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
             message = other.messages.create(**question)
             with other.messages.stream(**question) as stream:

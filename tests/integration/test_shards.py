@@ -332,8 +332,6 @@ def test_new_weights_that_are_of_this_process_are_refused() -> None:
             with pytest.raises(EngineError, match="of this process; give a folder"):
                 async with rollout.updating():
                     raise AssertionError
-            with pytest.raises(EngineError, match="engine 'policy' is in each shard, and has no pool here"):
-                await rollout.engines["policy"].remove("0")
             assert len(await rollout.arun(prompts(2))) == 2
             assert rollout.weight_version == 0
 
