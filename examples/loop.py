@@ -52,8 +52,6 @@ class Settings:
     """Held-back success after which the run ends."""
     threads: int = 1
     """Of torch; more than there are idle cores make it many times slower."""
-    device: str = "cpu"
-    """Where it is trained and sampled."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -74,15 +72,13 @@ class Learner:
         torch.manual_seed(self.settings.seed)
         torch.set_num_threads(self.settings.threads)
         self.model, self.tokenizer = fr.load_model("embedded:early")
-        self.model.to(self.settings.device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.settings.average))
         rate = self.settings.learning_rate
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.95))
 
     def engine(self, model: str = "embedded:early", **keys: object) -> dict[str, object]:
         """Return the description of an engine in this process."""
-        place = {"device": self.settings.device, "threads": self.settings.threads}
-        return {"kind": "transformers", "model": model, **place, **keys}
+        return {"kind": "transformers", "model": model, "threads": self.settings.threads, "device": "cpu", **keys}
 
     def update(self) -> None:
         """Make an update by the gradients that are there."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsm_rollout.adapters.requirements import inputs_of, whole
+from fsm_rollout.adapters.requirements import inputs_of, taught, whole
 from fsm_rollout.batch.roles import Weights, row_weights
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
@@ -27,6 +27,7 @@ def training_samples(
     advantages: Sequence[float] | None = None,
     processor: Any = None,
     weights: Weights | None = None,
+    teacher: str | None = None,
 ) -> list[dict[str, object]]:
     """Return the fields of one ``TrainingSample`` for each row: flat lists over prompt and response.
 
@@ -35,12 +36,15 @@ def training_samples(
     version have no field: prime-rl's orchestrator has them with the rollout. With ``weights`` by role, as for
     ``batch.loss_weights``, the tokens have ``rl_weights`` (the policy's loss) and ``ce_weights`` (cross-entropy).
 
+    What a teacher said (the only one, or the one that is named) are ``ref_logprobs``, with ``ref_kl_weights`` of 1 on
+    trained tokens, but 0 where it has failed: prime-rl then adds the reverse divergence to it to the loss.
+
     Of rows with pictures, for which ``processor`` is the model's, ``mm_refs`` is plain data that goes over the wire as
     prime-rl's own; in its process make it ``msgspec.convert(fields["mm_refs"], MMRefs)``.
 
     Raises:
         BatchError: not one finite advantage per row; pictures without a processor, or in several parts; weights of no
-            role.
+            role; no such teacher, or several and none is named.
     """
     if advantages is not None and (len(advantages) != len(rows) or not np.isfinite(advantages).all()):
         raise BatchError(
@@ -63,6 +67,9 @@ def training_samples(
         if weights is not None:
             of_losses = row_weights(row.roles, mask, weights)
             fields |= {name: w.tolist() for name, w in zip(("rl_weights", "ce_weights"), of_losses, strict=True)}
+        if (said := taught(row, teacher)) is not None:
+            fields["ref_logprobs"] = whole(row, np.nan_to_num(said), 0.0).tolist()
+            fields["ref_kl_weights"] = (mask * whole(row, ~np.isnan(said), False)).astype(float).tolist()
         if row.media:
             types, runs = np.zeros(len(mask), dtype=np.int64), _placeholders(row, processor)
             for start, length in runs:

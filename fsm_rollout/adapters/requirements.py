@@ -12,7 +12,7 @@ import torch
 
 from fsm_rollout.batch.media import TOKEN_TYPES, row_inputs
 from fsm_rollout.batch.rows import TrainingRow
-from fsm_rollout.errors import BatchError
+from fsm_rollout.errors import BatchError, did_you_mean
 
 
 def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
@@ -53,6 +53,22 @@ def inputs_of(row: TrainingRow, processor: Any, trainer: str) -> dict[str, torch
         )
     inputs = row_inputs(row.media, len(row.prompt_ids) + len(row.response_ids), processor)
     return {key: value for key, value in inputs.items() if not key.endswith(TOKEN_TYPES)}
+
+
+def taught(row: TrainingRow, teacher: str | None) -> npt.NDArray[np.float32] | None:
+    """Return what a teacher makes of each response token, NaN where it has failed; ``None``: there are no teachers.
+
+    Raises:
+        BatchError: the teacher is none of the row's, or not named although there are several.
+    """
+    names = list(row.teachers)
+    if teacher is None and len(names) < 2:
+        return row.teacher_logprobs[:, 0] if names else None
+    if teacher not in names:
+        known = f"its teachers are {', '.join(names)}" if names else "the run had no teachers"
+        wrong = "is of several teachers, and one must be named" if teacher is None else f"has no teacher '{teacher}'"
+        raise BatchError(f"row {row.row_id} {wrong}; {known}{did_you_mean(teacher, names) if teacher else ''}")
+    return row.teacher_logprobs[:, names.index(teacher)]
 
 
 def score_of(row: TrainingRow, trainer: str) -> float:

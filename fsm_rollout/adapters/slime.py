@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsm_rollout.adapters.requirements import experts_of, inputs_of, trained_turns
+from fsm_rollout.adapters.requirements import experts_of, inputs_of, taught, trained_turns
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.trajectory.enums import StopReason
 
 
-def samples(rows: Sequence[TrainingRow], processor: Any = None) -> list[dict[str, object]]:
+def samples(rows: Sequence[TrainingRow], processor: Any = None, teacher: str | None = None) -> list[dict[str, object]]:
     """Return the fields of one ``Sample`` for each row; what a custom generate function returns as a list.
 
     ``weight_versions`` has one text for each generation (the oldest of its tokens), ``rollout_id`` is the same for all
@@ -23,11 +23,14 @@ def samples(rows: Sequence[TrainingRow], processor: Any = None) -> list[dict[str
     from which ids it sampled, those of response token i are ``rollout_top_p_token_ids[offsets[i] : offsets[i + 1]]``.
     Where it told the experts that all tokens were routed to, they are ``rollout_routed_experts``, for router replay.
 
+    What a teacher said (the only one, or the one that is named) are ``teacher_log_probs`` of the response, for
+    slime's ``--use-opd``; they are NaN where it has failed.
+
     Pictures are images of Pillow's in ``multimodal_inputs``, and what ``processor``, the model's, makes of them in
     ``multimodal_train_inputs``, without types of tokens, which slime's trainer does not take.
 
     Raises:
-        BatchError: rows show pictures, and there is no processor.
+        BatchError: rows show pictures, and there is no processor; no such teacher, or several and none is named.
     """
     groups = {group_id: number for number, group_id in enumerate(dict.fromkeys(row.group_id for row in rows))}
     rollouts = {name: number for number, name in enumerate(dict.fromkeys((row.group_id, row.sample) for row in rows))}
@@ -41,6 +44,7 @@ def samples(rows: Sequence[TrainingRow], processor: Any = None) -> list[dict[str
             "response_length": len(row.response_ids),
             "loss_mask": row.mask.tolist(),
             "rollout_log_probs": row.logprobs.tolist(),
+            "teacher_log_probs": None if (said := taught(row, teacher)) is None else said.tolist(),
             "rollout_top_p_token_ids": row.sampling_mask or None,
             "rollout_top_p_token_offsets": [0, *row.sampling_mask_counts.cumsum().tolist()]
             if row.sampling_mask

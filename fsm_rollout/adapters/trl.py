@@ -25,7 +25,8 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
     """Return what a ``rollout_func`` returns: lists over the prompts it was given, one row each, in their order.
 
     ``env_mask`` is 1 on trained tokens. ``score`` (``None`` where there is none) and ``weight_versions`` (per token,
-    -1 where none sampled) reach the reward functions as keyword arguments: :func:`score_reward` hands the score on.
+    -1 where none sampled) reach the reward functions as keyword arguments: :func:`score_reward` hands the score on. So
+    does ``teacher_logprobs``, where there are teachers: by name, of each token of the completion.
 
     Pictures of prompts are not in it: the trainer makes the model's inputs from its dataset's column ``images``.
 
@@ -39,6 +40,7 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
                 "feeds the model those of its dataset alone; show all in the prompt, or train such agents elsewhere"
             )
     one_row_each(rows, TRAINER)
+    taught = [{name: row.teacher_logprobs[:, i].tolist() for i, name in enumerate(row.teachers)} for row in rows]
     return {
         "prompt_ids": [row.prompt_ids.tolist() for row in rows],
         "completion_ids": [row.response_ids.tolist() for row in rows],
@@ -47,6 +49,7 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
         "score": [row.score for row in rows],
         "weight_versions": [row.versions.tolist() for row in rows],
         "trajectory_id": [row.trajectory_id for row in rows],
+        **({"teacher_logprobs": list(taught)} if any(taught) else {}),
     }
 
 

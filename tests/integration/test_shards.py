@@ -47,7 +47,7 @@ def plain(batch: TrajectoryBatch) -> list[tuple[Any, ...]]:
         (
             row.row_id, row.prompt_ids.tolist(), row.response_ids.tolist(), row.mask.tolist(), row.logprobs.tolist(),
             row.state_ids.tolist(), row.turn_ids.tolist(), repr(row.scores.tolist()), row.score, row.stop_reason,
-            row.state_names, row.extra,
+            row.state_names, row.extra, row.teacher_logprobs.tolist(), row.teachers, row.teacher_top_ids,
         )
         for row in batch.rows()
     ]  # fmt: skip
@@ -61,15 +61,17 @@ async def alone(**options: Any) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_batches_are_the_same_whatever_the_number_of_shards(packed: bool) -> None:
     batches = []
+    reward = "tests.integration.shard_work:seeded"
+    teachers = {"big": {"engine": {"kind": "scripted", "turns": [""]}, "top_k": 2, "hint": "{{ task }}"}}
     for workers in (1, 2, 3):
-        reward = "tests.integration.shard_work:seeded"
-        with Rollout(agent(), spec(), seed=7, workers=workers, reward=reward) as rollout:
+        with Rollout(agent(), spec(), seed=7, workers=workers, reward=reward, teachers=teachers) as rollout:
             batch = rollout.run(prompts(COUNT), n=2, packed=packed)
             assert rollout.engine_stats()["policy"]["requests"] == COUNT * 2 * 4
             again = rollout.run(prompts(2), n=2)
             evaluated = rollout.evaluate(prompts(2))
             batches.append([plain(batch), plain(again), plain(evaluated), batch.sample_scores, batch.figures])
     assert batches[0] == batches[1] == batches[2]
+    assert all(row.teacher_logprobs.any() and row.teachers == {"big": None} for row in batch.rows())
 
 
 def test_rows_are_cut_and_left_out_as_without_shards() -> None:

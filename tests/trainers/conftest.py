@@ -13,6 +13,7 @@ NEEDS = {
     "test_trl.py": ("trl", "accelerate", "openenv"),  # not in verl's environment, whose transformers is older
     "test_openenv.py": ("openenv", "fastmcp"),
     "test_datasets.py": ("datasets",),
+    "test_own_loop.py": ("datasets",),
     "test_verifiers.py": ("verifiers", "reasoning_gym"),
     "test_validators.py": ("skyrl", "areal", "tinker_cookbook", "openenv"),
 }

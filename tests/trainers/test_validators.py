@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from areal.infra.workflow_executor import check_trajectory_format
 from skyrl.train.utils.trainer_utils import validate_generator_output
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 
-from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker
+import fsm_rollout as fr
+from fsm_rollout.adapters import areal, openenv, prime_rl, skyrl, slime, tinker, trl
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.enums import ROLES
+from tests.kit import CONFIGS
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch
 from tests.unit.batch.test_media import batch as picture_batch
 
@@ -114,6 +117,38 @@ def test_losses_by_role_arrive_at_prime_rl_and_openenv() -> None:
             assert sums[name][:end] == [int(each) for each in of_role(row, *roles)][:end]
 
 
+def taught_rows() -> list[TrainingRow]:
+    """Return rows of two teachers, of which one has failed on a token."""
+    with fr.Rollout(
+        CONFIGS / "agents/tool_user.yaml",
+        EMBEDDED,
+        teachers={name: {"engine": {"kind": "scripted", "turns": [""]}} for name in ("big", "old")},
+    ) as rollout:
+        rows = rollout.run(fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=1), n=2).rows()
+    rows[0].teacher_logprobs[int(rows[0].mask.nonzero()[0][0]), 1] = np.nan
+    return rows
+
+
+def test_what_a_teacher_said_arrives_at_prime_rl_slime_and_trls_rewards() -> None:
+    rows = taught_rows()
+    of_trl = trl.rollout_func_result(rows)["teacher_logprobs"]
+    given = zip(prime_rl.training_samples(rows, teacher="old"), slime.samples(rows, teacher="old"), of_trl, strict=True)
+    for number, (row, (of_prime, of_slime, by_name)) in enumerate(zip(rows, given, strict=True)):
+        sample, said = TrainingSample(**of_prime), row.teacher_logprobs  # type: ignore[arg-type]
+        failed = np.isnan(said[:, 1])
+        assert failed.sum() == (number == 0)
+        assert sample.ref_logprobs == [*[0.0] * len(row.prompt_ids), *np.where(failed, 0, said[:, 1]).tolist()]
+        assert sample.ref_kl_weights == [*[0.0] * len(row.prompt_ids), *(row.mask * ~failed).astype(float).tolist()]
+        np.testing.assert_array_equal(of_slime["teacher_log_probs"], said[:, 1])
+        assert len(said) == of_slime["response_length"]
+        np.testing.assert_array_equal([by_name["big"], by_name["old"]], said.T)
+    for wrong, message in ((None, "one must be named; its teachers are big, old"), ("odl", "did you mean 'old'")):
+        for adapt in (prime_rl.training_samples, slime.samples):
+            with pytest.raises(BatchError, match=message):
+                adapt(rows, teacher=wrong)
+    assert slime.samples(example_batch("tool_user").rows())[0]["teacher_log_probs"] is None
+
+
 def test_prime_rls_wire_takes_pictures() -> None:
     pictures = picture_batch("gemma3")
     rows = pictures.rows()
@@ -137,9 +172,6 @@ def test_slimes_fields_keep_the_rules_of_miles(agent: str) -> None:
 
 def test_slime_gets_what_each_token_was_sampled_from() -> None:
     """The rule of ``_validate_response_metadata_lengths`` of slime, July 2026, and the rows' own masks."""
-    import fsm_rollout as fr
-    from tests.kit import CONFIGS
-
     prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=1)
     with fr.Rollout(fr.load_agent(CONFIGS / "agents/tool_user.yaml"), EMBEDDED, sampling={"top_p": 0.9}) as rollout:
         rows = rollout.run(prompts, n=2).rows()
@@ -154,9 +186,6 @@ def test_slime_gets_what_each_token_was_sampled_from() -> None:
 
 
 def test_what_has_no_score_is_refused() -> None:
-    import fsm_rollout as fr
-    from tests.kit import CONFIGS
-
     graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
     with fr.Rollout(graph, {"kind": "scripted", "turns": ["7"]}) as rollout:
         rows = rollout.run(["?"]).rows()
