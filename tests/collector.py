@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry: what it was sent over HTTP, and ways in which it does not take it."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Collection, Mapping
@@ -49,7 +47,7 @@ class Collector:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> Collector:
+    def __enter__(self) -> "Collector":
         return self
 
     def __exit__(self, *_: object) -> None:

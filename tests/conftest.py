@@ -1,7 +1,5 @@
 """Hypothesis profiles: `fast` while working, `ci` in `make test`, `nightly` to search longer."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import gc

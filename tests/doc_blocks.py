@@ -15,8 +15,6 @@ Invariant: no block is passed over. What a block's language says is done with it
 A comment ``<!-- needs: ray -->`` before a block says what it needs; such blocks run only where that is wanted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib

@@ -1,7 +1,5 @@
 """The embedded model's tokenizer, loaded once."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Events of small trajectories, and journals of them."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from pathlib import Path

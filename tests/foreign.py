@@ -1,7 +1,5 @@
 """Foreign agents for tests, by what they do; an agent with such a state; and what its rows must be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ With pytest-xdist one such process serves all: its workers are forked from it (t
 and so are the programs that tests start. SGLang's servers have one of their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import json

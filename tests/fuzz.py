@@ -7,8 +7,6 @@ characters, lines, values, structures, bytes of the file. Each example follows f
 ``--only N`` shows one again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

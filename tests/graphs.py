@@ -4,8 +4,6 @@ Invariant: nothing is filtered, so agents shrink well: towards one state, no lim
 handler needs. ``verify(graph)`` finds nothing wrong with any of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from hypothesis import strategies as st

@@ -6,8 +6,6 @@ what each needs to be valid (a context is opened before it is written to, pendin
 generation, …).
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

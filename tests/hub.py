@@ -1,7 +1,5 @@
 """A Hugging Face hub on this machine: its few routes that a download asks, and its cache's layout, with real models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tools and interactions of the law tests: each keeps a log of its own, which the oracles read."""
 
-from __future__ import annotations
-
 import asyncio
 
 from fsm_rollout.environment.users import Conversation, Reply

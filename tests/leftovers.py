@@ -4,8 +4,6 @@ Its traceback holds its frames, and with them loops, sockets and coroutines, unt
 when they are collected would fail over their warnings. So it is with what tests leave open that may: Ray keeps files.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Code of users' that begins a span of its own wherever it runs, and runs that say which span that is in."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence

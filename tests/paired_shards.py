@@ -1,7 +1,5 @@
 """Shards in the driver's own process and time, for whole runs too: what holds for them holds for processes."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """An engine that says which experts tokens were routed to, by a rule that a test can check."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Runs of tests in a line each: graphs, prompts, and a scripted engine with its scheduler in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections import defaultdict

@@ -8,8 +8,6 @@ second by more than ``--most`` bytes a trajectory. It stops early, and says how 
 up.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -1,7 +1,5 @@
 """The documentation tells the truth: every block of every page is executed, every link leads somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of faults names tests that there are."""
 
-from __future__ import annotations
-
 import re
 
 from tests.kit import ROOT

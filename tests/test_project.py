@@ -1,7 +1,5 @@
 """What the files around the code say of one another is true: the workflows, the hooks, the targets of make."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """What is importable is what is listed, and importing is cheap."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,8 +3,6 @@
 Qwen's processors need torchvision, which lives in an environment of its own (``make test-real``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec

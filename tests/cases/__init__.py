@@ -1,7 +1,5 @@
 """Tables of cases: what is given, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 Linked into each environment over .venv, which imports it as it starts; it acts once, when torchvision is looked for.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

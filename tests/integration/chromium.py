@@ -1,7 +1,5 @@
 """A real browser, and what tests do in it."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading

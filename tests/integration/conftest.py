@@ -1,7 +1,5 @@
 """What integration tests need beside the package: a marker names it, and one worker has it for all tests that do."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

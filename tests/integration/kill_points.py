@@ -12,8 +12,6 @@ the run itself does. The agents get ten hours for all that has a time: where a b
 its five seconds, the model is told so, and that is another row.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """An MCP server for tests: tools that count, fail, hang and die. With a PORT it speaks HTTP, else stdio."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

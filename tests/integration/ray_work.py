@@ -1,7 +1,5 @@
 """What the tests of Ray pools give their replicas to do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

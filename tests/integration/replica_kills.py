@@ -5,8 +5,6 @@ processes gets SIGKILL at an event of that run that the seed draws. The rows mus
 nobody disturbs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """What tokens' logprobs must be, by a forward pass of transformers; shares no code with the engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

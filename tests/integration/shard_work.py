@@ -1,7 +1,5 @@
 """What shards run in these tests: an agent with a tool that tells which process it ran in, and a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

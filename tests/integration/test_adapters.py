@@ -3,8 +3,6 @@
 Each token is of the version that it bears, with the log-probs of a model into which that adapter was merged here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

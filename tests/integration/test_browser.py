@@ -1,7 +1,5 @@
 """The pages in a real browser: no console error, the underlined tokens are exactly the mask, filters and links work."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures in a real browser: thumbnails instead of pads, enlarged by a click, in the page alone."""
 
-from __future__ import annotations
-
 import base64
 import html
 from pathlib import Path

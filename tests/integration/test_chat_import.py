@@ -1,7 +1,5 @@
 """What importing the chat room loads, seen by a program of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`fsm-rollout eval`: variants side by side, an end when the score is known, and going on where it was interrupted."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """`fsm-rollout resume`: an interrupted run comes to what it would have come to, and nothing is done twice."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal

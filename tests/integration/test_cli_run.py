@@ -1,7 +1,5 @@
 """Bad input to `fsm-rollout run`: exit code 2, one line per problem, no traceback, nothing written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dashboard for Grafana: a real Prometheus that reads a server answers each of its queries."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

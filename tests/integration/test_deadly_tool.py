@@ -1,7 +1,5 @@
 """A tool that ends its process on one prompt: that trajectory is given up, named, and the run comes to its end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The shipped runs, for real: the embedded model samples, and what comes out agrees with a plain forward pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

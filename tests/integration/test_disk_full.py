@@ -1,7 +1,5 @@
 """A disk that is full when the batch is to be written: a clear line, nothing half-written, nothing lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

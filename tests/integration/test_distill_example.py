@@ -1,7 +1,5 @@
 """What the distillation example trains on is the teacher's, token by token; a teacher shifted by one shows at once."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The documentation as a site, built strictly; and the blocks of its pages that need Ray, SGLang or programs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

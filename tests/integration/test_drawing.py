@@ -1,7 +1,5 @@
 """What Graphviz draws, in a program of its own: SVG in both colour schemes, PNG, and the same DOT each time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

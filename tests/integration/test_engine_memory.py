@@ -3,8 +3,6 @@
 The simulated server is asked the same, by the same code, in virtual time, and says what SGLang has said.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

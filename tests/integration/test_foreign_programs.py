@@ -1,7 +1,5 @@
 """Real foreign agents, as programs: exact rows on a real model, no secret of ours, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The example that trains: its ratios are 1 before the first update, and it stops when a mask is wrong."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

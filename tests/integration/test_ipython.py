@@ -1,7 +1,5 @@
 """In the real IPython, nothing has to be done for agents and trajectories to be shown."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

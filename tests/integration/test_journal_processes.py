@@ -1,7 +1,5 @@
 """Journals of programs that end in the middle of a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

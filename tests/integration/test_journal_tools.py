@@ -1,7 +1,5 @@
 """`export`, `rescore` and `replay`: what a journal gives without a model, also while its run goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """A run that is killed anywhere, and whose resumption is killed too, comes to the rows of one that was not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.programs import program

@@ -1,7 +1,5 @@
 """A test that leaves something open, and fails or may do so, harms no neighbour."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kit import ROOT

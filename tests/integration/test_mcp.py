@@ -1,7 +1,5 @@
 """Tools of real MCP servers, over stdio and HTTP: found, shown, called, timed, started again."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """What ``fsm-rollout new`` writes works as it stands, also where the package is installed and no clone is near."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

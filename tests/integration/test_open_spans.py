@@ -1,7 +1,5 @@
 """Wherever a tool runs, it is in the span of its try: in processes, workers, sandboxes and servers, and on Ray."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of the rollout layer runs from a clone, and checks every token."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The README's pictures of a trajectory page are those of the page as it is now, told without a browser."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

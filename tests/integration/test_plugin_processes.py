@@ -1,7 +1,5 @@
 """The plugin in a pytest of its own: what it loads, and what it reports across processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.laws.plugin_agents import GOOD, GRADED, RAISES, grader

@@ -1,7 +1,5 @@
 """Tools in processes of their own and on Ray: the same results, killed when their time is up."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -3,8 +3,6 @@
 The nodes are processes of this machine; Ray does not know better.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

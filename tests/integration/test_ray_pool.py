@@ -1,7 +1,5 @@
 """Pools of real Ray actors: what they promise when actors die, weights change, or Ray is not there."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

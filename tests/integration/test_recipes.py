@@ -1,7 +1,5 @@
 """The recipes with programs of others: walls that let the model through alone, and whole runs as users start them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

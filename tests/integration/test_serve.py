@@ -1,7 +1,5 @@
 """`fsm-rollout serve` as its users start it: the embedded model, both protocols' clients, signals, and what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ in each output, which are SGLang's defaults and the harder case for exact tokens
 would be.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Shards that are processes: the same rows as without, and nothing is lost when one dies."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """Figures reach the real trackers, offline, and are read back from what those have written."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Pages of a running server in a real browser: they grow with the run, find, and show two beside each other."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

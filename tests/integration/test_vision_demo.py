@@ -1,7 +1,5 @@
 """The embedded model that sees: `make demo-vision`, and that it sees."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ What they sample afterwards has the logprobs of transformers with the same weigh
 dies half-way comes back with them, and what was under way loses no token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

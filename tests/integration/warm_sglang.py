@@ -5,8 +5,6 @@ One test still starts the program (the documentation's page on SGLang). The proc
 transformers looks but once for the stand-ins that SGLang needs on a CPU.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

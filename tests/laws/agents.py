@@ -1,7 +1,5 @@
 """Agents for the law tests: one frame that every feature can be switched into."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Agents of a user who makes mistakes, as files: what the plugin's tests write into a folder of their own."""
 
-from __future__ import annotations
-
 from textwrap import indent
 
 from tests.cases import FILES, table

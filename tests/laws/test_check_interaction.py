@@ -1,7 +1,5 @@
 """The interaction check passes all interactions there are, and names the fault of broken ones."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The handler check passes all handlers there are, and names the fault of broken ones."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The tool format check passes all formats there are, and names the fault of broken ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

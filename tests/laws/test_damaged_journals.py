@@ -3,8 +3,6 @@
 The oracle knows where the bytes of each row of events stand in the file, and SQLite's page size; it reads no page.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from pathlib import Path

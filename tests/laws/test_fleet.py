@@ -4,8 +4,6 @@ Updates, replicas that join, leave or are killed, notices that one will be gone:
 what each engine had loaded when it sent a chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """Drawn foreign agents: whatever they do with their histories, the engine's own log finds each token once, trained,
 behind the very ids that it was asked by; and a stream is opened only where a history was not continued."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Drawn bodies: whatever a client sends, it is answered, or told in its protocol what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

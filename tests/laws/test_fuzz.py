@@ -1,7 +1,5 @@
 """A small draw of `make nightly`'s fuzzing: mutated inputs are taken, or refused in words."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

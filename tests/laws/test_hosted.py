@@ -3,8 +3,6 @@
 The law: an agent on such an engine has the very conversation that it has on the model behind it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

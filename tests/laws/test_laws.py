@@ -4,8 +4,6 @@ The oracles are :mod:`fsm_rollout.testing.simulation.laws`; those that need this
 the other side's log (the engine's, the tools'); none calls the code under test.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ The oracle is a plain machine of the library, built here from the agent alone an
 trajectory, whose state the library sets. It is given what each visit came to, and must go where the run goes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

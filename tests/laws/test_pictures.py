@@ -1,7 +1,5 @@
 """Pictures from a handler to rows: what the engine is asked, what the journal holds and what is resumed agree."""
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

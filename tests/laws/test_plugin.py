@@ -1,7 +1,5 @@
 """The plugin, as a user meets it: in a pytest of its own, on agents in a folder of their own."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

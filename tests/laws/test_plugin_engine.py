@@ -1,7 +1,5 @@
 """``pytest --fsm-engine module:factory``, as somebody meets it who has written an engine."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

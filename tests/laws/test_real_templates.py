@@ -1,7 +1,5 @@
 """Every template of the zoo in every scenario: what the derivation gives, or a refusal where it gives nothing."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

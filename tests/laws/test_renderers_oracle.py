@@ -5,8 +5,6 @@ the whole zoo come from templates that are variants of the model's own (an added
 JSON) and, below, from text encoded in pieces.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A replayed run comes to the same rows without its model; what has changed since is named where it first shows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import wraps

@@ -1,7 +1,5 @@
 """Whose each token is: the oracle reads messages, calls and replies in the events, and decodes what each role has."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

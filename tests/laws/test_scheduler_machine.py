@@ -5,8 +5,6 @@ knows what was submitted and what was done to it; tokens and versions are compar
 machines hold one engine, and a pool of replicas that die one by one, to the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -126,7 +124,7 @@ class Mortal(ScriptedEngine):
         self.crash("killed")
 
     @property
-    def living(self) -> list[Mortal]:
+    def living(self) -> list["Mortal"]:
         return [self]
 
     @property
@@ -151,7 +149,7 @@ class MortalPool(EnginePool):
         life.kill()
 
     @property
-    def living(self) -> list[Mortal]:
+    def living(self) -> list["Mortal"]:
         lives = [self.lives.lives[each.name][-1] for each in self.replicas if each.state == "up"]
         return [engine_of(life) for life in lives if life.failure is None]
 

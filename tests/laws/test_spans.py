@@ -1,7 +1,5 @@
 """Spans nest, cover their trajectory's time, and are the same live and later: over drawn agents, failures, resumes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable

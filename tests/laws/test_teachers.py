@@ -1,7 +1,5 @@
 """What teachers say of a run's tokens, whatever becomes of it: the oracle is the scripted engine's own formula."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping

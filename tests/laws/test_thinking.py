@@ -1,7 +1,5 @@
 """``thinking_tokens``: whatever a model says, and wherever a run is set aside or killed, turns think within it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Expected values come from ``apply_chat_template`` and the tokenizer alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """The words of the law tests: calls of their own tools, well-formed and broken, and scripts made of them."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

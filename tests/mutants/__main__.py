@@ -7,8 +7,6 @@ must pass those tests first. It is to be caught within 20 seconds of CPU time, b
 when one survives, or is caught late.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

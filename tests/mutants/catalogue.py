@@ -4,8 +4,6 @@ Invariant: each ``old`` occurs exactly once in its file (a test holds that), and
 names, so a test of that law fails.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 

@@ -8,8 +8,6 @@ package does: lines that moved since are followed, and what was changed or came 
 there.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

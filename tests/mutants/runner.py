@@ -4,8 +4,6 @@ Invariant: the repository itself is never changed. The package is imported afres
 what is heavy and not ours was imported before the fork. Nothing that the tests started outlives their process.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

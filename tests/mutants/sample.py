@@ -9,8 +9,6 @@ neither side. Exit status 1 below 85 of 100.
 Invariant: the same COUNT and SEED draw the same mutants of the same code, whatever changes beside it.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Every mutant of the catalogue still has its text to change, and changing it gives Python."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

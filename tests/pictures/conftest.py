@@ -1,7 +1,5 @@
 """Tests of models that see pictures, by processors that need torchvision: collected where that is."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 collect_ignore_glob = [] if find_spec("torchvision") else ["test_*.py"]

@@ -1,7 +1,5 @@
 """Positions in three dimensions are what the model itself counts, found without its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Each family's server is started once for all tests here, by a fork (see ``warm_sglang``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import subprocess

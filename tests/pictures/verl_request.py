@@ -5,8 +5,6 @@ tokens, and prints how many ids SGLang has read of how many, and how far the far
 pass is from 1. A process of its own, as SGLang's engine changes the one that it runs in.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

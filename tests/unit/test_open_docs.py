@@ -1,7 +1,5 @@
 """The YAML of the pages about foreign agents, servers and tools is what the package takes."""
 
-from __future__ import annotations
-
 import json
 import re
 

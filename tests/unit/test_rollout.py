@@ -1,7 +1,5 @@
 """The Python API: plain, async, streaming, in a running loop; what it owns it closes."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

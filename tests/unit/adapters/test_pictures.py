@@ -1,7 +1,5 @@
 """Pictures in what trainers are given: as each takes them, and never ids alone."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """verl's client as an engine: what it is asked, and what its answers become."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is no tool YAML of verl is said, with its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

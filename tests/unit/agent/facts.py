@@ -1,7 +1,5 @@
 """Events of a small trajectory, for tests that fold them."""
 
-from __future__ import annotations
-
 from array import array
 
 from fsm_rollout.trajectory.events import (

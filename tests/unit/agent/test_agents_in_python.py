@@ -1,7 +1,5 @@
 """Agents from text and from mappings, and tools that are functions: nothing has to be a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The limits on entry: each is reached at the very amount that the table says, neither earlier nor later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

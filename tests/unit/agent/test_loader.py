@@ -1,7 +1,5 @@
 """Loading: law 1, every spelling of the YAML, and every kind of mistake with its place."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

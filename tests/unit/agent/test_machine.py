@@ -1,7 +1,5 @@
 """The machine: only transitions decide, the first that holds wins, limits are routed once, something always fires."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicates over trajectories that are folded from events."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bound against two oracles that know only the semantics: a brute-force enumeration and a random walk."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache

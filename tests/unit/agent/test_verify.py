@@ -1,7 +1,5 @@
 """The rules: what passes passes, each mistake breaks its rule, and each message says where and what to try."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches: each oracle reads the events, never the streams or rows that the batch was made from."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Credit for turns. The oracle lists all that a small policy may do, and knows its gradient in closed form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Pictures in batches: the model is fed what the processor makes of all of them, and positions are its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

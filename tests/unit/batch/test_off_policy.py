@@ -1,7 +1,5 @@
 """Importance weights: the oracle adds up token by token; what they are for is checked where all outcomes are listed."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from itertools import product

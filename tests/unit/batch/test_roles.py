@@ -1,7 +1,5 @@
 """Losses by role: the oracle goes through rows token by token. Whose a token is, `tests/laws/test_roles.py` says."""
 
-from __future__ import annotations
-
 import gzip
 import sqlite3
 from contextlib import closing

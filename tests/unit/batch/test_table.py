@@ -1,7 +1,5 @@
 """A batch for people: the line about it, the error of its mean, its rows as a table."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """What a training loop does with a batch: advantages over groups, selections, parts. Oracles read rows and scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace as replace_row

@@ -1,7 +1,5 @@
 """Batches as trees. The oracle knows each token by where it was first said, and what stands before it by its rows."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Two full renders with different sentinels in the last assistant turn; what they 
 first stop token on, is the answer. ``None``: the derivation has no single answer.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 from typing import Any

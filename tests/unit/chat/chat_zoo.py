@@ -6,8 +6,6 @@ The tokenizers are byte-level BPE with the template's own markers as added token
 special, as in real vocabularies. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 are not among them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The cache answers what the reference answers, for any conversation: same ids, same counts, same refusals."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text of the environment never becomes a control token, and text that is clean is encoded as ever."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from itertools import pairwise

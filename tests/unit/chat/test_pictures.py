@@ -1,7 +1,5 @@
 """Pictures in streams: what the model's own processor makes of a whole conversation is the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

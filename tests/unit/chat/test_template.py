@@ -1,7 +1,5 @@
 """The rules one by one, on small templates written here."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import json

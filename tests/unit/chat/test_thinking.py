@@ -1,7 +1,5 @@
 """What opens and what closes thinking is found out from the chat template; one without thinking is refused."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """A command that is slow to load says so, and one that is not says nothing."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``fsm-rollout new`` refuses; what it writes is tried in ``tests/integration/test_new_project.py``."""
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 

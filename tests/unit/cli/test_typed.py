@@ -1,7 +1,5 @@
 """What a newcomer types in a new project, and what is said: a table of cases (``tests/cases/typed.yaml``)."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from shutil import copytree

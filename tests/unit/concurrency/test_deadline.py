@@ -1,7 +1,5 @@
 """Deadlines count only while nothing holds them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Garbage collection during a run: calmer, and afterwards as before."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from weakref import ref

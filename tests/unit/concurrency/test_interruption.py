@@ -1,7 +1,5 @@
 """Signals that end a command: the first lets it clean up, a second Ctrl-C does not wait, what is ignored stays so."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

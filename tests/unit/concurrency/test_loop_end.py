@@ -1,7 +1,5 @@
 """An event loop ends although a task on it refuses to."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """How late a loop is: what blocks it is seen, and a simulation is never late."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

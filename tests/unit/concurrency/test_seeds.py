@@ -1,7 +1,5 @@
 """Seeds depend on every part of where they are used."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

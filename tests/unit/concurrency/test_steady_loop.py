@@ -1,7 +1,5 @@
 """The time in which the process stood still is nobody's; the time in which it worked is."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from types import SimpleNamespace

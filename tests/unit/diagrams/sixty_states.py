@@ -1,7 +1,5 @@
 """An agent of sixty states: 29 steps that may each call tools, every fifth of which may go back."""
 
-from __future__ import annotations
-
 import json
 
 from fsm_rollout.agent.graph import AgentGraph

@@ -1,7 +1,5 @@
 """Pictures of agents: what DOT and Mermaid say is read back by other parsers and held against the graph."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Colours: the same for a state wherever it is shown, and readable on light and on dark."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """What tests of the pool share: requests, replicas that things may be done to, and runs in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections import Counter, defaultdict

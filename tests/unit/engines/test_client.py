@@ -1,7 +1,5 @@
 """A run's way to its engine: its own requests, and what may be new weights."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

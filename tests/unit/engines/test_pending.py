@@ -1,7 +1,5 @@
 """What no engine may answer is refused whole, and costs its own request alone."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """The ledger of requests: who is asked when, and that each ends once with all that was streamed. In virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """What runs in a Ray actor, without Ray: an engine that has not every plane is left alone, as one here is."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

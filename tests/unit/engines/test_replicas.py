@@ -1,7 +1,5 @@
 """The lives of a pool's replicas, and the orders that all of them follow. In virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

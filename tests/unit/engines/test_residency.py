@@ -1,7 +1,5 @@
 """Whole trajectories are resident, in the order of their groups, and nobody starves."""
 
-from __future__ import annotations
-
 from random import Random
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """What failed is tried again from where it stood, and a request is given up only for failures of its own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """The routers alone, under generated loads: the bound holds, prefixes stay where they are cached, nothing is random."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest

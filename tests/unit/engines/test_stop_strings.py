@@ -1,7 +1,5 @@
 """A request ends with the token that completes a stop string, however its answer comes in pieces."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

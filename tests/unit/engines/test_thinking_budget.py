@@ -1,7 +1,5 @@
 """A turn's thinking is closed at its budget, however its tokens come in pieces, and wherever it is interrupted."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors on their way: whole in every engine, read once, two buckets at most; what fails leaves nothing half done."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """New weights are numbers, whatever kind of numbers they are kept as; what is stored is whole and looked at once."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is unpacked is what was packed, whatever both ends remember and forget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

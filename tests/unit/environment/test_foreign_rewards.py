@@ -1,7 +1,5 @@
 """Rewards of verl's and TRL's score as they do there, without a line changed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which trajectories of a journal count."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

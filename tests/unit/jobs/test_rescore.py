@@ -1,7 +1,5 @@
 """Judging a recorded run again: whom a reward is asked about, and what stands where it gives no score."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run files: complete, strict, and every mistake named with its line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """A run's folder: claimed by one process, and never emptied unasked."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The schemas that editors use: they take what loads, refuse typos, and describe every key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Summaries, against sums over the events."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from io import StringIO

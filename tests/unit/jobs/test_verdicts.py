@@ -1,7 +1,5 @@
 """Judging and comparing runs: what counts as a sample, which prompts are paired, and what is said of them."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a model folder's small files say is what its loaded model says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

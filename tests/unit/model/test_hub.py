@@ -1,7 +1,5 @@
 """A model by its name: from the cache without a look at the network, else downloaded, else a message that helps."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator

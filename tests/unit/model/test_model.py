@@ -1,7 +1,5 @@
 """The embedded model: its split is kept, its files load offline, its template never rewrites, and it solves."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What is said of code that a configuration names and that is not there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A package that is installed brings words: what they name works in a run, and mistakes are told with what there is."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

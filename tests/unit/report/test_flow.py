@@ -1,7 +1,5 @@
 """What was walked of a graph, row by row: rows that differ in their conditions alone are edges of their own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What people look at first: whose figures they are, what failed and why, and that nothing long is in the way."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Pages of a run lead to one another: from a call to the sub-agent that it ran, back, and to the report."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

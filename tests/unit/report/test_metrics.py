@@ -1,7 +1,5 @@
 """Metrics by OTLP: by the conventions' names, with the numbers of the trajectories, to whoever takes metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In a notebook a trajectory is shown with all that its rollout knows: texts, graph, and what the journal has."""
 
-from __future__ import annotations
-
 import asyncio
 import html
 import sys

@@ -1,7 +1,5 @@
 """Code of users' sees the span that it runs in: what it begins itself is below that."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

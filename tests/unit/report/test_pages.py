@@ -1,7 +1,5 @@
 """What is in the pages, without a browser: the tokens bit for bit, no markup from data, bad input."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

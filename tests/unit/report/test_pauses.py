@@ -1,7 +1,5 @@
 """What was set aside and went on, on which weights, and on which replica: in the times, the pages and the figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace as replace_field
 from pathlib import Path
 from unittest.mock import ANY

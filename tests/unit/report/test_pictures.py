@@ -1,7 +1,5 @@
 """Pictures on pages, in notebooks and in the terminal: the bytes of each once, and how many tokens it is."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

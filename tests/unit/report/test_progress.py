@@ -1,7 +1,5 @@
 """Progress where there is no terminal: a line at once, and further ones whether events come or not."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from io import StringIO

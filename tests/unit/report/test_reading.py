@@ -1,7 +1,5 @@
 """What makes long runs and long trajectories readable: folding, counting, finding one's way."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The trace says what the events say: recomputed here from the events, field by field."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Where spans go: to whom settings and variables say; and what becomes of a run when they are not taken."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import defaultdict

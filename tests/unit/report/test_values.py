@@ -1,7 +1,5 @@
 """The values of states and transitions over a run: a case that is worked out by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What Weave is sent: its address, headers and body, as a server gets them; itself it needs an account."""
 
-from __future__ import annotations
-
 from base64 import b64decode
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run has done is in its journal's file before it goes on, so that the end of the process loses none of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 

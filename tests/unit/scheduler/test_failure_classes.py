@@ -1,7 +1,5 @@
 """Whose fault an error is, whatever raised it."""
 
-from __future__ import annotations
-
 import pytest
 
 from fsm_rollout.engines.protocol import ReplicaLost

@@ -1,7 +1,5 @@
 """Failures: whose they are, and that nothing but the policy's own is learned from."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

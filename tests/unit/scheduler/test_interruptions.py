@@ -1,7 +1,5 @@
 """What interruptions leave whole: the next run, answers to questions, sub-agents with wrong glue, what closes."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

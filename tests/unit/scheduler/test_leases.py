@@ -1,7 +1,5 @@
 """What a driver says to its shards, where these come and go at awkward moments."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Messages between a driver and a shard: whole, in order, and such as run nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Prompts that come while their run is under way."""
 
-from __future__ import annotations
-
 import asyncio
 
 import fsm_rollout as fr

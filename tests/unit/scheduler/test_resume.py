@@ -1,7 +1,5 @@
 """Going on: after a crash at any event, after a suspension at any time, in the next call of a partial rollout."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

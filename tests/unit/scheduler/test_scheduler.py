@@ -1,7 +1,5 @@
 """The scheduler: cancellation, suspension, sub-agents, pauses, weight updates, rewards, hooks, bad handlers."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """When teachers are asked, what becomes of one that fails, and who can be none."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence

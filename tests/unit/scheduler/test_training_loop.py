@@ -1,7 +1,5 @@
 """What a trainer is handed, step after step: nothing too old, nothing twice, and nothing lost, also after a crash."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections import Counter

@@ -1,7 +1,5 @@
 """Agents as an endpoint, by the clients of both protocols over real HTTP, on an engine that says what it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

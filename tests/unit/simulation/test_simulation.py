@@ -1,7 +1,5 @@
 """Simulations run the real scheduler: nothing is quicker than the bound, and residency beats counting."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from itertools import pairwise

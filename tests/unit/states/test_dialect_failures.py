@@ -1,7 +1,5 @@
 """What an error is called in each dialect: clients decide by that whether to ask again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A foreign agent as a state, over its real HTTP: exact rows, limits, keys, streams, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

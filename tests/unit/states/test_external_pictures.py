@@ -1,7 +1,5 @@
 """Foreign agents show pictures, in both protocols: each in its place, once, and what is none is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from functools import cache

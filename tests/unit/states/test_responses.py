@@ -1,7 +1,5 @@
 """OpenAI's responses as a foreign agent speaks them, by the official client and by bytes: exact rows, one stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a resumed trajectory's tools and users knew: it goes on with that, or begins anew, and says which."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterable

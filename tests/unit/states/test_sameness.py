@@ -1,7 +1,5 @@
 """What a client may change without meaning anything by it, which calls are beside the work, and whose they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

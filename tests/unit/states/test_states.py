@@ -1,7 +1,5 @@
 """What a visit promises: seeds of its own, calls made once, as many at once as it may make, a prompt's own bounds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any, ClassVar

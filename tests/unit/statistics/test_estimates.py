@@ -1,7 +1,5 @@
 """Estimates against definitions that share no code with them: enumeration, and thousands of runs of a known truth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import combinations

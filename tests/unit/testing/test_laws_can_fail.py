@@ -1,7 +1,5 @@
 """The laws can fail: a run that is whole keeps them, and each thing that is spoilt in it breaks its own."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Each limit of an agent ends or routes its trajectories where it says, counted by the engine's and the tools' side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

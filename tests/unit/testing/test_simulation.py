@@ -1,7 +1,5 @@
 """Simulated runs: what is over is gone."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """What a session's processes use is read off the right fields of proc(5)."""
 
-from __future__ import annotations
-
 import pytest
 
 from fsm_rollout.tools.sandbox.guard import use_of

@@ -1,7 +1,5 @@
 """Pictures in tools' results: what counts as one, what the model is shown, what is left out where there is no room."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The calls that a sandbox refuses have the kernel's own numbers, and the filter does with each what the table says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data sets that were made for others are prompts as they are, and any other by the names of its columns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

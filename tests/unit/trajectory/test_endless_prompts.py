@@ -1,7 +1,5 @@
 """Endless prompts: every epoch has each once, the seed decides the order, and there is an end."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

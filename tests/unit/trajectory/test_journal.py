@@ -1,7 +1,5 @@
 """Journals: what was appended is what is read, by anyone at any time, and a crash costs the last moment only."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What may come in as a picture, and what is made of it: every decoder sees the same pixels, or nobody does."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import io

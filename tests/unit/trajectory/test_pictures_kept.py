@@ -1,7 +1,5 @@
 """Pictures in a journal: their bytes once, by their hash; what is read shows what was shown."""
 
-from __future__ import annotations
-
 import gc
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Prompts files: what is right comes through whole, what is wrong is named with its line."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

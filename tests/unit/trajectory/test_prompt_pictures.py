@@ -1,7 +1,5 @@
 """Pictures of prompts: whatever a data set holds them as, a prompt shows the same ones at the same places."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """What a message says, however its content is written."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token streams, against an oracle that keeps one tuple per token."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Trajectories are the folds of their events."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Runs as a server shows them: what is found, what is read on, who is answered; the pages by real HTTP."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

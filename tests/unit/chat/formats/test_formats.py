@@ -1,7 +1,5 @@
 """Tool formats: what was written comes back, what is broken is reported, and nothing is ever raised."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

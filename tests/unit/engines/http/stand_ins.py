@@ -7,8 +7,6 @@ of ``vllm/entrypoints/openai/serving_completion.py`` writes (repository vllm-pro
 ``model_dump_json(exclude_unset=False)`` leaves in.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -3,8 +3,6 @@
 Each behaviour is run against each kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The answers have the form of the examples in OpenAI's API reference ("Create cha
 in Anthropic's ("Messages", "Tool use with Claude"), November 2025, and their errors that of the same pages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """OpenAI's protocol: exact ids and logprobs from vLLM's words, or a refusal with its reason."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing

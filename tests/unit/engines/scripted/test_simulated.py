@@ -1,7 +1,5 @@
 """A simulated server: what it keeps, what it evicts, and when its tokens come, computed here token by token."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which cores the processes of an SGLang on a CPU get."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """How prompts with pictures are written for SGLang; that it reads them so is tested with the real one."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights from folders, by several at once: transformers builds models under settings of the whole process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Stop strings leave the tokens before them as they would be without.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

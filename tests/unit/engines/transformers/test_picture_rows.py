@@ -1,7 +1,5 @@
 """Pictures in the decode loop, against plain forward passes over the whole conversation."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Log-probs of given ids, whatever is in the caches: the oracle is the model's own forward pass."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
