@@ -2,8 +2,8 @@
 
 Run as a program (`make reference`) it writes them into the pages, behind their markers; a test compares.
 
-Invariant: nothing here repeats what the code says. Meanings are read from field descriptions, from the docstrings of
-enum members and classes, and from declarations; the types of the batch's tensors from a batch that is made here.
+Invariant: nothing here repeats what the code says. Meanings are read from the docstrings of keys, enum members and
+classes, and from declarations; the types of the batch's tensors from a batch that is made here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ sys.path.append(str(Path(__file__).parent))  # where the other modules of the re
 
 from reference_python import python_api, python_api_as_text
 from reference_tables import (
-    attribute_docs,
     docstring,
     engine_arguments,
     first_paragraph,
@@ -31,6 +30,8 @@ from reference_tables import (
     table,
     words_of,
 )  # fmt: skip
+
+from fsm_rollout.names.attribute_docs import attribute_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"<!-- reference: (\w+) -->\n(?:.*?<!-- end of reference -->\n)?", re.DOTALL)
@@ -95,12 +96,8 @@ def prompt_fields() -> str:
     """Return the fields of a prompt."""
     from fsm_rollout.trajectory.prompt import Prompt
 
-    meanings = attribute_docs(Prompt)
     schema = Prompt.model_json_schema()
-    rows = [
-        [f"`{name}`", shape(field, schema), meanings.get(name) or field.get("description") or ""]
-        for name, field in schema["properties"].items()
-    ]
+    rows = [[f"`{name}`", shape(field, schema), field["description"]] for name, field in schema["properties"].items()]
     return table(["field", "value", "meaning"], rows)
 
 

@@ -5,12 +5,9 @@ Invariant: nothing here knows of a page.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -127,20 +124,6 @@ def first_paragraph(obj: object) -> str:
 def paragraph(obj: object) -> str:
     """Return the docstring's first two paragraphs as one line."""
     return " ".join(" ".join(docstring(obj).split("\n\n")[:2]).split())
-
-
-def attribute_docs(owner: type) -> dict[str, str]:
-    """Return the docstrings that stand under the attributes of a class, by the attributes' names."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    found: dict[str, str] = {}
-    for statement, following in itertools.pairwise(body):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            for target in targets:
-                if isinstance(target, ast.Name) and isinstance(following.value.value, str):
-                    found[target.id] = " ".join(following.value.value.split())
-    return found
 
 
 def engine_arguments(path: str) -> dict[str, str]:

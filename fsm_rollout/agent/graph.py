@@ -47,35 +47,27 @@ POLICY = "policy"
 class Context(StrictModel):
     """A named token stream of the trajectory and how its turns are rendered and read."""
 
-    system: str | None = Field(
-        None, description="the system prompt: text, or the name of a .md or .txt file beside this one"
-    )
-    tools: tuple[Name, ...] | None = Field(
-        None, description="the tools that the model is shown here; default: every tool in `main`, none elsewhere"
-    )
-    tool_format: str = Field(
-        "auto",
-        description="how calls are written and read: hermes, qwen3_coder, llama3_json, glm, or `module:Class`; `auto` "
-        "sees it from the chat template",
-    )
-    chat_template: str | None = Field(
-        None, description="used instead of the model's own: text, or the name of a .jinja file beside this one"
-    )
-    template_kwargs: FreeForm = Field(
-        default_factory=dict, description="further variables of the chat template, such as `enable_thinking: true`"
-    )
-    history: Literal["keep", "split"] = Field(
-        "keep",
-        description="`keep`: what was sampled stays in the stream, thoughts included; `split`: where a user speaks the "
-        "stream is closed and the next one opens with the history as the template writes it",
-    )
-    injection: Literal["guard", "allow", "raise"] = Field(
-        "guard",
-        description="text of tools and users that spells a control token is encoded as plain text (`guard`), taken as "
-        "the token (`allow`), or fails the trajectory (`raise`)",
-    )
-    engine: Name = Field(POLICY, description="which engine of the run samples here, by name")
-    trainable: bool | None = Field(None, description="whether sampled tokens are trained on; default: the policy's are")
+    system: str | None = None
+    """the system prompt: text, or the name of a .md or .txt file beside this one"""
+    tools: tuple[Name, ...] | None = None
+    """the tools that the model is shown here; default: every tool in `main`, none elsewhere"""
+    tool_format: str = "auto"
+    """how calls are written and read: hermes, qwen3_coder, llama3_json, glm, or `module:Class`; `auto` sees it from
+    the chat template"""
+    chat_template: str | None = None
+    """used instead of the model's own: text, or the name of a .jinja file beside this one"""
+    template_kwargs: FreeForm = Field(default_factory=dict)
+    """further variables of the chat template, such as `enable_thinking: true`"""
+    history: Literal["keep", "split"] = "keep"
+    """`keep`: what was sampled stays in the stream, thoughts included; `split`: where a user speaks the stream is
+    closed and the next one opens with the history as the template writes it"""
+    injection: Literal["guard", "allow", "raise"] = "guard"
+    """text of tools and users that spells a control token is encoded as plain text (`guard`), taken as the token
+    (`allow`), or fails the trajectory (`raise`)"""
+    engine: Name = POLICY
+    """which engine of the run samples here, by name"""
+    trainable: bool | None = None
+    """whether sampled tokens are trained on; default: the policy's are"""
 
     @property
     def trained(self) -> bool:
@@ -86,24 +78,25 @@ class Context(StrictModel):
 class Retry(StrictModel):
     """How often a failing tool is tried, and for which exceptions (by class name)."""
 
-    attempts: AtLeastOne = Field(1, description="how often a call is tried in all")
-    errors: tuple[str, ...] = Field((), description="class names of the errors after which a call is tried again")
+    attempts: AtLeastOne = 1
+    """how often a call is tried in all"""
+    errors: tuple[str, ...] = ()
+    """class names of the errors after which a call is tried again"""
 
 
 class MCP(StrictModel):
     """An MCP server, whose tools the model is shown under their own names."""
 
-    command: tuple[str, ...] | None = Field(
-        None, description="a program to start, which speaks on its standard streams"
-    )
-    url: str | None = Field(None, pattern=r"^https?://", description="a server that runs already (streamable HTTP)")
-    env: FreeForm = Field(
-        default_factory=dict, description="for the program, beside PATH and HOME; `$NAME` is read here"
-    )
-    headers: FreeForm = Field(default_factory=dict, description="sent to the url; `$NAME` is read from the environment")
-    session: Literal["trajectory", "shared"] = Field(
-        "trajectory", description="each trajectory has a session (and a program) of its own, or all share one"
-    )
+    command: tuple[str, ...] | None = None
+    """a program to start, which speaks on its standard streams"""
+    url: str | None = Field(None, pattern=r"^https?://")
+    """a server that runs already (streamable HTTP)"""
+    env: FreeForm = Field(default_factory=dict)
+    """for the program, beside PATH and HOME; `$NAME` is read here"""
+    headers: FreeForm = Field(default_factory=dict)
+    """sent to the url; `$NAME` is read from the environment"""
+    session: Literal["trajectory", "shared"] = "trajectory"
+    """each trajectory has a session (and a program) of its own, or all share one"""
 
     @model_validator(mode="after")
     def _one_way(self) -> MCP:
@@ -117,52 +110,50 @@ class MCP(StrictModel):
 class Taskset(StrictModel):
     """A taskset of the package verifiers, whose tools the model is shown under their own names."""
 
-    taskset: str = Field(description="its id, as verifiers knows it")
-    config: FreeForm = Field(default_factory=dict, description="the keys of its own config, as in the run's `prompts`")
+    taskset: str
+    """its id, as verifiers knows it"""
+    config: FreeForm = Field(default_factory=dict)
+    """the keys of its own config, as in the run's `prompts`"""
 
 
 class ToolSpec(StrictModel):
     """A tool: Python code (``use``), an agent (``agent``) or those of an MCP server or a taskset, and its bounds."""
 
-    use: ImportPath | None = Field(None, description="the function or class, as `module:name`")
-    agent: AgentGraph | None = Field(
-        None, description="another agent as the tool: the name of its YAML file, or the agent itself"
-    )
-    mcp: MCP | None = Field(None, description="an MCP server: a program to start, or a url")
-    verifiers: Taskset | None = Field(None, description="the tools of a taskset of the package verifiers")
-    allow: tuple[str, ...] | None = Field(None, description="which of the MCP server's tools there are; default: all")
-    kwargs: FreeForm = Field(
-        default_factory=dict,
-        description="arguments that the model does not see: of a class's `__init__`, or parameters of a function",
-    )
-    description: str | None = Field(
-        None, description="what the model is told about it; default: the docstring, or the agent's description"
-    )
-    timeout: Seconds | None = Field(None, description="seconds that one call may take")
-    retry: Retry = Field(Retry(), description="whether a failing call is tried again")
-    concurrency: AtLeastOne | None = Field(None, description="calls that run at once, over all trajectories")
-    response_tokens: AtLeastOne | None = Field(
-        None,
-        description="tokens of a result; what is longer is cut, and the model is told. Default: half of what is left "
-        "of the tighter of limits.response_tokens and limits.context_tokens, shared by a turn's calls; at least 64",
-    )
-    pictures: AtLeastOne | None = Field(
-        None, description="of an agent: so many of the last pictures that it was shown come with its answer; default: 0"
-    )
-    truncate: Literal["left", "right", "middle"] = Field("middle", description="where a result that is too long is cut")
-    placement: Literal["local", "process", "ray"] = Field(
-        "local", description="where its code runs: in this process, in worker processes, or on a Ray cluster"
-    )
-    order: Literal["called", "any"] = Field(
-        "called",
-        description="of a trajectory's calls to its instance of a class, or its session with a server, which keep "
-        "state: `called`: one after the other, as the model made them; `any`: those of one turn run at once",
-    )
-    repeatable: bool | None = Field(
-        None,
-        description="false: a call is never made twice, neither by retry nor by resume; default: true, but false for "
-        "tools of an MCP server",
-    )
+    use: ImportPath | None = None
+    """the function or class, as `module:name`"""
+    agent: AgentGraph | None = None
+    """another agent as the tool: the name of its YAML file, or the agent itself"""
+    mcp: MCP | None = None
+    """an MCP server: a program to start, or a url"""
+    verifiers: Taskset | None = None
+    """the tools of a taskset of the package verifiers"""
+    allow: tuple[str, ...] | None = None
+    """which of the MCP server's tools there are; default: all"""
+    kwargs: FreeForm = Field(default_factory=dict)
+    """arguments that the model does not see: of a class's `__init__`, or parameters of a function"""
+    description: str | None = None
+    """what the model is told about it; default: the docstring, or the agent's description"""
+    timeout: Seconds | None = None
+    """seconds that one call may take"""
+    retry: Retry = Retry()
+    """whether a failing call is tried again"""
+    concurrency: AtLeastOne | None = None
+    """calls that run at once, over all trajectories"""
+    response_tokens: AtLeastOne | None = None
+    """tokens of a result; what is longer is cut, and the model is told. Default: half of what is left of the tighter
+    of limits.response_tokens and limits.context_tokens, shared by a turn's calls; at least 64"""
+    pictures: AtLeastOne | None = None
+    """of an agent: so many of the last pictures that it was shown come with its answer; default: 0"""
+    truncate: Literal["left", "right", "middle"] = "middle"
+    """where a result that is too long is cut"""
+    placement: Literal["local", "process", "ray"] = "local"
+    """where its code runs: in this process, in worker processes, or on a Ray cluster"""
+    order: Literal["called", "any"] = "called"
+    """of a trajectory's calls to its instance of a class, or its session with a server, which keep state: `called`:
+    one after the other, as the model made them; `any`: those of one turn run at once"""
+    repeatable: bool | None = None
+    """false: a call is never made twice, neither by retry nor by resume; default: true, but false for tools of an
+    MCP server"""
 
     @property
     def is_source(self) -> bool:
@@ -178,12 +169,10 @@ class ToolSpec(StrictModel):
 class InteractionSpec(StrictModel):
     """Who answers in INTERACTING: a simulated user or an environment."""
 
-    use: ImportPath = Field(
-        description="the class, as `module:name`; or `openenv`, whose arguments (`url`, …) stand beside it"
-    )
-    kwargs: FreeForm = Field(
-        default_factory=dict, description="arguments of the class; a prompt's `interaction_kwargs` are laid over them"
-    )
+    use: ImportPath
+    """the class, as `module:name`; or `openenv`, whose arguments (`url`, …) stand beside it"""
+    kwargs: FreeForm = Field(default_factory=dict)
+    """arguments of the class; a prompt's `interaction_kwargs` are laid over them"""
 
     @model_validator(mode="before")
     @classmethod
@@ -197,37 +186,34 @@ class StateSpec(StrictModel):
     ``handler`` may be left out for the five built-in names and for final states.
     """
 
-    handler: str | None = Field(
-        None,
-        description="what a visit does: prompt, generate, call_tools, interact, write, external, or `module:Class`; "
-        "PENDING, GENERATING, PROCESSING_TOOLS and INTERACTING know theirs",
-    )
-    context: Name = Field(MAIN, description="the context that the state works in")
-    prompt: str | None = Field(
-        None,
-        description="a Jinja template (text, or the name of a .jinja file here) over the trajectory's facts; "
-        "its text is appended as a user message on entry",
-    )
-    reset: bool = Field(False, description="close the context's stream on entry and open the next")
-    timeout: Seconds | None = Field(
-        None, description="seconds of one visit; then `timed_out` is raised. Waiting for a paused engine does not count"
-    )
-    max_visits: AtLeastOne | None = Field(
-        None, description="how often a trajectory may visit the state; one visit more raises `limit_reached`"
-    )
-    score: ImportPath | None = Field(None, description="the function that says how good things stand after a visit")
-    on_error: Name | None = Field(
-        None, description="the state after a failure here; short for a last transition for `failed`"
-    )
-    sampling: Sampling = Field(Sampling(), description="of this state's generations; the run's is laid over it")
-    parallel: AtLeastOne | None = Field(
-        None, description="how many calls of one turn run at once (call_tools); default: all"
-    )
-    interaction: InteractionSpec | None = Field(None, description="who answers here (interact); default: the agent's")
-    options: FreeForm = Field(
-        default_factory=dict, description="the custom handler's own keys, which a YAML writes beside the others"
-    )
-    final: bool = Field(False, description="a trajectory that enters the state has ended")
+    handler: str | None = None
+    """what a visit does: prompt, generate, call_tools, interact, write, external, or `module:Class`; PENDING,
+    GENERATING, PROCESSING_TOOLS and INTERACTING know theirs"""
+    context: Name = MAIN
+    """the context that the state works in"""
+    prompt: str | None = None
+    """a Jinja template (text, or the name of a .jinja file here) over the trajectory's facts; its text is appended
+    as a user message on entry"""
+    reset: bool = False
+    """close the context's stream on entry and open the next"""
+    timeout: Seconds | None = None
+    """seconds of one visit; then `timed_out` is raised. Waiting for a paused engine does not count"""
+    max_visits: AtLeastOne | None = None
+    """how often a trajectory may visit the state; one visit more raises `limit_reached`"""
+    score: ImportPath | None = None
+    """the function that says how good things stand after a visit"""
+    on_error: Name | None = None
+    """the state after a failure here; short for a last transition for `failed`"""
+    sampling: Sampling = Sampling()
+    """of this state's generations; the run's is laid over it"""
+    parallel: AtLeastOne | None = None
+    """how many calls of one turn run at once (call_tools); default: all"""
+    interaction: InteractionSpec | None = None
+    """who answers here (interact); default: the agent's"""
+    options: FreeForm = Field(default_factory=dict)
+    """the custom handler's own keys, which a YAML writes beside the others"""
+    final: bool = False
+    """a trajectory that enters the state has ended"""
 
     @model_validator(mode="before")
     @classmethod
@@ -248,8 +234,10 @@ STATE_KEYS = frozenset(StateSpec.model_fields) - {"options"}
 class Predicate(StrictModel):
     """A condition by name, with its argument (``None`` when it takes none)."""
 
-    name: str = Field(description="a predicate that ships, or `module:function`")
-    argument: Any = Field(None, description="what it takes, if anything")
+    name: str
+    """a predicate that ships, or `module:function`"""
+    argument: Any = None
+    """what it takes, if anything"""
 
     def __str__(self) -> str:
         """Return it in words, as pictures show it: ``text_contains "yes"``."""
@@ -288,18 +276,18 @@ Conditions = Annotated[tuple[Predicate, ...], BeforeValidator(_spelled_out)]
 class TransitionSpec(StrictModel):
     """One line of the transition table; ``source`` names states, or is ``*``: all that are not final."""
 
-    trigger: Name = Field(description="the outcome of a visit that this transition is for")
-    source: tuple[str, ...] = Field(description="the state that was visited, or a list of them; `*`: any working state")
-    dest: Name = Field(description="the next state")
-    conditions: Conditions = Field(
-        (), description="what must hold: `name`, `{name: argument}`, or a list of which all must hold"
-    )
-    unless: Conditions = Field((), description="what must not hold, in the same forms: not one of them")
-    stop_reason: str | None = Field(
-        None,
-        pattern=r"^[a-z][a-z0-9_:.\-]*$",
-        description="why the trajectory ended, if `dest` is final; default: `answered`, or what the trigger says",
-    )
+    trigger: Name
+    """the outcome of a visit that this transition is for"""
+    source: tuple[str, ...]
+    """the state that was visited, or a list of them; `*`: any working state"""
+    dest: Name
+    """the next state"""
+    conditions: Conditions = ()
+    """what must hold: `name`, `{name: argument}`, or a list of which all must hold"""
+    unless: Conditions = ()
+    """what must not hold, in the same forms: not one of them"""
+    stop_reason: str | None = Field(None, pattern=r"^[a-z][a-z0-9_:.\-]*$")
+    """why the trajectory ended, if `dest` is final; default: `answered`, or what the trigger says"""
 
     @field_validator("source", mode="before")
     @classmethod
@@ -315,22 +303,24 @@ class TransitionSpec(StrictModel):
 class AgentGraph(StrictModel):
     """A whole agent. Build one with :func:`fsm_rollout.load_agent` or in Python; it is the same data."""
 
-    agent: Name = Field(description="the agent's name")
-    description: str = Field("", description="what it does; a calling model is told this where the agent is a tool")
-    initial: Name = Field(PENDING, description="the state in which a trajectory begins")
-    contexts: Named[Context] = Field(
-        default_factory=dict,
-        description="named message histories, each with its own token streams; `main` exists without being named",
-    )
-    limits: Limits = Field(Limits(), description="how much of each thing one trajectory may spend")
-    tools: Named[ToolSpec] = Field(
-        default_factory=dict, description="what the model may call, by the names that it sees"
-    )
-    interaction: InteractionSpec | None = Field(None, description="who answers in INTERACTING")
-    states: Named[StateSpec] = Field(description="the states by name, with what happens in each")
-    transitions: tuple[TransitionSpec, ...] = Field(
-        description="which state follows which; the first transition whose conditions hold wins"
-    )
+    agent: Name
+    """the agent's name"""
+    description: str = ""
+    """what it does; a calling model is told this where the agent is a tool"""
+    initial: Name = PENDING
+    """the state in which a trajectory begins"""
+    contexts: Named[Context] = Field(default_factory=dict)
+    """named message histories, each with its own token streams; `main` exists without being named"""
+    limits: Limits = Limits()
+    """how much of each thing one trajectory may spend"""
+    tools: Named[ToolSpec] = Field(default_factory=dict)
+    """what the model may call, by the names that it sees"""
+    interaction: InteractionSpec | None = None
+    """who answers in INTERACTING"""
+    states: Named[StateSpec]
+    """the states by name, with what happens in each"""
+    transitions: tuple[TransitionSpec, ...]
+    """which state follows which; the first transition whose conditions hold wins"""
 
     def __hash__(self) -> int:
         """Hash a few names: enough to tell graphs apart, and defined whatever free-form data they hold."""

@@ -24,34 +24,31 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class RaySpec(StrictModel):
     """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray.RayOptions`."""
 
-    address: str | None = Field(
-        None, description="`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"
-    )
-    resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="further resources that each replica takes"
-    )
-    strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_SPREAD"] = Field(
-        "DEFAULT",
-        description="how replicas are spread over nodes: as Ray likes, evenly, on as few as possible, each on its own",
-    )
-    nodes: tuple[str, ...] = Field((), description="ids or addresses of nodes that the replicas go to in turn")
-    runtime_env: Mapping[str, object] = Field(default_factory=dict, description="of the actors, as Ray takes it")
+    address: str | None = None
+    """`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"""
+    resources: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """further resources that each replica takes"""
+    strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_SPREAD"] = "DEFAULT"
+    """how replicas are spread over nodes: as Ray likes, evenly, on as few as possible, each on its own"""
+    nodes: tuple[str, ...] = ()
+    """ids or addresses of nodes that the replicas go to in turn"""
+    runtime_env: Mapping[str, object] = Field(default_factory=dict)
+    """of the actors, as Ray takes it"""
 
 
 class PoolSpec(StrictModel):
     """How patient a pool is with its replicas."""
 
-    attempts: Count | None = Field(
-        None, description="how often a generation of this engine is tried in all; default: the run's `failures`"
-    )
-    restarts: Annotated[int, Field(ge=0, strict=True)] = Field(
-        3, description="how often in a row a replica is started again"
-    )
-    start_timeout: Positive = Field(600.0, description="seconds that a replica may take to start")
-    silence_timeout: Positive | None = Field(
-        None, description="seconds that a replica with work may say nothing; default: the run's `queue_timeout`"
-    )
-    update_timeout: Positive = Field(600.0, description="seconds that a replica may take to load weights")
+    attempts: Count | None = None
+    """how often a generation of this engine is tried in all; default: the run's `failures`"""
+    restarts: Annotated[int, Field(ge=0, strict=True)] = 3
+    """how often in a row a replica is started again"""
+    start_timeout: Positive = 600.0
+    """seconds that a replica may take to start"""
+    silence_timeout: Positive | None = None
+    """seconds that a replica with work may say nothing; default: the run's `queue_timeout`"""
+    update_timeout: Positive = 600.0
+    """seconds that a replica may take to load weights"""
 
 
 class EngineSpec(StrictModel):
@@ -60,20 +57,26 @@ class EngineSpec(StrictModel):
     engine_class: ClassVar[str]
     """``module:Class``; called with :meth:`engine_arguments`."""
 
-    kind: str = Field(description="which engine: a built-in kind, or your own `module:Class`")
-    replicas: Count = Field(1, description="how many copies of the engine share the requests")
-    placement: Literal["local", "ray"] = Field(
-        "local", description="where the replicas run: on this machine, or on a Ray cluster"
-    )
-    gpus: Annotated[float, Field(ge=0)] = Field(0.0, description="GPUs of each replica (Ray)")
-    cpus: Annotated[float, Field(ge=0)] = Field(1.0, description="CPUs of each replica (Ray)")
-    router: str = Field("sticky", description="`sticky`, `least_loaded`, or your own router: `module:Class`")
-    pool: PoolSpec = Field(PoolSpec(), description="how patient the pool is with its replicas")
-    sleep: Literal["between_batches"] | None = Field(
-        None, description="`between_batches`: give memory back after each run; woken by the next one, or by new weights"
-    )
-    ray: RaySpec | None = Field(None, description="where Ray is, and how it places the replicas")
-    price: Price | None = Field(None, description="what its tokens cost; results then say what a run has cost")
+    kind: str
+    """which engine: a built-in kind, or your own `module:Class`"""
+    replicas: Count = 1
+    """how many copies of the engine share the requests"""
+    placement: Literal["local", "ray"] = "local"
+    """where the replicas run: on this machine, or on a Ray cluster"""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs of each replica (Ray)"""
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs of each replica (Ray)"""
+    router: str = "sticky"
+    """`sticky`, `least_loaded`, or your own router: `module:Class`"""
+    pool: PoolSpec = PoolSpec()
+    """how patient the pool is with its replicas"""
+    sleep: Literal["between_batches"] | None = None
+    """`between_batches`: give memory back after each run; woken by the next one, or by new weights"""
+    ray: RaySpec | None = None
+    """where Ray is, and how it places the replicas"""
+    price: Price | None = None
+    """what its tokens cost; results then say what a run has cost"""
 
     @model_validator(mode="after")
     def _only_for_ray(self) -> EngineSpec:
@@ -111,7 +114,8 @@ class ModelSpec(EngineSpec):
     names_model: ClassVar[str] = "model"
     """The key that does."""
     loads_weights: ClassVar[bool] = True
-    revision: str | None = Field(None, description="of a model of the hub: a branch, tag or commit; default: `main`")
+    revision: str | None = None
+    """of a model of the hub: a branch, tag or commit; default: `main`"""
 
     def wrong_folders(self, base: Path) -> Iterator[tuple[ConfigPath, str]]:
         """See there."""

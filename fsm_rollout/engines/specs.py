@@ -41,20 +41,22 @@ class ScriptedSpec(ModelSpec):
 
     engine_class = "fsm_rollout.engines.scripted.simulated:scripted"
     names_model, loads_weights = "tokenizer", False
-    kind: Literal["scripted"] = Field(description="plays written turns: an agent without a model")
-    turns: Turns | None = Field(
-        None,
-        description="the turns (texts, or mappings) in order, which each context begins anew; or a mapping from "
-        "`agent/context`, `context` or `agent` to such lists",
-    )
-    script: Folder | None = Field(None, description="a YAML or JSON file with the turns, relative to the run file")
+    kind: Literal["scripted"]
+    """plays written turns: an agent without a model"""
+    turns: Turns | None = None
+    """the turns (texts, or mappings) in order, which each context begins anew; or a mapping from `agent/context`,
+    `context` or `agent` to such lists"""
+    script: Folder | None = None
+    """a YAML or JSON file with the turns, relative to the run file"""
     tokenizer: Folder = Field("embedded", description="that of " + _MODEL)
-    max_context: Count = Field(32_768, description="the longest input plus output, in tokens")
-    max_running: Count | None = Field(None, description="how many requests are answered at once; default: all")
-    memory: Memory | None = Field(
-        None, description="how much a real server would keep, and how long its work would take, in place of `delay`"
-    )
-    score_delay: Annotated[float, Field(ge=0)] = Field(0.0, description="seconds that a teacher's log-probs take")
+    max_context: Count = 32_768
+    """the longest input plus output, in tokens"""
+    max_running: Count | None = None
+    """how many requests are answered at once; default: all"""
+    memory: Memory | None = None
+    """how much a real server would keep, and how long its work would take, in place of `delay`"""
+    score_delay: Annotated[float, Field(ge=0)] = 0.0
+    """seconds that a teacher's log-probs take"""
 
     @model_validator(mode="after")
     def _one_script(self) -> ScriptedSpec:
@@ -77,10 +79,14 @@ class ReplaySpec(EngineSpec):
     """``kind: replay``; see :class:`fsm_rollout.engines.scripted.replay.ReplayEngine`."""
 
     engine_class = "fsm_rollout.engines.scripted.replay:replay"
-    kind: Literal["replay"] = Field(description="repeats the answers of an earlier run, without its model")
-    run: Folder = Field(description="the earlier run's folder, or a journal, relative to the run file")
-    engine: str = Field(POLICY, description="the earlier run's name for the engine whose answers these are")
-    max_context: Count | None = Field(None, description="default: that engine's")
+    kind: Literal["replay"]
+    """repeats the answers of an earlier run, without its model"""
+    run: Folder
+    """the earlier run's folder, or a journal, relative to the run file"""
+    engine: str = POLICY
+    """the earlier run's name for the engine whose answers these are"""
+    max_context: Count | None = None
+    """default: that engine's"""
 
     def engine_arguments(self, base: Path) -> dict[str, object]:
         """Find the run."""
@@ -91,55 +97,54 @@ class TransformersSpec(ModelSpec):
     """``kind: transformers``; see :class:`fsm_rollout.engines.transformers.engine.TransformersEngine`."""
 
     engine_class = "fsm_rollout.engines.transformers.engine:TransformersEngine"
-    kind: Literal["transformers"] = Field(description="a real model in this process, on a CPU or a GPU")
+    kind: Literal["transformers"]
+    """a real model in this process, on a CPU or a GPU"""
     model: Folder = Field("embedded", description=_MODEL)
-    device: str | None = Field(None, description="`cpu`, `cuda`, `cuda:1`, …; default: the first GPU, else the CPU")
-    dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's own on a GPU")
-    max_context: Count | None = Field(
-        None, description="the longest input plus output, in tokens; default: the model's window"
-    )
-    max_running: Count = Field(64, description="how many requests decode together; the others wait")
-    fill_tokens: Count | None = Field(
-        None,
-        description="prompt tokens that are filled at most between two decoding steps; default: 2,048 on a CPU, 8,192 "
-        "on a GPU",
-    )
-    send_every: Count = Field(8, description="decoding steps between two chunks of a request")
-    threads: Count | None = Field(
-        None,
-        description="PyTorch's threads in the whole process; 1 is many times faster for a small model on shared cores",
-    )
+    device: str | None = None
+    """`cpu`, `cuda`, `cuda:1`, …; default: the first GPU, else the CPU"""
+    dtype: Dtype | None = None
+    """default: float32 on a CPU, the checkpoint's own on a GPU"""
+    max_context: Count | None = None
+    """the longest input plus output, in tokens; default: the model's window"""
+    max_running: Count = 64
+    """how many requests decode together; the others wait"""
+    fill_tokens: Count | None = None
+    """prompt tokens that are filled at most between two decoding steps; default: 2,048 on a CPU, 8,192 on a GPU"""
+    send_every: Count = 8
+    """decoding steps between two chunks of a request"""
+    threads: Count | None = None
+    """PyTorch's threads in the whole process; 1 is many times faster for a small model on shared cores"""
 
 
 class SGLangSpec(ModelSpec):
     """``kind: sglang``; see :class:`fsm_rollout.engines.sglang.engine.SGLangEngine`."""
 
     engine_class = "fsm_rollout.engines.sglang.engine:SGLangEngine"
-    kind: Literal["sglang"] = Field(description="an SGLang server, started and ended with the run")
+    kind: Literal["sglang"]
+    """an SGLang server, started and ended with the run"""
     model: Folder = Field("embedded", description=_MODEL)
-    device: str | None = Field(None, description="default: SGLang's choice with CUDA, else the CPU")
-    dtype: Dtype | None = Field(None, description="default: the checkpoint's own with CUDA, float32 on a CPU")
-    max_context: Count | None = Field(
-        None, description="the longest input plus output, in tokens; default: the model's window less what SGLang keeps"
-    )
-    max_running: Count | None = Field(
-        None, description="how many requests decode together; the others wait. Default: SGLang's choice"
-    )
-    tp: Count = Field(
-        1, description="how many GPUs hold one copy of the model (tensor parallelism); on a CPU: how many processes"
-    )
-    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="the part of a GPU's memory for weights and cache; default: SGLang's choice"
-    )
-    threads: Count | None = Field(
-        None, description="threads of each of SGLang's processes; default: 1 on a CPU, else left alone"
-    )
-    send_every: Count = Field(8, description="tokens between two chunks of a request")
-    deterministic: bool = Field(
-        False, description="seeds of each request's own and batch-invariant kernels: slower, GPUs only"
-    )
-    start_timeout: Annotated[float, Field(gt=0)] = Field(300.0, description="seconds that SGLang has to start")
-    args: Mapping[str, object] = Field(default_factory=dict, description="further arguments of SGLang's ServerArgs")
+    device: str | None = None
+    """default: SGLang's choice with CUDA, else the CPU"""
+    dtype: Dtype | None = None
+    """default: the checkpoint's own with CUDA, float32 on a CPU"""
+    max_context: Count | None = None
+    """the longest input plus output, in tokens; default: the model's window less what SGLang keeps"""
+    max_running: Count | None = None
+    """how many requests decode together; the others wait. Default: SGLang's choice"""
+    tp: Count = 1
+    """how many GPUs hold one copy of the model (tensor parallelism); on a CPU: how many processes"""
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """the part of a GPU's memory for weights and cache; default: SGLang's choice"""
+    threads: Count | None = None
+    """threads of each of SGLang's processes; default: 1 on a CPU, else left alone"""
+    send_every: Count = 8
+    """tokens between two chunks of a request"""
+    deterministic: bool = False
+    """seeds of each request's own and batch-invariant kernels: slower, GPUs only"""
+    start_timeout: Annotated[float, Field(gt=0)] = 300.0
+    """seconds that SGLang has to start"""
+    args: Mapping[str, object] = Field(default_factory=dict)
+    """further arguments of SGLang's ServerArgs"""
 
     @property
     def starts_again(self) -> bool:
@@ -151,11 +156,11 @@ class ServersSpec(ModelSpec):
     """Keys of the kinds that use servers which run already."""
 
     loads_weights = False
-    urls: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="where the servers are, such as http://node7:30000; each is a replica"
-    )
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """where the servers are, such as http://node7:30000; each is a replica"""
     model: Folder = Field("embedded", description="the model served, for its tokenizer: " + _MODEL)
-    api_key: str | None = Field(None, description="what the server demands; `$NAME` is read from the environment")
+    api_key: str | None = None
+    """what the server demands; `$NAME` is read from the environment"""
 
     @model_validator(mode="after")
     def _replicas_are_urls(self) -> ServersSpec:
@@ -184,20 +189,24 @@ class SGLangHTTPSpec(ServersSpec):
     """``kind: sglang_http``; each url is a replica. See :class:`fsm_rollout.engines.sglang.http.SGLangHTTPEngine`."""
 
     engine_class = "fsm_rollout.engines.sglang.http:SGLangHTTPEngine"
-    kind: Literal["sglang_http"] = Field(description="SGLang servers that are already running")
-    send_every: Count = Field(8, description="tokens between two chunks of a request")
+    kind: Literal["sglang_http"]
+    """SGLang servers that are already running"""
+    send_every: Count = 8
+    """tokens between two chunks of a request"""
 
 
 class OpenAISpec(ServersSpec):
     """``kind: openai``; each url is a replica. See :class:`fsm_rollout.engines.openai.engine.OpenAIEngine`."""
 
     engine_class = "fsm_rollout.engines.openai.engine:OpenAIEngine"
-    kind: Literal["openai"] = Field(description="servers that are already running and give token ids, such as vLLM")
-    served_as: str | None = Field(None, description="what the server calls the model; default: the only one it has")
-    max_context: Count | None = Field(None, description="longest input plus output; default: what the server says")
-    update_weights: ImportPath | None = Field(
-        None, description="a function (url, weights, version) that loads new weights into the server"
-    )
+    kind: Literal["openai"]
+    """servers that are already running and give token ids, such as vLLM"""
+    served_as: str | None = None
+    """what the server calls the model; default: the only one it has"""
+    max_context: Count | None = None
+    """longest input plus output; default: what the server says"""
+    update_weights: ImportPath | None = None
+    """a function (url, weights, version) that loads new weights into the server"""
 
 
 class ChatSpec(ModelSpec):
@@ -205,27 +214,30 @@ class ChatSpec(ModelSpec):
 
     engine_class = "fsm_rollout.engines.chat.engine:ChatEngine"
     names_model, loads_weights = "tokenizer", False
-    kind: Literal["chat"] = Field(
-        description="a hosted model behind a chat API, without token ids: to evaluate, develop, play users and judge; "
-        "nothing is trained on what it says"
-    )
-    api: Literal["openai", "anthropic"] = Field("openai", description="whose chat API it is, or is like")
-    model: str = Field(description="what the API calls the model, such as `o4-mini`")
-    base_url: str | None = Field(None, description="where the API is; default: its owner's")
-    api_key_env: str | None = Field(
-        None, description="the variable of the environment that holds the key; default: `OPENAI_API_KEY`, or "
-        "`ANTHROPIC_API_KEY`; with a `base_url` there may be none"
-    )  # fmt: skip
-    max_context: Count = Field(128_000, description="the longest input plus output, in the model's tokens")
-    max_output: Count = Field(16_384, description="the longest answer, hidden reasoning included")
-    max_running: Count = Field(16, description="how many requests are under way at once; the others wait")
-    omit: tuple[str, ...] = Field(
-        (), description="what the model refuses to be sent, such as `temperature` and `top_p` (o-models)"
-    )
-    extra: Mapping[str, object] = Field(
-        default_factory=dict, description="further fields of each request, such as `reasoning_effort: low`"
-    )
-    timeout: Positive = Field(600.0, description="seconds that an answer may take")
+    kind: Literal["chat"]
+    """a hosted model behind a chat API, without token ids: to evaluate, develop, play users and judge; nothing is
+    trained on what it says"""
+    api: Literal["openai", "anthropic"] = "openai"
+    """whose chat API it is, or is like"""
+    model: str
+    """what the API calls the model, such as `o4-mini`"""
+    base_url: str | None = None
+    """where the API is; default: its owner's"""
+    api_key_env: str | None = None
+    """the variable of the environment that holds the key; default: `OPENAI_API_KEY`, or `ANTHROPIC_API_KEY`; with a
+    `base_url` there may be none"""
+    max_context: Count = 128_000
+    """the longest input plus output, in the model's tokens"""
+    max_output: Count = 16_384
+    """the longest answer, hidden reasoning included"""
+    max_running: Count = 16
+    """how many requests are under way at once; the others wait"""
+    omit: tuple[str, ...] = ()
+    """what the model refuses to be sent, such as `temperature` and `top_p` (o-models)"""
+    extra: Mapping[str, object] = Field(default_factory=dict)
+    """further fields of each request, such as `reasoning_effort: low`"""
+    timeout: Positive = 600.0
+    """seconds that an answer may take"""
     tokenizer: Folder = Field(
         "embedded", description="what its texts are written with in streams, and tool results are measured with until "
         "the model has counted them; that of " + _MODEL

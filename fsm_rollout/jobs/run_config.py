@@ -48,10 +48,10 @@ SERVED = "served"  # the journal's word for conversations, which are no run's
 class WeightedReward(StrictModel):
     """One of the rewards whose weighted sum is the score."""
 
-    use: Annotated[ImportPath, BeforeValidator(REWARDS.as_setting)] = Field(
-        description="the reward: one that ships, or `module:function`"
-    )
-    weight: Annotated[float, Field(allow_inf_nan=False)] = Field(1.0, description="its score counts so many times")
+    use: Annotated[ImportPath, BeforeValidator(REWARDS.as_setting)]
+    """the reward: one that ships, or `module:function`"""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """its score counts so many times"""
 
 
 def _listed(value: object) -> object:
@@ -67,34 +67,30 @@ Rewards = Annotated[tuple[WeightedReward, ...], BeforeValidator(_listed)]
 class ServeConfig(StrictModel):
     """Where agents are served, to whom, and how much of it."""
 
-    host: Annotated[str, Field(min_length=1)] = Field(
-        "127.0.0.1", description="the address to listen at; 0.0.0.0 is every one of this machine"
-    )
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="0: any that is free")
-    api_keys: Path | None = Field(
-        None,
-        description="a file with one key per line, relative to the run's; callers must send one, and reach only "
-        "conversations that were begun with it",
-    )
-    waiting: AtLeastOne = Field(
-        1000, description="conversations that wait for their callers' next messages; beyond that the oldest ends"
-    )
-    wait_seconds: Seconds = Field(3600.0, description="so long a conversation waits for the next message, then it ends")
-    keep: bool = Field(
-        True, description="conversations that wait when the server ends go on when it is started again; false: they end"
-    )
-    body_bytes: AtLeastOne = Field(32 * 2**20, description="the longest body of a request, its pictures included")
-    out: Path | None = Field(
-        None, description="the folder of the conversations, relative to where the command is given; default: OUT-serve"
-    )
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """the address to listen at; 0.0.0.0 is every one of this machine"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0: any that is free"""
+    api_keys: Path | None = None
+    """a file with one key per line, relative to the run's; callers must send one, and reach only conversations that
+    were begun with it"""
+    waiting: AtLeastOne = 1000
+    """conversations that wait for their callers' next messages; beyond that the oldest ends"""
+    wait_seconds: Seconds = 3600.0
+    """so long a conversation waits for the next message, then it ends"""
+    keep: bool = True
+    """conversations that wait when the server ends go on when it is started again; false: they end"""
+    body_bytes: AtLeastOne = 32 * 2**20
+    """the longest body of a request, its pictures included"""
+    out: Path | None = None
+    """the folder of the conversations, relative to where the command is given; default: OUT-serve"""
 
 
 class TeacherConfig(TeacherSettings):
     """An engine that scores the policy's own tokens."""
 
-    engine: Annotated[str | FreeForm, Field(union_mode="left_to_right")] = Field(
-        description="`kind`, and what that kind of engine takes; or the name of one of `engines`, or `policy`"
-    )
+    engine: Annotated[str | FreeForm, Field(union_mode="left_to_right")]
+    """`kind`, and what that kind of engine takes; or the name of one of `engines`, or `policy`"""
 
 
 class RunConfig(StrictModel):
@@ -102,85 +98,73 @@ class RunConfig(StrictModel):
 
     model_config = ConfigDict(populate_by_name=False)
 
-    agent: Path | Mapping[str, Path] = Field(description="an agent's YAML, or several by the names that prompts use")
-    prompts: Prompts = Field(
-        description="a .jsonl, .json or .parquet file; with names of its columns, "
-        "`{file: …, messages: question, answer: solution}`; or what gives them: `{use: module:function, kwargs: {…}}`"
-    )
-    n: AtLeastOne = Field(1, description="trajectories per prompt: the size of a group")
-    limit: AtLeastOne | None = Field(None, description="read only the first so many prompts")
-    over_sample: Annotated[float, Field(ge=1)] = Field(
-        1.5, description="how many groups may be running or kept at a time, per group of `target_groups`"
-    )
-    tail: TailName = Field(
-        "carry",
-        description="which groups are under way, and which of them make a batch of `target_groups`: carry, sync or "
-        "paced, each also with `+longest`",
-    )
-    seed: int = Field(0, description="everything random follows from it")
-    validate_run: bool = Field(
-        False, alias="validate", description="use validation_sampling, and mark the trajectories"
-    )
-    sampling: Sampling = Field(Sampling(), description="laid over the agents' own")
-    validation_sampling: Sampling = Field(Sampling(temperature=0.0), description="laid over `sampling` when validating")
-    reward: Rewards = Field(
-        (),
-        description="what scores a trajectory or a group: one that ships (exact_answer), or `module:function`; or a "
-        "list of them, whose weighted sum is the score: `{use: exact_answer, weight: 0.5}`",
-    )
-    group_filter: Annotated[ImportPath | None, BeforeValidator(GROUP_FILTERS.as_setting)] = Field(
-        None, description="says of a scored group whether it is in the batch: scores_differ, or `module:function`"
-    )
-    target_groups: AtLeastOne | None = Field(
-        None, description="the run ends with so many groups; unfinished trajectories are suspended and can be resumed"
-    )
-    max_filtered: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        32.0,
-        description="how many groups the filter may turn down, per group of `target_groups`, before the run ends as "
-        "failed; null: any number",
-    )
-    until: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="the run ends once the mean score is known to ± this: looked at after 32, 64, 128, … prompts, "
-        "which are taken in an order drawn from the seed; the intervals of all looks hold together",
-    )
-    variants: Named[FreeForm] = Field(
-        default_factory=dict,
-        description="what `fsm-rollout eval` runs beside one another: by name, the keys that each changes; `{early: "
-        "{engine: {model: embedded:early}}, final: {}}`",
-    )
-    engine: FreeForm = Field(description="the policy: `kind`, and what that kind of engine takes")
-    chat_template: Path | None = Field(
-        None, description="a .jinja file, used instead of the policy's own chat template where an agent gives none"
-    )
-    engines: Named[FreeForm] = Field(default_factory=dict, description="further, untrained engines by name")
-    teachers: Named[TeacherConfig] = Field(
-        default_factory=dict,
-        description="engines that score the policy's own tokens, by name: `{big: {engine: {kind: sglang, model: …}}}`",
-    )
-    failures: Failures = Field(Failures(), description="what becomes of failures, by their class")
-    track: TrackLike | None = Field(
-        None,
-        description="where the figures go: wandb, mlflow, tensorboard, trackio, or `module:Class` of a "
-        "`fsm_rollout.report.readers.Tracker`; with keys of its own: `{use: wandb, project: mine}`",
-    )
-    tracing: TracingLike | None = Field(
-        None,
-        description="where the spans go: a collector's address, mlflow, phoenix or weave; with more: `{endpoint: …, "
-        "content: text, sample: 0.05}`; default: what OpenTelemetry's variables say, if anything",
-    )
-    concurrency: CountOrAuto = Field(
-        "auto",
-        description="trajectories that run at once; auto: as many as fit into the engine's memory, or 1,024 where the "
-        "engine does not say how large it is",
-    )
-    workers: AtLeastOne = Field(1, description="shards, processes with engines of their own; 1: the run's own")
-    worker_placement: Literal["local", "ray"] = Field(
-        "local", description="where they run: as processes of this machine, or as actors of a Ray cluster"
-    )
-    serve: ServeConfig = Field(ServeConfig(), description="how `fsm-rollout serve` serves the agents")
-    queue_timeout: Seconds = Field(600.0, description="seconds that an engine which answers nothing is waited for")
-    out: Path = Field(description="the folder that the results go to, relative to where the command is given")
+    agent: Path | Mapping[str, Path]
+    """an agent's YAML, or several by the names that prompts use"""
+    prompts: Prompts
+    """a .jsonl, .json or .parquet file; with names of its columns, `{file: …, messages: question, answer:
+    solution}`; or what gives them: `{use: module:function, kwargs: {…}}`"""
+    n: AtLeastOne = 1
+    """trajectories per prompt: the size of a group"""
+    limit: AtLeastOne | None = None
+    """read only the first so many prompts"""
+    over_sample: Annotated[float, Field(ge=1)] = 1.5
+    """how many groups may be running or kept at a time, per group of `target_groups`"""
+    tail: TailName = "carry"
+    """which groups are under way, and which of them make a batch of `target_groups`: carry, sync or paced, each also
+    with `+longest`"""
+    seed: int = 0
+    """everything random follows from it"""
+    validate_run: bool = Field(False, alias="validate")
+    """use validation_sampling, and mark the trajectories"""
+    sampling: Sampling = Sampling()
+    """laid over the agents' own"""
+    validation_sampling: Sampling = Sampling(temperature=0.0)
+    """laid over `sampling` when validating"""
+    reward: Rewards = ()
+    """what scores a trajectory or a group: one that ships (exact_answer), or `module:function`; or a list of them,
+    whose weighted sum is the score: `{use: exact_answer, weight: 0.5}`"""
+    group_filter: Annotated[ImportPath | None, BeforeValidator(GROUP_FILTERS.as_setting)] = None
+    """says of a scored group whether it is in the batch: scores_differ, or `module:function`"""
+    target_groups: AtLeastOne | None = None
+    """the run ends with so many groups; unfinished trajectories are suspended and can be resumed"""
+    max_filtered: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 32.0
+    """how many groups the filter may turn down, per group of `target_groups`, before the run ends as failed; null:
+    any number"""
+    until: Annotated[float, Field(gt=0)] | None = None
+    """the run ends once the mean score is known to ± this: looked at after 32, 64, 128, … prompts, which are taken
+    in an order drawn from the seed; the intervals of all looks hold together"""
+    variants: Named[FreeForm] = Field(default_factory=dict)
+    """what `fsm-rollout eval` runs beside one another: by name, the keys that each changes; `{early: {engine:
+    {model: embedded:early}}, final: {}}`"""
+    engine: FreeForm
+    """the policy: `kind`, and what that kind of engine takes"""
+    chat_template: Path | None = None
+    """a .jinja file, used instead of the policy's own chat template where an agent gives none"""
+    engines: Named[FreeForm] = Field(default_factory=dict)
+    """further, untrained engines by name"""
+    teachers: Named[TeacherConfig] = Field(default_factory=dict)
+    """engines that score the policy's own tokens, by name: `{big: {engine: {kind: sglang, model: …}}}`"""
+    failures: Failures = Failures()
+    """what becomes of failures, by their class"""
+    track: TrackLike | None = None
+    """where the figures go: wandb, mlflow, tensorboard, trackio, or `module:Class` of a
+    `fsm_rollout.report.readers.Tracker`; with keys of its own: `{use: wandb, project: mine}`"""
+    tracing: TracingLike | None = None
+    """where the spans go: a collector's address, mlflow, phoenix or weave; with more: `{endpoint: …, content: text,
+    sample: 0.05}`; default: what OpenTelemetry's variables say, if anything"""
+    concurrency: CountOrAuto = "auto"
+    """trajectories that run at once; auto: as many as fit into the engine's memory, or 1,024 where the engine does
+    not say how large it is"""
+    workers: AtLeastOne = 1
+    """shards, processes with engines of their own; 1: the run's own"""
+    worker_placement: Literal["local", "ray"] = "local"
+    """where they run: as processes of this machine, or as actors of a Ray cluster"""
+    serve: ServeConfig = ServeConfig()
+    """how `fsm-rollout serve` serves the agents"""
+    queue_timeout: Seconds = 600.0
+    """seconds that an engine which answers nothing is waited for"""
+    out: Path
+    """the folder that the results go to, relative to where the command is given"""
 
     _file: Path | None = PrivateAttr(None)
     _base: Path = PrivateAttr(Path())

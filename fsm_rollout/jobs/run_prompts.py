@@ -30,13 +30,11 @@ PROMPT_SOURCES = Registry(
 class PromptSource(StrictModel):
     """Prompts that a function gives."""
 
-    use: ImportPath = Field(
-        description="the function, as `module:function`; or `verifiers`, whose arguments (`taskset`, `config`) stand "
-        "beside it; or `datasets`, for the hub's: `{use: datasets, path: openai/gsm8k, name: main, messages: question}`"
-    )
-    kwargs: FreeForm = Field(
-        default_factory=dict, description="its arguments; one that takes `limit` is given the run's"
-    )
+    use: ImportPath
+    """the function, as `module:function`; or `verifiers`, whose arguments (`taskset`, `config`) stand beside it; or
+    `datasets`, for the hub's: `{use: datasets, path: openai/gsm8k, name: main, messages: question}`"""
+    kwargs: FreeForm = Field(default_factory=dict)
+    """its arguments; one that takes `limit` is given the run's"""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,12 +45,11 @@ class PromptSource(StrictModel):
 class PromptFile(StrictModel):
     """A file of prompts whose columns have names of their own."""
 
-    file: Path = Field(description="a .jsonl, .json or .parquet file")
-    columns: Named[str] = Field(
-        default_factory=dict,
-        description="which column each field of a prompt is, also written beside `file`: `messages: question`; dots "
-        "lead into a column: `answer: reward_model.ground_truth`",
-    )
+    file: Path
+    """a .jsonl, .json or .parquet file"""
+    columns: Named[str] = Field(default_factory=dict)
+    """which column each field of a prompt is, also written beside `file`: `messages: question`; dots lead into a
+    column: `answer: reward_model.ground_truth`"""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from fsm_rollout.engines.specs import ENGINES, KINDS
 from fsm_rollout.environment.rewards import GROUP_FILTERS, REWARDS
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_prompts import PROMPT_SOURCES
+from fsm_rollout.names.attribute_docs import attribute_docs
 from fsm_rollout.trajectory.enums import FailureClass
 
 _REF = "#/$defs/{model}"
@@ -68,7 +69,7 @@ def run_schema() -> Schema:
 
 
 def _engine() -> Schema:
-    words = {kind: spec_model.model_fields["kind"].description for kind, spec_model in KINDS.items()}
+    words = {kind: attribute_docs(spec_model)["kind"] for kind, spec_model in KINDS.items()}
     kinds: list[Schema] = [{"const": kind, "description": description} for kind, description in words.items()]
     own = "|".join([":", *(f"^{kind}$" for kind in ENGINES.words() if kind not in KINDS)])
     own_kind = {"type": "string", "pattern": own, "description": "`module:Class`: an engine of your own"}

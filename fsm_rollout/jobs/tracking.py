@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.summary import Summary, summarize
@@ -33,9 +33,8 @@ class Track(StrictModel):
 
     model_config = ConfigDict(extra="allow")
 
-    use: str = Field(
-        description="wandb, mlflow, tensorboard, trackio, or your own `module:Class`; further keys are the tracker's"
-    )
+    use: str
+    """wandb, mlflow, tensorboard, trackio, or your own `module:Class`; further keys are the tracker's"""
 
 
 def check_tracker(track: Track) -> None:

@@ -194,28 +194,20 @@ class Tracing(StrictModel):
     use: str | None = Field(
         None, description=f"a program that is known here: {', '.join(COLLECTORS)}; default: any collector, by OTLP"
     )
-    endpoint: str | None = Field(
-        None,
-        description="the address of the collector: http://127.0.0.1:4318; default: that of `use`, or of "
-        "`OTEL_EXPORTER_OTLP_ENDPOINT`",
-    )
-    headers: Annotated[Mapping[str, str], AfterValidator(FrozenMap)] = Field(
-        default_factory=dict, description="sent with each request; `$NAME` is read from the environment"
-    )
-    project: str | None = Field(
-        None, description="where `use` puts them: an experiment's number (mlflow), else a project's name"
-    )
-    experiment: str | None = Field(
-        None, description="what each trajectory says as `experiment_name`; default: the name of the run's folder"
-    )
-    content: Literal["none", "text", "tokens"] = Field(
-        "none", description="what was said: nothing, as text, or also as token ids with their log-probs"
-    )
-    sample: Share | None = Field(
-        None,
-        description="the share of trajectories that are traced, each with its sub-agents; default: what "
-        "`OTEL_TRACES_SAMPLER` says, else all",
-    )
+    endpoint: str | None = None
+    """the address of the collector: http://127.0.0.1:4318; default: that of `use`, or of
+    `OTEL_EXPORTER_OTLP_ENDPOINT`"""
+    headers: Annotated[Mapping[str, str], AfterValidator(FrozenMap)] = Field(default_factory=dict)
+    """sent with each request; `$NAME` is read from the environment"""
+    project: str | None = None
+    """where `use` puts them: an experiment's number (mlflow), else a project's name"""
+    experiment: str | None = None
+    """what each trajectory says as `experiment_name`; default: the name of the run's folder"""
+    content: Literal["none", "text", "tokens"] = "none"
+    """what was said: nothing, as text, or also as token ids with their log-probs"""
+    sample: Share | None = None
+    """the share of trajectories that are traced, each with its sub-agents; default: what `OTEL_TRACES_SAMPLER` says,
+    else all"""
 
     @property
     def share(self) -> float:

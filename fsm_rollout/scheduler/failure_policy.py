@@ -73,74 +73,73 @@ AGAIN = ("retry", "elsewhere")  # what a class does whose samples are begun anew
 class PolicyFailures(StrictModel):
     """What happens to what the model does wrong: it is told of a bad call; limits and cut turns end its trajectory."""
 
-    do: Literal["tell_model", "end", "stop"] = Field(
-        "tell_model", description="`end`: a bad call ends the trajectory at once; `stop`: the run stops"
-    )
+    do: Literal["tell_model", "end", "stop"] = "tell_model"
+    """`end`: a bad call ends the trajectory at once; `stop`: the run stops"""
 
 
 class DataFailures(StrictModel):
     """What happens to a prompt that cannot be run; it does not get better by being tried again."""
 
-    do: Literal["end", "stop"] = Field("end", description="the trajectory ends, or the run stops")
+    do: Literal["end", "stop"] = "end"
+    """the trajectory ends, or the run stops"""
 
 
 class ToolFailures(StrictModel):
     """What happens to a tool that fails through no fault of the model's."""
 
-    do: Literal["tell_model", "retry", "end", "stop"] = Field(
-        "tell_model",
-        description="`retry`: a call is made again, if the tool has no `retry` of its own, before the model is told; "
-        "`end`: the trajectory ends; `stop`: the run stops",
-    )
-    attempts: AtLeastOne = Field(3, description="`retry`: how often one call is made in all")
-    backoff: NotNegative = Field(
-        0.5, description="`retry`: seconds before the second try, doubled for each further one"
-    )
+    do: Literal["tell_model", "retry", "end", "stop"] = "tell_model"
+    """`retry`: a call is made again, if the tool has no `retry` of its own, before the model is told; `end`: the
+    trajectory ends; `stop`: the run stops"""
+    attempts: AtLeastOne = 3
+    """`retry`: how often one call is made in all"""
+    backoff: NotNegative = 0.5
+    """`retry`: seconds before the second try, doubled for each further one"""
 
 
 class EnvironmentFailures(StrictModel):
     """What happens to an error in the agent's own code: a handler, an interaction, a predicate."""
 
-    do: Literal["end", "retry", "stop"] = Field("end", description="`retry`: the sample is begun anew")
-    repeats: Count = Field(1, description="`retry`: how often a sample is begun anew")
-    backoff: NotNegative = Field(1.0, description="`retry`: seconds before that, doubled for each further time")
+    do: Literal["end", "retry", "stop"] = "end"
+    """`retry`: the sample is begun anew"""
+    repeats: Count = 1
+    """`retry`: how often a sample is begun anew"""
+    backoff: NotNegative = 1.0
+    """`retry`: seconds before that, doubled for each further time"""
 
 
 class EngineFailures(StrictModel):
     """What happens to a generation that its engine fails."""
 
-    do: Literal["retry", "elsewhere", "end", "stop"] = Field(
-        "retry",
-        description="`retry`: it is tried again from the tokens that came; `elsewhere`: at another replica, if there "
-        "is one; `end`: tried once; `stop`: the run stops",
-    )
-    attempts: AtLeastOne = Field(3, description="how often one generation is tried in all")
-    backoff: NotNegative = Field(0.1, description="seconds before the second try, doubled for each further one")
-    repeats: Count = Field(1, description="how often a sample that failed all the same is begun anew")
+    do: Literal["retry", "elsewhere", "end", "stop"] = "retry"
+    """`retry`: it is tried again from the tokens that came; `elsewhere`: at another replica, if there is one; `end`:
+    tried once; `stop`: the run stops"""
+    attempts: AtLeastOne = 3
+    """how often one generation is tried in all"""
+    backoff: NotNegative = 0.1
+    """seconds before the second try, doubled for each further one"""
+    repeats: Count = 1
+    """how often a sample that failed all the same is begun anew"""
 
 
 class InfrastructureFailures(StrictModel):
     """What happens when a replica or a process is lost, or memory runs out."""
 
-    do: Literal["elsewhere", "retry", "end", "stop"] = Field(
-        "elsewhere",
-        description="`elsewhere`, `retry`: generations go on at other replicas, and a sample that failed all the same "
-        "is begun anew; `end`: the trajectory ends; `stop`: the run stops",
-    )
-    repeats: Count = Field(1, description="how often a sample is begun anew")
-    backoff: NotNegative = Field(1.0, description="seconds before that, doubled for each further time")
+    do: Literal["elsewhere", "retry", "end", "stop"] = "elsewhere"
+    """`elsewhere`, `retry`: generations go on at other replicas, and a sample that failed all the same is begun
+    anew; `end`: the trajectory ends; `stop`: the run stops"""
+    repeats: Count = 1
+    """how often a sample is begun anew"""
+    backoff: NotNegative = 1.0
+    """seconds before that, doubled for each further time"""
 
 
 class Breaker(StrictModel):
     """When a run stops because nearly everything in it fails, instead of filling a batch with failures."""
 
-    window: AtLeastOne = Field(32, description="how many of the latest attempts are looked at, once there are so many")
-    share: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="the run stops when this share of them failed, policy's apart, or has a reward that failed",
-    )
+    window: AtLeastOne = 32
+    """how many of the latest attempts are looked at, once there are so many"""
+    share: float = Field(0.9, gt=0, le=1)
+    """the run stops when this share of them failed, policy's apart, or has a reward that failed"""
 
 
 def _word(value: object) -> object:
@@ -154,22 +153,22 @@ _Word = BeforeValidator(_word)
 class Failures(StrictModel):
     """What becomes of failures, by their class: a word (``tool: end``), or a mapping with ``do`` and more."""
 
-    policy: Annotated[PolicyFailures, _Word] = Field(PolicyFailures(), description="what the model does wrong")
-    data: Annotated[DataFailures, _Word] = Field(DataFailures(), description="a prompt that cannot be run")
-    tool: Annotated[ToolFailures, _Word] = Field(
-        ToolFailures(), description="a tool that fails through no fault of the model's"
-    )
-    environment: Annotated[EnvironmentFailures, _Word] = Field(
-        EnvironmentFailures(), description="an error in the agent's own code"
-    )
-    engine: Annotated[EngineFailures, _Word] = Field(EngineFailures(), description="a generation that its engine fails")
-    infrastructure: Annotated[InfrastructureFailures, _Word] = Field(
-        InfrastructureFailures(), description="a replica, a process or memory that is lost"
-    )
-    breaker: Breaker | None = Field(Breaker(), description="stops a run in which nearly everything fails; null: never")
-    stall_seconds: Seconds | None = Field(
-        300.0, description="after so many seconds without any event the log says what is waited for; null: never"
-    )
+    policy: Annotated[PolicyFailures, _Word] = PolicyFailures()
+    """what the model does wrong"""
+    data: Annotated[DataFailures, _Word] = DataFailures()
+    """a prompt that cannot be run"""
+    tool: Annotated[ToolFailures, _Word] = ToolFailures()
+    """a tool that fails through no fault of the model's"""
+    environment: Annotated[EnvironmentFailures, _Word] = EnvironmentFailures()
+    """an error in the agent's own code"""
+    engine: Annotated[EngineFailures, _Word] = EngineFailures()
+    """a generation that its engine fails"""
+    infrastructure: Annotated[InfrastructureFailures, _Word] = InfrastructureFailures()
+    """a replica, a process or memory that is lost"""
+    breaker: Breaker | None = Breaker()
+    """stops a run in which nearly everything fails; null: never"""
+    stall_seconds: Seconds | None = 300.0
+    """after so many seconds without any event the log says what is waited for; null: never"""
 
     @property
     def engine_attempts(self) -> int:

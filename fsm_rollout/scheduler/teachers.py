@@ -17,8 +17,6 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request, SamplingParams
@@ -39,12 +37,11 @@ _NOTHING = Taught()
 class TeacherSettings(StrictModel):
     """What a teacher is asked for, and in which context."""
 
-    top_k: Count = Field(0, description="how many of the likeliest tokens in each token's place it says, beside it")
-    hint: str | None = Field(
-        None,
-        description="a template, over `task`, `messages` and `extra` of the prompt, of what only the teacher reads: "
-        "it stands before the conversation as written here, with the chat template's own marks, and is cut off again",
-    )
+    top_k: Count = 0
+    """how many of the likeliest tokens in each token's place it says, beside it"""
+    hint: str | None = None
+    """a template, over `task`, `messages` and `extra` of the prompt, of what only the teacher reads: it stands
+    before the conversation as written here, with the chat template's own marks, and is cut off again"""
 
 
 class TaughtBy(NamedTuple):

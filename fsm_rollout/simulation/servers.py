@@ -23,14 +23,22 @@ class ServerCosts(StrictModel):
     takes 8 GFLOP per token, at 400 TFLOP/s. A token is priced by the GPU's hour.
     """
 
-    tokens: int = Field(400_000, ge=1, description="tokens that a server has room for")
-    fill_tokens: int = Field(8192, ge=1, description="tokens of prompts that are filled in one batch")
-    fill: float = Field(2e-5, ge=0, description="seconds to fill one token")
-    step: float = Field(5e-3, ge=0, description="seconds of a step, which samples one token of each request")
-    step_request: float = Field(2e-5, ge=0, description="seconds more for each running request")
-    step_token: float = Field(4.4e-8, ge=0, description="seconds more for each token that they have")
-    max_running: int = Field(256, ge=1, description="requests that a server runs at once")
-    hour: float = Field(3.0, ge=0, description="what an hour of a server costs")
+    tokens: int = Field(400_000, ge=1)
+    """tokens that a server has room for"""
+    fill_tokens: int = Field(8192, ge=1)
+    """tokens of prompts that are filled in one batch"""
+    fill: float = Field(2e-5, ge=0)
+    """seconds to fill one token"""
+    step: float = Field(5e-3, ge=0)
+    """seconds of a step, which samples one token of each request"""
+    step_request: float = Field(2e-5, ge=0)
+    """seconds more for each running request"""
+    step_token: float = Field(4.4e-8, ge=0)
+    """seconds more for each token that they have"""
+    max_running: int = Field(256, ge=1)
+    """requests that a server runs at once"""
+    hour: float = Field(3.0, ge=0)
+    """what an hour of a server costs"""
 
     def in_blocks(self, block: int, *, sessions: bool = True) -> Memory:
         """Return the same server as one that counts in blocks."""

@@ -50,17 +50,16 @@ class Prompt(StrictModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: tuple[Message, ...] = Field(
-        description="chat messages in OpenAI's form; the next word is the assistant's"
-    )
-    prompt_id: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="names the prompt's group; its place among the prompts (of a file, else of all runs: 0, 1, …) when "
-        "not given",
-    )
-    agent: str | None = Field(None, description="which of the run's agents, by name, when it has several")
-    limits: Limits | None = Field(None, description="lowers the agent's limits; cannot raise them")
-    sampling: Sampling | None = Field(None, description="laid over the sampling of the agent and the run")
+    messages: tuple[Message, ...]
+    """chat messages in OpenAI's form; the next word is the assistant's"""
+    prompt_id: Annotated[str, Field(min_length=1)] | None = None
+    """names the prompt's group; its place among the prompts (of a file, else of all runs: 0, 1, …) when not given"""
+    agent: str | None = None
+    """which of the run's agents, by name, when it has several"""
+    limits: Limits | None = None
+    """lowers the agent's limits; cannot raise them"""
+    sampling: Sampling | None = None
+    """laid over the sampling of the agent and the run"""
 
     @field_validator("messages")
     @classmethod

@@ -12,8 +12,11 @@ from typing import Annotated, Any, Generic, Literal, NoReturn, TypeAlias, TypeVa
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # there is no other name for a model's metaclass
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 from fsm_rollout.errors import ConfigError, Problem, about
+from fsm_rollout.names.attribute_docs import attribute_docs
 from fsm_rollout.names.objects import path_of
 from fsm_rollout.trajectory.config_errors import explanations
 from fsm_rollout.trajectory.tokens import Usage
@@ -96,60 +99,58 @@ class _Explaining(ModelMetaclass):
 class StrictModel(BaseModel, metaclass=_Explaining):
     """Base of all configuration: frozen, and unknown keys are errors.
 
+    The docstring under a key is its description for schemas and tables: a phrase in Markdown.
+
     Raises:
         ConfigError: it is built in Python from wrong values; all problems at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, populate_by_name=True)
 
-
-_BENDS = "Log-probs are of the bent distribution, which no forward pass of a trainer gives"
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema, docs = handler(core_schema), dict[str, str]()
+        for owner in reversed(cls.__mro__[: cls.__mro__.index(StrictModel)]):
+            docs |= attribute_docs(owner)
+        keys = handler.resolve_ref_schema(schema)["properties"]
+        for name, field in cls.model_fields.items():
+            if name in docs:
+                keys[field.alias or name]["description"] = docs[name]
+        return schema
 
 
 class Sampling(StrictModel):
     """Sampling parameters; ``None`` means "not set here", so settings can be laid over one another."""
 
-    temperature: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="divides the logits before sampling; 0 is greedy; 1 when not set"
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="only the likeliest tokens that hold this much probability; 1 keeps every token"
-    )
-    top_k: int | None = Field(None, ge=0, description="only so many of the likeliest tokens; 0 keeps every token")
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="only tokens at least so likely, as a part of the likeliest's probability; 0: all"
-    )
-    repetition_penalty: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description=f"makes tokens that there are already less likely; 1: does not. {_BENDS}",
-    )
-    presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description=f"taken off the logits of tokens that this generation has sampled. {_BENDS}"
-    )
-    frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description=f"the same, once for each time that it was sampled. {_BENDS}"
-    )
-    extra: FreeForm | None = Field(
-        None,
-        description="further parameters, handed to the engine's server as they are; what they do to log-probs is not "
-        "known here",
-    )
-    max_tokens: AtLeastOne | None = Field(
-        None, description="tokens of one generation; without it the trajectory's limits and the engine's window decide"
-    )
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
-        None,
-        description="a turn ends with the token that completes one of these strings in its text, which stays in the "
-        "turn; `[]`: none ends it",
-    )
-    thinking_tokens: Count | None = Field(
-        None,
-        description="tokens sampled within a turn's thinking; then it is closed, by the chat template's own tokens and "
-        "with mask 0, and the turn goes on",
-    )
-    ignore_eos: bool | None = Field(None, description="go on after a stop token, up to `max_tokens` (for measurements)")
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """divides the logits before sampling; 0 is greedy; 1 when not set"""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """only the likeliest tokens that hold this much probability; 1 keeps every token"""
+    top_k: int | None = Field(None, ge=0)
+    """only so many of the likeliest tokens; 0 keeps every token"""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """only tokens at least so likely, as a part of the likeliest's probability; 0: all"""
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """makes tokens that there are already less likely; 1: does not. Log-probs are of the bent distribution, which no
+    forward pass of a trainer gives"""
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    """taken off the logits of tokens that this generation has sampled. Log-probs are of the bent distribution, which no
+    forward pass of a trainer gives"""
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    """the same, once for each time that it was sampled. Log-probs are of the bent distribution, which no forward pass
+    of a trainer gives"""
+    extra: FreeForm | None = None
+    """further parameters, handed to the engine's server as they are; what they do to log-probs is not known here"""
+    max_tokens: AtLeastOne | None = None
+    """tokens of one generation; without it the trajectory's limits and the engine's window decide"""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """a turn ends with the token that completes one of these strings in its text, which stays in the turn; `[]`:
+    none ends it"""
+    thinking_tokens: Count | None = None
+    """tokens sampled within a turn's thinking; then it is closed, by the chat template's own tokens and with mask 0,
+    and the turn goes on"""
+    ignore_eos: bool | None = None
+    """go on after a stop token, up to `max_tokens` (for measurements)"""
 
     def over(self, base: Sampling) -> Sampling:
         """Return ``base``, overridden by every value that is set here; of ``extra`` by each of its own."""
@@ -170,19 +171,20 @@ class Sampling(StrictModel):
 class Limits(StrictModel):
     """How much of each thing one trajectory may spend; ``None`` is unlimited. The bound N allows N, not N + 1."""
 
-    assistant_turns: Count | None = Field(None, description="generations")
-    tool_calls: Count | None = Field(None, description="attempted tool calls, broken ones too")
-    user_turns: Count | None = Field(None, description="replies of the simulated user")
-    bad_calls: Count | None = Field(None, description="tool calls whose failure the model is to blame for")
-    response_tokens: AtLeastOne | None = Field(
-        None, description="tokens after the opening prompts, over all streams of the trajectory"
-    )
-    context_tokens: AtLeastOne | None = Field(
-        None, description="tokens of any one stream; the engine's window limits them too"
-    )
-    wall_seconds: Seconds | None = Field(
-        None, description="seconds since the trajectory began, without those for which it was set aside"
-    )
+    assistant_turns: Count | None = None
+    """generations"""
+    tool_calls: Count | None = None
+    """attempted tool calls, broken ones too"""
+    user_turns: Count | None = None
+    """replies of the simulated user"""
+    bad_calls: Count | None = None
+    """tool calls whose failure the model is to blame for"""
+    response_tokens: AtLeastOne | None = None
+    """tokens after the opening prompts, over all streams of the trajectory"""
+    context_tokens: AtLeastOne | None = None
+    """tokens of any one stream; the engine's window limits them too"""
+    wall_seconds: Seconds | None = None
+    """seconds since the trajectory began, without those for which it was set aside"""
 
     def lowered(self, prompt_limits: Limits) -> Limits:
         """Return the smaller of each limit: a prompt may lower a limit, never raise it."""
@@ -205,11 +207,12 @@ def as_sampling(value: Sampling | Mapping[str, object] | None, what: str) -> Sam
 class Price(StrictModel):
     """What an engine's tokens cost, per million, in whatever currency."""
 
-    input: Money = Field(description="a million tokens that are read")
-    output: Money = Field(description="a million tokens that are sampled")
-    cached: Money | None = Field(
-        None, description="a million tokens that are read from a prefix cache; default: as `input`"
-    )
+    input: Money
+    """a million tokens that are read"""
+    output: Money
+    """a million tokens that are sampled"""
+    cached: Money | None = None
+    """a million tokens that are read from a prefix cache; default: as `input`"""
 
     def of(self, usage: Usage) -> float:
         """Return what a generation costs."""

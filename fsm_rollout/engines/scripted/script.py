@@ -27,20 +27,26 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs, Note, TokenScores, Usag
 class Turn(StrictModel):
     """One answer of a script: its tokens come in ``chunks`` pieces, each after ``delay`` seconds."""
 
-    text: str | None = Field(None, description="what the model says; special tokens may stand in it by name")
-    ids: tuple[int, ...] | None = Field(None, description="the tokens themselves, instead of text")
-    delay: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds before each piece")
-    chunks: int = Field(1, ge=1, description="how many pieces the tokens come in")
-    finish_reason: FinishReason = Field(
-        FinishReason.STOP, description="`stop`: a stop token is appended if there is none"
-    )
-    logprob: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = Field(
-        None, description="of every token; default: `scripted_logprob` of each"
-    )
-    error: str | None = Field(None, description="after its tokens the request fails with this error: `Class: message`")
-    crash: str | None = Field(None, description="after its tokens the whole dispatch fails with this EngineError")
-    fails: int | None = Field(None, ge=1, description="so many tries fail (`error`, `crash`), the next ones succeed")
-    hang: bool = Field(False, description="after its tokens, if any, nothing more ever comes")
+    text: str | None = None
+    """what the model says; special tokens may stand in it by name"""
+    ids: tuple[int, ...] | None = None
+    """the tokens themselves, instead of text"""
+    delay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """seconds before each piece"""
+    chunks: int = Field(1, ge=1)
+    """how many pieces the tokens come in"""
+    finish_reason: FinishReason = FinishReason.STOP
+    """`stop`: a stop token is appended if there is none"""
+    logprob: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
+    """of every token; default: `scripted_logprob` of each"""
+    error: str | None = None
+    """after its tokens the request fails with this error: `Class: message`"""
+    crash: str | None = None
+    """after its tokens the whole dispatch fails with this EngineError"""
+    fails: int | None = Field(None, ge=1)
+    """so many tries fail (`error`, `crash`), the next ones succeed"""
+    hang: bool = False
+    """after its tokens, if any, nothing more ever comes"""
 
     @model_validator(mode="after")
     def _one_ending(self) -> Turn:

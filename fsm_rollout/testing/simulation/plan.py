@@ -27,7 +27,8 @@ class Fate(StrictModel):
     """What a call or a reply comes to after ``seconds``: a result, an error of its own, or nothing ever."""
 
     seconds: Moment = 0.0
-    error: str | None = Field(None, description="it raises this class of error: a built-in one, or RuntimeError")
+    error: str | None = None
+    """it raises this class of error: a built-in one, or RuntimeError"""
     hang: bool = False
 
     async def meet(self) -> None:
@@ -53,7 +54,8 @@ class ToolFate(Fate):
 class ReplyFate(Fate):
     """What one reply of an interaction comes to. After the last one of a plan it is ``done``."""
 
-    text: str | None = Field("Go on.", description="none: the conversation is over")
+    text: str | None = "Go on."
+    """none: the conversation is over"""
     score: float | None = None
     done: bool = False
 
@@ -65,21 +67,23 @@ class Fault(StrictModel):
     kind: Literal[
         "cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica", "add_replica", "remove_replica"
     ]
-    target: int = Field(0, ge=0, description="the number of the trajectory or of the replica")
-    seconds: Moment = Field(
-        1.0,
-        description="how long a `pause` lasts (timeouts of visits do not count it), or what a replica that is removed "
-        "has to end what it has",
-    )
+    target: int = Field(0, ge=0)
+    """the number of the trajectory or of the replica"""
+    seconds: Moment = 1.0
+    """how long a `pause` lasts (timeouts of visits do not count it), or what a replica that is removed has to end
+    what it has"""
 
 
 class Schedule(StrictModel):
     """What must not matter to the results of a calm run: who is admitted when, by how many engines, and how fast."""
 
     concurrency: int = Field(64, ge=1)
-    max_running: int | None = Field(None, ge=1, description="requests that an engine answers at once")
-    replicas: int = Field(1, ge=1, description="engines that serve the run, a pool of them")
-    slow: float = Field(1.0, ge=0, allow_inf_nan=False, description="stretches the engine's delays")
+    max_running: int | None = Field(None, ge=1)
+    """requests that an engine answers at once"""
+    replicas: int = Field(1, ge=1)
+    """engines that serve the run, a pool of them"""
+    slow: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """stretches the engine's delays"""
 
 
 class Plan(StrictModel):
@@ -97,8 +101,10 @@ class Plan(StrictModel):
     replies: tuple[ReplyFate, ...] = ()
     faults: tuple[Fault, ...] = ()
     schedule: Schedule = Schedule()
-    other_schedule: Schedule = Field(Schedule(), description="the one that the run is compared under")
-    killed_after: int = Field(0, ge=0, description="events after which the run is killed, to be gone on with")
+    other_schedule: Schedule = Schedule()
+    """the one that the run is compared under"""
+    killed_after: int = Field(0, ge=0)
+    """events after which the run is killed, to be gone on with"""
 
     def turn(self, trajectory: int, key: str, index: int) -> Turn:
         """Return what is said as turn ``index`` of ``agent/context`` (the key), ``Done.`` where a plan says nothing."""

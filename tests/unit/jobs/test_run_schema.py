@@ -49,9 +49,10 @@ for _root in (AgentGraph, RunConfig, Prompt, *KINDS.values()):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_key_is_described(name: str) -> None:
-    fields = MODELS[name].model_fields
-    assert [key for key, field in fields.items() if not (field.description or "").strip()] == []
-    endings = {key: field.description for key, field in fields.items() if str(field.description).endswith(".")}
+    schema = MODELS[name].model_json_schema()
+    keys = schema.get("properties") or schema["$defs"][name]["properties"]
+    assert [key for key, field in keys.items() if not field.get("description")] == []
+    endings = {key: field["description"] for key, field in keys.items() if field["description"].endswith(".")}
     assert endings == {}, "a description is a phrase; it has no full stop at its end"
 
 
