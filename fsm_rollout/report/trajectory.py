@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.limits import spent
 from fsm_rollout.diagrams.picture import shown
+from fsm_rollout.names.attribute_docs import attribute_docs
 from fsm_rollout.report.cards import cards
 from fsm_rollout.report.flow import Flow, path_picture
 from fsm_rollout.report.folding import Block, folded_repeats
@@ -45,21 +47,12 @@ NO_EVENTS = (
     "(rollout.page(trajectory) finds them there, and the tokens' texts)"
 )
 
-# Why a stream is one of its own, in words.
-FORKS: Mapping[str, str] = {
-    ForkReason.CONVERSATION: "another conversation of its agent",
-    ForkReason.SUB_AGENT: "the first history of a sub-agent",
-    ForkReason.SIDE_CALL: "a call beside the work of its agent: a title, say",
-    ForkReason.SUMMARY: "a summary that its agent asked for with other tools or instructions",
-    ForkReason.COMPACTION: "goes on from a summary of what was said",
-    ForkReason.EARLIER_POINT: "goes on from an earlier point, or in another way",
-    ForkReason.ANOTHER_ANSWER: "another answer to a question that was answered",
-    ForkReason.REWRITTEN: "a history that its agent rewrote",
-    ForkReason.TOOLS_CHANGED: "begins like an earlier one, with other tools",
-    ForkReason.SYSTEM_CHANGED: "begins like an earlier one, with other instructions",
-    ForkReason.GRAMMAR: "under a grammar, whose tokens are not the policy's own; or goes on freely from there",
-    ForkReason.NOT_GLUED: "its messages could not be glued to the stream before",
-}
+
+@cache
+def why_apart(why: str) -> str:
+    """Return why a stream is one of its own, in words: those that :class:`ForkReason` has for it."""
+    words = attribute_docs(ForkReason).get(why.upper(), "").partition(":")[0].rstrip(".")
+    return words[:1].lower() + words[1:]
 
 
 def page_of_run(run: RunFolder, trajectory_id: str, links: Links) -> str:
@@ -135,7 +128,7 @@ def trajectory_page(
         states=names,
         data=token_data(trajectory, texts),
         t=trajectory,
-        relations=[FORKS.get(stream.why, "") for stream in trajectory.streams],
+        relations=[why_apart(stream.why) for stream in trajectory.streams],
         run=run,
         links=links,
         version=links.version if links else "",

@@ -101,33 +101,37 @@ def routing_key(limit: str, state: str) -> str:
 
 
 class ForkReason(Word):
-    """Why a history is a stream of its own; all but the last are of foreign agents alone."""
+    """Why a history is a stream of its own; all but the last are of foreign agents alone.
+
+    Pages say what stands before a colon.
+    """
 
     CONVERSATION = "conversation"
     """Another conversation of its agent: it shares no user's message with an earlier history."""
     SUB_AGENT = "sub_agent"
-    """The first history of another thread, as the caller's headers name it."""
+    """The first history of a sub-agent: of another thread, as the caller's headers name it."""
     SIDE_CALL = "side_call"
-    """A title or the like, asked for beside the agent's work; not trained unless that is asked for."""
+    """A call beside the work of its agent, say for a title: not trained unless that is asked for."""
     SUMMARY = "summary"
-    """A summary of the conversation, asked for with other tools or instructions."""
+    """A summary that its agent asked for with other tools or instructions."""
     COMPACTION = "compaction"
-    """It goes on from a summary that stands in the place of what was said."""
+    """Goes on from a summary of what was said: that stands in its place."""
     EARLIER_POINT = "earlier_point"
-    """It goes on from an earlier point, or in another way."""
+    """Goes on from an earlier point, or in another way."""
     ANOTHER_ANSWER = "another_answer"
-    """It asks for another answer to a question that was answered."""
+    """Another answer to a question that was answered."""
     REWRITTEN = "rewritten"
-    """Its agent rewrote what was said."""
+    """A history that its agent rewrote."""
     TOOLS_CHANGED = "tools_changed"
-    """It begins like an earlier one, and shows other tools."""
+    """Begins like an earlier one, with other tools."""
     SYSTEM_CHANGED = "system_changed"
-    """It begins like an earlier one, under other instructions."""
+    """Begins like an earlier one, with other instructions."""
     GRAMMAR = "grammar"
-    """It is sampled under a grammar (a form, a forced call) and not trained unless that is asked for; or it goes on
-    from that, freely and trained."""
+    """Under a grammar, whose tokens are not the policy's own; or goes on freely from there: what a form or a forced
+    call has bound is not trained unless that is asked for, what is free is."""
     NOT_GLUED = "not_glued"
-    """The chat template cannot go on with the tokens that there are, or is not to (``history: split``)."""
+    """Its messages could not be glued to the stream before: the chat template cannot go on with the tokens that there
+    are, or is not to (``history``: ``split``)."""
 
 
 class StopReason(Word):

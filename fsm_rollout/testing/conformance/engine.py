@@ -22,27 +22,6 @@ from fsm_rollout.testing.conformance.engine_subject import EngineSubject
 from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite
 
 Hold = Callable[[EngineSubject], Awaitable[None]]
-# The promises of `fsm_rollout.engines.protocol`, each in one sentence, and the checks of them.
-SUITE = Suite[Hold]({
-    1: ("answers", "Each request is answered by chunks, and the last alone has a finish_reason."),
-    2: ("logprobs", "A chunk has one logprob per token, of the distribution that the token was sampled from."),
-    3: ("stop tokens", "A sampled stop token is part of the ids, as the last one, with finish_reason 'stop'."),
-    4: ("abort", "abort() ends a request and keeps all that was sampled; unknown ids are harmless."),
-    5: ("same seed", "A request's tokens depend on its ids, sampling and seed only, not on the batch."),
-    6: ("continuous", "Requests join and leave while others run; what is paused waits, and goes on."),
-    7: ("admission", "An empty chunk says that a request was admitted; a chunk that `waits` is empty, too."),
-    8: ("versions", "Each chunk carries the version of the weights that sampled it, across updates."),
-    9: ("ids and close", "Ids of requests under way are unique; a closed engine takes no more requests."),
-    10: ("scores", "Asked what it makes of given ids, it samples nothing and says their log-probs in one chunk."),
-})  # fmt: skip
-# The checks, each with the promise that it looks at, in the order in which they are made; the last closes the engine.
-for number, check in (
-    (5, tokens.same_seed), (5, tokens.greedy), (5, tokens.continued), (1, tokens.answers), (2, tokens.logprobs),
-    (10, tokens.scores), (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
-    (6, orders.pause), (6, orders.sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
-    (6, orders.one_by_one), (6, orders.pause_under_way), (8, weights.updates), (7, tokens.admission), (9, orders.close),
-):  # fmt: skip
-    SUITE.check(number)(check)
 # What an engine must have beside tokens for a check to be made.
 _NEEDS: dict[Hold, type] = {
     orders.pause: WeightSink,
@@ -81,6 +60,17 @@ async def check_engine(
 ) -> Report:
     """Hold ``engine`` to every promise of the protocol that its planes make, and close it.
 
+    1. answers: Each request is answered by chunks, and the last alone has a finish_reason.
+    2. logprobs: A chunk has one logprob per token, of the distribution that the token was sampled from.
+    3. stop tokens: A sampled stop token is part of the ids, as the last one, with finish_reason 'stop'.
+    4. abort: abort() ends a request and keeps all that was sampled; unknown ids are harmless.
+    5. same seed: A request's tokens depend on its ids, sampling and seed only, not on the batch.
+    6. continuous: Requests join and leave while others run; what is paused waits, and goes on.
+    7. admission: An empty chunk says that a request was admitted; a chunk that `waits` is empty, too.
+    8. versions: Each chunk carries the version of the weights that sampled it, across updates.
+    9. ids and close: Ids of requests under way are unique; a closed engine takes no more requests.
+    10. scores: Asked what it makes of given ids, it samples nothing and says their log-probs in one chunk.
+
     Args:
         engine: a fresh, idle engine; of weights and sleep it promises what it has methods for.
         prompts: token ids to go on from, at least two different ones; default: a few texts in its tokenizer.
@@ -110,6 +100,18 @@ async def check_engine(
                 await engine.aclose()
         raise
     return Report(tuple(check.name for check in checks), subject.requests, subject.tokens, subject.seeds_matter)
+
+
+# The promises of `fsm_rollout.engines.protocol`, each in one sentence.
+SUITE = Suite[Hold](check_engine)
+# The checks, each with the promise that it looks at, in the order in which they are made; the last closes the engine.
+for number, check in (
+    (5, tokens.same_seed), (5, tokens.greedy), (5, tokens.continued), (1, tokens.answers), (2, tokens.logprobs),
+    (10, tokens.scores), (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
+    (6, orders.pause), (6, orders.sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
+    (6, orders.one_by_one), (6, orders.pause_under_way), (8, weights.updates), (7, tokens.admission), (9, orders.close),
+):  # fmt: skip
+    SUITE.check(number)(check)
 
 
 def check_engine_sync(engine: TokenSource | Callable[[], TokenSource], **options: Any) -> Report:

@@ -31,18 +31,6 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 LATER_SECONDS = 1024.0  # how much later the same conversation is held again: it must not depend on the clock
 
-SUITE = Suite[Callable[["_Interaction"], "int | None"]]({
-    1: ("built", "It can be built from its `kwargs` and the prompt's `interaction_kwargs`."),
-    2: ("replies", "`reply` returns a `Reply` whose content is text, whatever the model has said."),
-    3: ("ends", "Within `most_replies` replies one is `done`, and each comes within `patience` seconds."),
-    4: ("reads only", "Messages, trajectory and the prompt's other fields stay as they are."),
-    5: ("same rng", "The same conversation with the same `rng` gets the same replies: alone, beside, later."),
-    6: ("resumed", "Built anew in the middle, as for a resumed trajectory, it goes on as before."),
-    7: ("cancellation", "Cancellation passes, at every await (where `reply` is async)."),
-    8: ("event loop", "No task outlives a reply; where `reply` is async, the event loop is never blocked."),
-    9: ("close", "`close`, if there is one, works after any number of replies, and after none."),
-})  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -62,7 +50,6 @@ _scripts = st.builds(
 )
 
 
-@SUITE.documented
 def check_interaction(
     interaction: type | str | InteractionSpec,
     *,
@@ -77,7 +64,15 @@ def check_interaction(
 ) -> Checked:
     """Hold an interaction to its promises, in generated conversations.
 
-    (promises)
+    1. built: It can be built from its `kwargs` and the prompt's `interaction_kwargs`.
+    2. replies: `reply` returns a `Reply` whose content is text, whatever the model has said.
+    3. ends: Within `most_replies` replies one is `done`, and each comes within `patience` seconds.
+    4. reads only: Messages, trajectory and the prompt's other fields stay as they are.
+    5. same rng: The same conversation with the same `rng` gets the same replies: alone, beside, later.
+    6. resumed: Built anew in the middle, as for a resumed trajectory, it goes on as before.
+    7. cancellation: Cancellation passes, at every await (where `reply` is async).
+    8. event loop: No task outlives a reply; where `reply` is async, the event loop is never blocked.
+    9. close: `close`, if there is one, works after any number of replies, and after none.
 
     Example::
 
@@ -107,6 +102,9 @@ def check_interaction(
         resumable = bool(getattr(load_object(path), "resumable", True)) if resumable is None else resumable
         subject.unmade |= (set() if deterministic else {5, 6}) | (set() if resumable else {6})
         return SUITE.hold(subject)
+
+
+SUITE = Suite[Callable[["_Interaction"], "int | None"]](check_interaction)
 
 
 class _World:

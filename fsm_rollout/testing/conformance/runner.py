@@ -9,8 +9,9 @@ after the other (:class:`Stepped`), so it can be cancelled at each of its awaits
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
@@ -31,6 +32,7 @@ F = TypeVar("F", bound=Callable[..., object])
 MOST_WAITS = 40  # code is cancelled at each of its awaits, up to this many
 BUSY_SECONDS = 1.0  # CPU seconds that one step of a coroutine may take: everything else on the loop waits for it
 HORIZON = 1e7  # virtual seconds after which a run counts as endless
+_PROMISE = re.compile(r"^ *(\d+)\. ([\w ]+): (.+(?:\n {7,}.+)*)", re.MULTILINE)
 SHRINKING_RUNS = 200  # runs spent on making a failing case smaller; the first few hundred do nearly all of it
 
 
@@ -99,10 +101,15 @@ class Checked:
 
 
 class Suite(Generic[F]):
-    """The numbered promises of one kind of code, and the checks of them in the order of their definition."""
+    """The numbered promises of one kind of code, and the checks of them in the order of their definition.
 
-    def __init__(self, promises: Mapping[int, tuple[str, str]]) -> None:
-        self.promises = {number: Promise(name, sentence) for number, (name, sentence) in promises.items()}
+    Args:
+        documented: the function that holds code to them, whose docstring lists them, as ``1. name: Sentence.``
+    """
+
+    def __init__(self, documented: Callable[..., object]) -> None:
+        listed = _PROMISE.findall(documented.__doc__ or "")
+        self.promises = {int(number): Promise(name, " ".join(sentence.split())) for number, name, sentence in listed}
         self.checks: list[Check[F]] = []
 
     def check(self, *numbers: int) -> Callable[[F], F]:
@@ -113,12 +120,6 @@ class Suite(Generic[F]):
             return hold
 
         return register
-
-    def documented(self, function: T) -> T:
-        """Write the promises into a function's docstring, in the place of ``(promises)``."""
-        listed = "\n    ".join(f"{number}. {promise.sentence}" for number, promise in self.promises.items())
-        function.__doc__ = (function.__doc__ or "").replace("(promises)", listed)
-        return function
 
     @contextmanager
     def judging(self) -> Iterator[None]:

@@ -49,22 +49,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 MOST_WAITS = 25  # a visit is interrupted at each of its awaits, up to this many
 AWAY_SECONDS = 100.0  # how long a trajectory is set aside before it goes on
 
-SUITE = Suite[Callable[["_Handler"], "int | None"]]({
-    1: ("declared", "It can be named in a YAML: a `State` that declares its triggers, and no other's."),
-    2: ("outcomes", "`run` returns an `Outcome` with a declared trigger, and raises nothing of its own."),
-    3: ("no state", "It keeps nothing on itself: trajectories come out the same alone and together."),
-    4: ("ends", "A visit takes at most `patience` seconds with an engine that answers, and ends when it fails."),
-    5: ("cancellation", "Cancellation passes, at every await; `timed_out` raises nothing."),
-    6: ("event loop", "The event loop is never blocked."),
-    7: ("tasks", "No task outlives its visit."),
-    8: ("events", "It changes a trajectory through `ctx` alone, and what it spends is charged."),
-    9: ("limits", "A limit that is reached ends the visit: `LimitReached` passes."),
-    10: ("randomness", "Its randomness is the visit's: the same run gives the same trajectory, whenever made."),
-    11: ("resumed", "Interrupted at any await and resumed, it comes to the same end (`resumable`)."),
-})  # fmt: skip
 
-
-@SUITE.documented
 def check_state(
     handler: type[State] | str,
     *,
@@ -78,7 +63,17 @@ def check_state(
 ) -> Checked:
     """Hold a state handler to its promises, in generated runs.
 
-    (promises)
+    1. declared: It can be named in a YAML: a `State` that declares its triggers, and no other's.
+    2. outcomes: `run` returns an `Outcome` with a declared trigger, and raises nothing of its own.
+    3. no state: It keeps nothing on itself: trajectories come out the same alone and together.
+    4. ends: A visit takes at most `patience` seconds with an engine that answers, and ends when it fails.
+    5. cancellation: Cancellation passes, at every await; `timed_out` raises nothing.
+    6. event loop: The event loop is never blocked.
+    7. tasks: No task outlives its visit.
+    8. events: It changes a trajectory through `ctx` alone, and what it spends is charged.
+    9. limits: A limit that is reached ends the visit: `LimitReached` passes.
+    10. randomness: Its randomness is the visit's: the same run gives the same trajectory, whenever made.
+    11. resumed: Interrupted at any await and resumed, it comes to the same end (`resumable`).
 
     Example::
 
@@ -114,6 +109,9 @@ def check_state(
         )
         tokenizer = tokenizer or embedded_tokenizer()
         return SUITE.hold(_Handler(title, graph, opening_prompt, tokenizer, patience, resumable, examples))
+
+
+SUITE = Suite[Callable[["_Handler"], "int | None"]](check_state)
 
 
 def _load(path: str, title: str) -> HandlerSpec:

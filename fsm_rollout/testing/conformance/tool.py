@@ -36,21 +36,7 @@ from fsm_rollout.trajectory.prompt import Prompt
 
 LATER_SECONDS = 1024.0  # how much later the same calls are made again: they must not depend on the clock
 
-SUITE = Suite[Callable[["_Tool"], "int | None"]]({
-    1: ("schema", "Its schema can be built: a description, and parameters that are JSON."),
-    2: ("arguments taken", "Arguments that follow the schema reach it, and not all of them make it raise."),
-    3: ("arguments refused", "Others are refused, naming what is wrong, before the tool runs."),
-    4: ("results", "A call ends in `patience` seconds; its result can be told to a model and journalled."),
-    5: ("cancellation", "Cancellation passes, at every await (async tools)."),
-    6: ("event loop", "The event loop is never blocked (async tools)."),
-    7: ("tasks", "No task outlives its call."),
-    8: ("same seed", "Equal calls of equal seeds give equal results: alone, beside others, and later."),
-    9: ("inputs", "What it is given stays as it is: the prompt's other fields, the recorded arguments."),
-    10: ("release", "`release` works after every use, and after none."),
-})  # fmt: skip
 
-
-@SUITE.documented
 def check_tool(
     tool: Callable[..., object] | str | ToolSpec,
     *,
@@ -64,7 +50,16 @@ def check_tool(
 ) -> Checked:
     """Hold a tool to its promises, on generated calls.
 
-    (promises)
+    1. schema: Its schema can be built: a description, and parameters that are JSON.
+    2. arguments taken: Arguments that follow the schema reach it, and not all of them make it raise.
+    3. arguments refused: Others are refused, naming what is wrong, before the tool runs.
+    4. results: A call ends in `patience` seconds; its result can be told to a model and journalled.
+    5. cancellation: Cancellation passes, at every await (async tools).
+    6. event loop: The event loop is never blocked (async tools).
+    7. tasks: No task outlives its call.
+    8. same seed: Equal calls of equal seeds give equal results: alone, beside others, and later.
+    9. inputs: What it is given stays as it is: the prompt's other fields, the recorded arguments.
+    10. release: `release` works after every use, and after none.
 
     Example::
 
@@ -93,6 +88,9 @@ def check_tool(
         subject.calls = subject.calls if arguments is None else arguments
         subject.unmade |= set() if deterministic else {8}
         return SUITE.hold(subject)
+
+
+SUITE = Suite[Callable[["_Tool"], "int | None"]](check_tool)
 
 
 class _Tool(Subject):

@@ -54,19 +54,6 @@ _calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), _argument
 _prose = st.sampled_from(["", "I will look.", "It is 5 < 6, so.", "déjà vu 🙂", "one\n\ntwo"])
 
 
-SUITE = Suite[Callable[["_Format"], "int | None"]]({
-    1: ("never raises", "`parse` never raises for what a model wrote: any text, calls cut off anywhere."),
-    2: ("places", "Spans lie within the text, in order, and do not overlap; a problem has a message."),
-    3: ("round trip", "Calls come back as they were written, once, in order, with their JSON types."),
-    4: ("content", "Text around calls is the content, text without calls is nothing but content."),
-    5: ("cut calls", "A call that was cut off after its name is an attempt, never dropped, never another."),
-    6: ("no memory", "Reading a turn depends on that turn alone: each further reading gives the same."),
-    7: ("stop token", "The stop token at a turn's end, there or not, changes no attempt."),
-    8: ("plain JSON", "Arguments are plain JSON (no NaN), ready to be recorded."),
-})  # fmt: skip
-
-
-@SUITE.documented
 def check_tool_format(
     tool_format: ToolFormat | str,
     render: Render | None = None,
@@ -78,7 +65,14 @@ def check_tool_format(
 ) -> Checked:
     r"""Hold a tool format to its promises, on generated calls.
 
-    (promises)
+    1. never raises: `parse` never raises for what a model wrote: any text, calls cut off anywhere.
+    2. places: Spans lie within the text, in order, and do not overlap; a problem has a message.
+    3. round trip: Calls come back as they were written, once, in order, with their JSON types.
+    4. content: Text around calls is the content, text without calls is nothing but content.
+    5. cut calls: A call that was cut off after its name is an attempt, never dropped, never another.
+    6. no memory: Reading a turn depends on that turn alone: each further reading gives the same.
+    7. stop token: The stop token at a turn's end, there or not, changes no attempt.
+    8. plain JSON: Arguments are plain JSON (no NaN), ready to be recorded.
 
     Example::
 
@@ -105,6 +99,9 @@ def check_tool_format(
     with SUITE.judging():
         drawn = _calls if calls is None else calls
         return SUITE.hold(_Format(parser, render, tokenizer, drawn, surrounded, examples))
+
+
+SUITE = Suite[Callable[["_Format"], "int | None"]](check_tool_format)
 
 
 def _pieces_of(text: str) -> st.SearchStrategy[str]:

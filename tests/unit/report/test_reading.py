@@ -20,7 +20,7 @@ from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import GOES_ON, percent
-from fsm_rollout.report.trajectory import FORKS, trajectory_page
+from fsm_rollout.report.trajectory import trajectory_page, why_apart
 from fsm_rollout.trajectory.enums import ForkReason
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Scored, Transitioned
 from fsm_rollout.trajectory.journal import Journal
@@ -239,7 +239,7 @@ def test_a_foreign_agent_s_histories_are_told_apart() -> None:
         ),
     ]  # fmt: skip
     page = trajectory_page(Recording.of(events))
-    assert [page.count(f"; {FORKS[why]}</figcaption>") for why in ForkReason] == [1] * len(ForkReason)
+    assert [page.count(f"; {why_apart(why)}</figcaption>") for why in ForkReason] == [1] * len(ForkReason)
     (trajectory,) = [Recording.of(events).trajectory]
     counted = summarize([trajectory], wall_seconds=1.0)
     assert counted["forks"] == dict.fromkeys(ForkReason, 1)
