@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -103,7 +102,7 @@ class ChatTemplate:
         self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader, blind)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
-        self._long: dict[Hashable, Future[Encoded]] = {}
+        self._long: dict[Hashable, Encoded] = {}
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
@@ -234,7 +233,7 @@ class ChatTemplate:
         if reader is not None and (new := [picture for picture in pictures_of(messages) if not reader.knows(picture)]):
             await asyncio.to_thread(reader.see, new)
         if length > LONG_TEXT:
-            return await self._encoded_aside(asked, shape)
+            return await asyncio.get_running_loop().run_in_executor(_long_texts, self._encoded_aside, asked, shape)
         return self._encoded(asked, shape)
 
     def encode_here(self, asked: Opening | FollowUp) -> Encoded:
@@ -255,14 +254,16 @@ class ChatTemplate:
             return self.reference.encode(asked)
         return encoded if self.reference.reader is None else self.reference.with_pictures(encoded, asked)
 
-    async def _encoded_aside(self, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
-        """Encode in the thread; samples of one prompt, which come at about the same time, share its ids."""
-        key: Hashable = object() if shape is None or isinstance(asked, FollowUp) else (shape.key, shape.texts[-1])
-        if (encoding := self._long.get(key)) is None:
-            encoding = self._long[key] = _long_texts.submit(self.reference.encode, asked)
+    def _encoded_aside(self, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
+        """Encode in the thread of long texts; samples of one prompt, which come one after the other, share its ids."""
+        if shape is None or isinstance(asked, FollowUp):
+            return self.reference.encode(asked)
+        key = shape.key, shape.texts[-1]
+        if (encoded := self._long.get(key)) is None:
+            encoded = self._long[key] = self.reference.encode(asked)
             if len(self._long) > LONG_KEPT:
                 del self._long[next(iter(self._long))]
-        return await asyncio.shield(asyncio.wrap_future(encoding))  # who is cancelled leaves it to the others
+        return encoded
 
     # --- policy, audit
 

@@ -239,7 +239,8 @@ class TransformersEngine:
         EngineError: the model cannot be found, loaded, or decoded exactly.
 
     An update of the weights applies between two steps; requests under way have their cache computed again under the
-    new weights. ``sleep`` drops the cache and moves a model on a GPU to the CPU's memory.
+    new weights. ``sleep`` drops the cache and moves a model on a GPU to the CPU's memory. On a GPU, torch's attention by
+    cuDNN is switched off for the whole process (``torch.backends.cuda.enable_cudnn_sdp``).
     """
 
     def __init__(
@@ -272,6 +273,9 @@ class TransformersEngine:
         elif device is not None or dtype is not None:
             raise EngineError("a loaded model stays as it is; move or convert it before, instead of device or dtype")
         check_supported(model)
+        if model.device.type == "cuda":
+            # cuDNN plans its attention anew for every shape, and each step has one of its own: four times as slow.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if processor is not None:
             check_seeing(model, processor)
         text_config = model.config.get_text_config()
