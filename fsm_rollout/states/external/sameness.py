@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -127,6 +128,15 @@ _CHANGES = "\0"  # stands in the place of what changes
 _MOST_TEXTS = 256  # that are remembered
 
 
+@lru_cache(maxsize=32)  # of long texts it takes milliseconds, and the visits of one agent have the same
+def _known_unchanging(text: str) -> str:
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        line = _BILLING.sub(_CHANGES, line)
+        lines[place] = _VALUE.sub(_CHANGES, line) if _LABEL.search(line) else line
+    return "\n".join(lines)
+
+
 class Pins:
     """Takes text that differs from earlier text in nothing but what changes with each call as that was.
 
@@ -152,11 +162,7 @@ class Pins:
     def _unchanging(self, text: str) -> str:
         for pattern in self._patterns:
             text = pattern.sub(_CHANGES, text)
-        lines = text.split("\n")
-        for place, line in enumerate(lines):
-            line = _BILLING.sub(_CHANGES, line)
-            lines[place] = _VALUE.sub(_CHANGES, line) if _LABEL.search(line) else line
-        return "\n".join(lines)
+        return _known_unchanging(text)
 
     def settled(self, messages: Iterable[Message]) -> list[Message]:
         """Return a history with its system messages as they first were; one that stands there again is left out."""
