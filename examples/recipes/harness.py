@@ -4,8 +4,10 @@ Invariant: a program has its own copy of the task's files, reaches the model and
 it are written anew after it has ended, so it can neither change them nor leave anything that runs beside them.
 
 A prompt's ``files`` are the repository, its ``tests`` what is run at the end (``python -m unittest``); the score is 1
-where all pass. What a program needs is installed once, in the versions that are named here, into ``runs/harnesses``
-below the folder where the run was started (``FSM_HARNESSES`` names another).
+where all pass. With ``sandbox: {image: …}`` that image's files stand in the place of this machine's, Python's too.
+
+What a program needs is installed once, in the versions that are named here, into ``runs/harnesses`` below the folder
+where the run was started (``FSM_HARNESSES`` names another).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from urllib.parse import urlsplit
 from fsm_rollout import ForeignVisit
 from fsm_rollout.errors import ToolError
 from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
+from fsm_rollout.tools.sandbox.images import unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +87,17 @@ async def judged(
     port = urlsplit(visit.base_url).port
     assert port is not None
     repository, tests = dict(visit.extra["files"]), dict(visit.extra["tests"])  # type: ignore[call-overload]
-    python = str(Path(sysconfig.get_config_var("BINDIR"), "python3"))
-    shown = [] if sys.base_prefix == "/usr" else [sys.base_prefix]
+    image, python, shown = None, str(Path(sysconfig.get_config_var("BINDIR"), "python3")), [sys.base_prefix]
+    if isinstance(sandbox := visit.extra.get("sandbox"), Mapping):
+        image, python, shown = await unpacked(sandbox["image"], HARNESSES / "images"), "/usr/local/bin/python3", []
+    elif sys.base_prefix == "/usr":
+        shown = []
     gateway = {"OPENAI_BASE_URL": visit.base_url, "OPENAI_API_KEY": visit.api_key, "OPENAI_MODEL": visit.model}
     path = f"{Path(python).parent}:/usr/bin:/bin"
     agent = Command(words, {"PATH": path, "TASK": visit.task, **gateway, **env}, repository | dict(files or {}))
-    test = Command(["timeout", TESTS_SECONDS, python, "-B", "-m", "unittest", "-q", *map(_module, tests)], {}, tests)
-    ended, passed = await run_enclosed([agent, test], port=port, program=folder, shown=shown)
+    judge = ["timeout", TESTS_SECONDS, "python3", "-B", "-m", "unittest", "-q", *map(_module, tests)]
+    test = Command(judge, {"PATH": path}, tests)
+    ended, passed = await run_enclosed([agent, test], port=port, program=folder, image=image, shown=shown)
     if ended.code:
         raise ToolError(f"{Path(words[0]).name} ended with exit code {ended.code}; it wrote: {ended.output[-1500:]}")
     if passed.code:

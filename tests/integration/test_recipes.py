@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fsm_rollout.batch.rows import rows
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.errors import ToolError
 from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
+from fsm_rollout.tools.sandbox.images import unpacked
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import EngineLog
 from tests.kit import ROOT, script
@@ -68,6 +70,59 @@ def test_what_cannot_start_says_so() -> None:
     assert "no-such-program could not be started" in ended.output
     with pytest.raises(ToolError, match="/etc/x: is not below"):
         asyncio.run(run_enclosed([Command(["true"], files={"/etc/x": ""})], port=1))
+
+
+IN_IMAGE = ["sh", "cat", "ls"]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image with little in it, whose folder for devices is a link to one of the host."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    root = tmp_path_factory.mktemp("image")
+    programs = [f"/bin/{name}" for name in IN_IMAGE]
+    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    for path in {*programs, *re.findall(r"\s(/\S+)(?= \()", listed)}:
+        (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, root / path[1:])
+    (root / "app").mkdir()
+    (root / "app/old").write_text("of the image\n")
+    (root / "dev").symlink_to("/var/tmp")
+    name = "localhost/fsm-rollout-test:1"
+    with subprocess.Popen(["tar", "-cC", str(root), "."], stdout=subprocess.PIPE) as packed:
+        subprocess.run(["podman", "import", "-q", "-", name], stdin=packed.stdout, check=True, capture_output=True)
+    yield name
+    subprocess.run(["podman", "rmi", "-f", name], check=False, capture_output=True)
+
+
+def test_an_image_s_files_stand_in_the_place_of_the_system_s(image: str, tmp_path: Path) -> None:
+    async def main() -> tuple[Path, list[str]]:
+        folder = await unpacked(image, tmp_path)
+        assert await unpacked(image, tmp_path) == folder
+        first = Command(
+            ["/bin/sh", "-c", "cat /app/old; echo new > /app/old; echo no > /bin/ls; cat given"], files={"given": "x\n"}
+        )
+        second = Command(["/bin/sh", "-c", "cat /app/old /bin/ls; echo /*; echo /dev/*; cat /etc/passwd"])
+        ended = await run_enclosed([first, second], port=1, image=folder)
+        again = await run_enclosed([Command(["/bin/ls", "/app"])], port=1, image=folder)
+        return folder, [end.output for end in (*ended, *again)]
+
+    folder, said = asyncio.run(main())
+    first, second, again = said
+    assert first == "of the image\nx\n"
+    assert second.startswith("new\nno\n/app /bin /dev /lib /lib64 /proc /tmp\n/dev/null /dev/random /dev/shm")
+    assert second.endswith("/etc/passwd: No such file or directory\n")
+    assert again == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
+    assert not Path("/var/tmp/null").exists()
+
+
+def test_an_image_that_is_not_there_says_so(tmp_path: Path) -> None:
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    with pytest.raises(ToolError, match="podman create localhost/none"):
+        asyncio.run(unpacked("localhost/none", tmp_path))
 
 
 RECIPES = {  # each with its rollouts' further streams, of two

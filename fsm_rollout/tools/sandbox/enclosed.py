@@ -37,7 +37,8 @@ class CommandEnd:
 
 
 async def run_enclosed(
-    commands: Sequence[Command], *, port: int, program: Path | None = None, shown: Sequence[str] = (),
+    commands: Sequence[Command], *, port: int, program: Path | None = None, image: Path | None = None,
+    shown: Sequence[str] = (),
     disk_mb: int = 256, memory_mb: int = 4096, processes: int = 512,
 ) -> list[CommandEnd]:  # fmt: skip
     """Run commands one after the other in one folder, behind walls that let one port of this machine through.
@@ -46,6 +47,8 @@ async def run_enclosed(
         commands: they find each other's files, and never each other's processes.
         port: of the loopback interface; all else that listens anywhere cannot be reached.
         program: a folder that is seen as ``/program``.
+        image: a folder of an image's files (:func:`~fsm_rollout.tools.sandbox.images.unpacked`): they are seen, and can
+            be written over, in the place of the system's.
         shown: folders that can be read beside the system's.
         disk_mb: the size of all files that they write.
         memory_mb: data that a process may have.
@@ -68,6 +71,7 @@ async def run_enclosed(
         job = {
             "commands": [{"words": [*c.words], "env": dict(c.env), "files": dict(c.files)} for c in commands],
             "port": port, "files": {}, "shown": [*shown], "program": program and str(program),
+            "image": image and str(image),
             "namespaces": True, "root": os.geteuid() == 0,
             "disk": disk_mb << 20, "memory": 1 << 46, "data": memory_mb << 20, "processes": processes, "packages": [],
         }  # fmt: skip

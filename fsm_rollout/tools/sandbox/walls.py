@@ -21,6 +21,7 @@ from fsm_rollout.tools.sandbox.wire import Settings
 
 NOBODY = 65534
 PROGRAM = "/program"  # where the folder of an enclosure's program is seen
+BEFORE = "/.before"  # where the root that was before is, until it is let go of
 OUTPUT = "/dev/shm"  # where a session in namespaces keeps the output of a call
 
 
@@ -39,13 +40,23 @@ def map_users(pid: int) -> None:
 def build_root(settings: Settings) -> None:
     """Build a file system of what a program needs to run, to read only, and an empty folder; see nothing else."""
     mount("none", "/", None, kernel.REC | kernel.PRIVATE)
-    program = os.open(settings["program"], os.O_PATH) if settings.get("program") else None  # it may lie in /tmp
+    program, image = (
+        os.open(settings[name], os.O_PATH) if settings.get(name) else None for name in ("program", "image")
+    )  # they may lie in /tmp
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
-    root = "/tmp/root"
+    root, disk = "/tmp/root", f"size={settings['disk']},nr_inodes=10000,mode=777"
     os.mkdir(root)
-    mount(root, root, None, BIND)
-    # 1. Programs and libraries. Links such as /bin -> usr/bin stay links.
-    for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *settings["shown"]):
+    # 1. Programs and libraries: those of an image, under what is written over them. Else the system's: links such as
+    #    /bin -> usr/bin stay links.
+    if image is not None:
+        _lay_over(image, root, disk)
+    else:
+        mount(root, root, None, BIND)
+    for path in (
+        ()
+        if image is not None
+        else ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *settings["shown"])
+    ):
         if os.path.islink(path) and not os.path.lexists(f"{root}{path}"):
             os.makedirs(os.path.dirname(f"{root}{path}"), exist_ok=True)
             os.symlink(os.readlink(path), f"{root}{path}")
@@ -54,32 +65,54 @@ def build_root(settings: Settings) -> None:
             mount(path, f"{root}{path}", None, BIND | kernel.REC)
             _make_readonly(f"{root}{path}")
     if program is not None:
-        os.mkdir(f"{root}{PROGRAM}")
+        _place(f"{root}{PROGRAM}")
         mount(f"/proc/self/fd/{program}", f"{root}{PROGRAM}", None, BIND | kernel.REC)
         _make_readonly(f"{root}{PROGRAM}")
         os.close(program)
     # 2. A few devices, the processes of this session, an empty folder.
-    os.mkdir(f"{root}/dev")
+    _place(f"{root}/dev")
+    if image is not None:  # no file of its own there may lead out of it
+        mount("tmpfs", f"{root}/dev", "tmpfs", NOSUID, "size=64k,mode=755")
     for name in ("null", "zero", "random", "urandom"):
         os.close(os.open(f"{root}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
         mount(f"/dev/{name}", f"{root}/dev/{name}", None, BIND)
-    os.mkdir(f"{root}/proc")
+    _place(f"{root}/proc")
     mount("proc", f"{root}/proc", "proc", NOSUID | NODEV | NOEXEC)
     with contextlib.suppress(OSError):  # no namespaces within this one
         kernel.write(f"{root}/proc/sys/user/max_user_namespaces", "0")
-    os.mkdir(f"{root}/tmp")
-    disk = f"size={settings['disk']},nr_inodes=10000,mode=777"
+    _place(f"{root}/tmp")
     mount("tmpfs", f"{root}/tmp", "tmpfs", NOSUID | NODEV, disk)
-    os.mkdir(f"{root}{OUTPUT}")  # apart, so that a full folder can still be told of
+    _place(f"{root}{OUTPUT}")  # apart, so that a full folder can still be told of
     mount("tmpfs", f"{root}{OUTPUT}", "tmpfs", NOSUID | NODEV, "size=16m,nr_inodes=1000,mode=777")
     # 3. In there; what was before is let go of.
-    os.mkdir(f"{root}/old")
-    checked(libc.pivot_root, root.encode(), f"{root}/old".encode())
+    _place(f"{root}{BEFORE}")
+    checked(libc.pivot_root, root.encode(), f"{root}{BEFORE}".encode())
     os.chdir("/")
-    checked(libc.umount2, b"/old", kernel.DETACH)
-    os.rmdir("/old")
-    mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+    checked(libc.umount2, BEFORE.encode(), kernel.DETACH)
+    os.rmdir(BEFORE)
+    if image is None:
+        mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.chdir("/tmp")
+
+
+def _lay_over(image: int, root: str, disk: str) -> None:
+    """Mount an image's files as a root that can be written to; what is written is in memory, and goes with it."""
+    above = "/tmp/above"
+    os.mkdir(above)
+    mount("tmpfs", above, "tmpfs", NOSUID | NODEV, disk)
+    for name in ("written", "moved"):
+        os.mkdir(f"{above}/{name}")
+        os.chmod(f"{above}/{name}", 0o755)
+    layers = f"lowerdir=/proc/self/fd/{image},upperdir={above}/written,workdir={above}/moved,userxattr"
+    mount("overlay", root, "overlay", NOSUID | NODEV, layers)
+    os.close(image)
+
+
+def _place(path: str) -> None:
+    """Make a folder to mount on; a link of an image in its place would lead out of it."""
+    if os.path.islink(path):
+        os.unlink(path)
+    os.makedirs(path, exist_ok=True)
 
 
 def _make_readonly(path: str) -> None:
