@@ -2,7 +2,7 @@
 
     python examples/proofs.py --out runs/proofs                          # everything, one run after the other
     python examples/proofs.py --out runs/proofs --cores 16 --minutes 8   # on a larger machine, what fits into 8 minutes
-    python examples/proofs.py --out runs/proofs --table                  # the table of what is there
+    python examples/proofs.py --out runs/proofs --table --draw curves.svg               # the tables of what is there
 
 The arms stand in `proofs.yaml`. Each run is a process with cores of its own. A run that is in the folder whole is not
 made again, so the command may be ended and given again. With ``--minutes``, runs begin in the order of the file while
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,8 @@ from fsm_rollout.statistics.estimates import of_means
 
 HERE = Path(__file__).resolve().parent
 ENOUGH = 0.95
+INK = "#808080"
+"""Readable on white and on black."""
 MARGIN = 20.0
 """Seconds that a run takes beside its minutes: it starts, evaluates a last time, and saves."""
 
@@ -45,11 +47,17 @@ class Arm:
     """Fewer minutes are not worth a beginning."""
     cores: int = 1
     seeds: tuple[int, ...] = (0, 1, 2)
+    against: str | None = None
+    """The arm whose training scores are subtracted from its own, seed by seed."""
 
 
 def read_arms(file: Path) -> dict[str, Arm]:
-    """Return the arms of a file, in the order in which they begin."""
-    return {name: Arm(**arm) for name, arm in yaml.safe_load(file.read_text("utf-8"))["arms"].items()}
+    """Return the arms of a file, in the order in which they begin; what is no field of an arm are settings."""
+    arms, known = {}, {each.name for each in fields(Arm)}
+    for name, entry in yaml.safe_load(file.read_text("utf-8"))["arms"].items():
+        settings = {key: value for key, value in entry.items() if key not in known}
+        arms[name] = Arm(**{key: value for key, value in entry.items() if key in known}, settings=settings)
+    return arms
 
 
 @dataclass
@@ -125,32 +133,98 @@ def run_all(runs: Iterable[Run], cores: int, minutes: float) -> None:
             process.wait()
 
 
-def table(runs: Iterable[Run]) -> str:
+def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Return the runs that have begun, by the names of their arms."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.lines or run.stopped:
+            found.setdefault(run.name, []).append(run)
+    return found
+
+
+def table(runs: Sequence[Run]) -> str:
     """Return a line per arm: what its seeds came to, the mean with its 95 % interval over seeds, and the time taken."""
     lines = [
         f"| arm | before | at the end, by seed | mean, 95 % interval | minutes (CPU) | {ENOUGH} after, minutes |",
         "|---|---|---|---|---|---|",
     ]
-    by_arm: dict[str, list[Run]] = {}
-    for run in runs:
-        by_arm.setdefault(run.name, []).append(run)
-    for name, of_seeds in by_arm.items():
+    for name, of_seeds in by_arm(runs).items():
         lines += [f"| {name}, seed {run.seed} | stopped: {run.stopped} | | | | |" for run in of_seeds if run.stopped]
         ended = [run for run in of_seeds if not run.stopped and len(run.evaluations) > 1]
         if not ended:
             continue
         last = [run.evaluations[-1] for run in ended]
-        found = of_means(np.array([line["held_back"] for line in last]), len(last))
         reached = [next((e["minutes"] for e in run.evaluations if e["held_back"] >= ENOUGH), math.nan) for run in ended]
         cells = [
             f"{np.mean([run.evaluations[0]['held_back'] for run in ended]):.2f}",
             ", ".join(f"{line['held_back']:.3f}" for line in last),
-            f"{found.value:.3f}" + ("" if math.isnan(found.error) else f" ± {found.margin:.3f}"),
+            interval([line["held_back"] for line in last]),
             ", ".join(f"{line['minutes']:.1f} ({line['cpu_minutes']:.1f})" for line in last),
             ", ".join("never" if math.isnan(minutes) else f"{minutes:.1f}" for minutes in reached),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def compared(runs: Sequence[Run]) -> str:
+    """Return the training scores of arms with an arm to compare them with: means of the last four steps that all made.
+
+    Differences are of the same seeds, whose first steps have the same prompts and the same samples.
+    """
+    arms = by_arm(runs)
+    others = {name: of_seeds[0].arm.against for name, of_seeds in arms.items()}
+    chosen = {name: arms[name] for name in arms if others[name] in arms or name in others.values()}
+    if not chosen:
+        return ""
+    end = min(sum("score" in line for line in run.lines) for of_seeds in chosen.values() for run in of_seeds)
+    scores = {
+        name: {run.seed: float(np.mean([line["score"] for line in run.lines[:end][-4:]])) for run in of_seeds}
+        for name, of_seeds in chosen.items()
+    }
+    lines = [
+        f"| arm | training dialogues right, steps {max(0, end - 4)} to {end - 1}, by seed | mean | less the other's |",
+        "|---|---|---|---|",
+    ]
+    for name, of_seeds in scores.items():
+        other = scores.get(others[name] or "", {})
+        apart = [score - other[seed] for seed, score in of_seeds.items() if seed in other]
+        cells = [", ".join(f"{score:.3f}" for score in of_seeds.values()), interval(list(of_seeds.values()))]
+        lines.append(f"| {name} | {' | '.join(cells)} | {interval(apart) if apart else ''} |")
+    return "\n".join(lines)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return a mean over seeds with half its 95 % interval."""
+    found = of_means(np.array(values), len(values))
+    return f"{found.value:.3f}" + ("" if math.isnan(found.error) else f" ± {found.margin:.3f}")
+
+
+def draw(runs: Sequence[Run], out: Path) -> None:
+    """Draw what there is: held-back success by minutes, and the training dialogues' score by step; a colour an arm."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (name, of_seeds) in enumerate(by_arm(runs).items()):
+        for run in of_seeds:
+            look = {"color": f"C{number}", "label": name if run is of_seeds[0] else None, "linewidth": 1}
+            seen = [(line["minutes"], line["held_back"]) for line in run.evaluations]
+            if len(seen) > 1:
+                left.plot(*zip(*seen, strict=True), marker="o", markersize=3, **look)
+            scores = [line["score"] for line in run.lines if "score" in line]
+            means = [float(np.mean(scores[max(0, step - 3) : step + 1])) for step in range(len(scores))]
+            right.plot(means, **look | ({"label": None} if len(seen) > 1 else {}))
+    left.set(xlabel="minutes", ylabel="held-back dialogues right", ylim=(0, 1))
+    right.set(xlabel="step", ylabel="training dialogues right, mean of four steps", ylim=(0, 1))
+    figure.legend(loc="outside lower center", ncols=4, labelcolor=INK, frameon=False)
+    for axes in (left, right):
+        axes.grid(color=INK, alpha=0.3)
+        axes.tick_params(colors=INK)
+        for part in (axes.xaxis.label, axes.yaxis.label):
+            part.set_color(INK)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+    figure.savefig(out, transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
@@ -162,14 +236,16 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="of all runs that are under way")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of everything, by the clock")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--draw", type=Path, help="an .svg for the curves; needs matplotlib")
     asked = parser.parse_args()
     arms = read_arms(asked.file)
     chosen = [(name, arms[name], seed) for name in asked.arms or arms for seed in arms[name].seeds]
     if not asked.table:
         run_all((Run(*run, asked.out) for run in chosen), asked.cores, asked.minutes)
-    told = table(Run(*run, asked.out) for run in chosen)
-    (asked.out / "table.md").write_text(told + "\n", "utf-8")
-    print(told)
+    runs = [Run(*run, asked.out) for run in chosen]
+    print(f"{table(runs)}\n\n{compared(runs)}".strip())
+    if asked.draw:
+        draw(runs, asked.draw)
 
 
 if __name__ == "__main__":

@@ -51,3 +51,27 @@ def test_every_arm_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch)
     }
     for arm in EXAMPLE["read_arms"](ROOT / "examples/proofs.yaml").values():
         of[arm.script](**arm.settings)
+
+
+@pytest.mark.real
+def test_the_pages_say_what_the_logs_say(tmp_path: Path) -> None:
+    arms = EXAMPLE["read_arms"](ROOT / "examples/proofs.yaml")
+    runs = [
+        EXAMPLE["Run"](name, arms[name], seed, ROOT / "examples/logs") for name in arms for seed in arms[name].seeds
+    ]
+    teachers, grpo = (
+        (ROOT / f"docs/trainers/{page}.md").read_text("utf-8").replace("*", "").replace("+", "")
+        for page in ("teachers", "grpo")
+    )
+    of_teachers = [line for line in EXAMPLE["table"](runs).splitlines() if line.startswith("| distil")]
+    of_credit = EXAMPLE["compared"](runs).splitlines()[2:]
+    assert len(of_teachers) == len(of_credit) == 4
+    for line in of_teachers:
+        name, *rest = line.strip("| ").split(" | ")
+        assert " | ".join([f"| `{name}`", *rest[:3]]) in teachers
+    for line in of_credit:
+        name, *rest = line.strip("| ").split(" | ")
+        assert " | ".join([f"| `{name}`", *rest]) in grpo
+    EXAMPLE["draw"](runs, tmp_path / "curves.svg")
+    drawn, shown = (path.read_text("utf-8") for path in (tmp_path / "curves.svg", ROOT / "docs/trainers/proofs.svg"))
+    assert all(f"<!-- {run.name} -->" in text for run in runs if run.lines for text in (drawn, shown))
