@@ -122,6 +122,7 @@ class SimulatedServer:
     _filled_at: float = 0.0  # when what is being filled will be
     _step: float = 0.0  # how many steps there were
     _share: float = MOST_SHARE
+    _looked: tuple[float, float, float] | None = None  # what `_look` returns
 
     # -- what is asked ------------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class SimulatedServer:
         for asked in [*self._filling.values(), *self._running.values()]:
             asked.node, asked.lacks = None, 0
         self._waiting = {**self._filling, **self._running, **self._waiting}
-        self._filling, self._running = {}, {}
+        self._filling, self._running, self._looked = {}, {}, None
         self.cache.clear()
 
     @property
@@ -186,9 +187,17 @@ class SimulatedServer:
     @property
     def _beside(self) -> int:
         """Tokens that are kept beside the cache: those being filled, and what those that run have said."""
-        step = self._step
-        said = sum([asked.beside(step) for asked in self._running.values()])
+        step, said, _ = self._look()
+        said += len(self._running) * (self._step - step)
         return sum([asked.lacks for asked in self._filling.values()]) + math.ceil(said - ROUNDING)
+
+    def _look(self) -> tuple[float, float, float]:
+        """Return a step since which the same run, what they had said by then, and in how many a piece was to come."""
+        if self._looked is None:
+            step, running = self._step, self._running.values()
+            to_come = min([asked.ends[asked.pieces] - asked.said_by(step) for asked in running], default=math.inf)
+            self._looked = step, sum([asked.beside(step) for asked in running]), to_come
+        return self._looked
 
     @property
     def _free(self) -> int:
@@ -213,8 +222,8 @@ class SimulatedServer:
     def _steps_to_next(self) -> float | None:
         if not self._running:
             return None
-        step = self._step
-        steps = min(asked.ends[asked.pieces] - asked.said_by(step) for asked in self._running.values())
+        step, _, to_come = self._look()
+        steps = to_come - (self._step - step)
         room = max(0, self._free + self.cache.evictable) // len(self._running)
         return max(0.0, min(steps, room + 1.0 if room < steps else steps))
 
@@ -262,7 +271,7 @@ class SimulatedServer:
 
     def _take_back(self) -> None:
         """Have the request that has said least begin anew, behind those that wait."""
-        step = self._step
+        step, self._looked = self._step, None
         asked = min(self._running.values(), key=lambda each: (each.said_by(step), -each.prompt))
         said = int(asked.said_by(step))
         del self._running[asked.request_id]
@@ -286,11 +295,15 @@ class SimulatedServer:
             self.cache.lock(asked.node)
             asked.lacks, asked.since = 0, self._step - 1.0
         self._running |= self._filling
-        self._filling = {}
+        self._filling, self._looked = {}, None
 
     def _pieces(self) -> list[Happening]:
         """Return the pieces that are there by now; who has said the last leaves."""
-        found = []
+        found: list[Happening] = []
+        step, _, to_come = self._look()
+        if self._step - step + ROUNDING < to_come:
+            return found
+        self._looked = None
         for asked in list(self._running.values()):
             said = asked.said_by(self._step) + ROUNDING
             while asked.pieces < len(asked.ends) and asked.ends[asked.pieces] <= said:
@@ -303,6 +316,7 @@ class SimulatedServer:
     def _leave(self, asked: _Asked, said: int, *, hold: bool) -> None:
         """Keep all of a request (its last token, too, as SGLang has begun another step when it sees the end)."""
         del self._running[asked.request_id]
+        self._looked = None
         assert asked.node is not None
         self.cache.unlock(asked.node)
         node, _ = self.cache.insert(asked.ids[: asked.prompt + said])
@@ -314,6 +328,8 @@ class SimulatedServer:
         """Begin to fill those that wait, as far as they fit."""
         admitted: list[Happening] = []
         fresh: list[tuple[_Asked, int]] = []
+        if not self._waiting:
+            return admitted
         step, filled = self._step, 0
         reserved = self._share * sum([asked.to_come(asked.said_by(step)) for asked in self._running.values()])
         for asked in list(self._waiting.values()):

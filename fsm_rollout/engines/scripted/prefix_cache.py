@@ -43,6 +43,7 @@ class PrefixCache:
         """Forget everything; nothing may be locked by anybody who will unlock it."""
         self.size = self.locked = 0
         self._root = PrefixNode(NO_IDS, None)
+        self._leaves = dict[PrefixNode, None]()
         self._clock = 0
         self._ends: dict[str, set[PrefixNode]] = defaultdict(set)  # where each session's latest tokens end
 
@@ -68,6 +69,8 @@ class PrefixCache:
         if new:
             leaf = PrefixNode(ids[length:], node, self._clock)
             node.children[ids[length]] = leaf
+            self._leaves.pop(node, None)
+            self._leaves[leaf] = None
             self.size += new
             node = leaf
         return node, new
@@ -107,19 +110,21 @@ class PrefixCache:
 
     def evict(self, tokens: int) -> int:
         """Evict at least so many tokens, as far as there are any; return how many."""
-        free = [(node.held > 0, node.held, node.used, id(node), node) for node in self._leaves() if not node.locks]
+        free = [(node.held > 0, node.held, node.used, id(node), node) for node in self._leaves if not node.locks]
         heapq.heapify(free)
         gone = 0
         while gone < tokens and free:
             node = heapq.heappop(free)[-1]
             parent = node.parent
             assert parent is not None
-            del parent.children[node.ids[0]]
+            del parent.children[node.ids[0]], self._leaves[node]
             gone += len(node.ids)
             for session in node.sessions:
                 self._fall_back(session, node, parent)
-            if not (parent.children or parent.locks or parent is self._root):
-                heapq.heappush(free, (parent.held > 0, parent.held, parent.used, id(parent), parent))
+            if not parent.children and parent is not self._root:
+                self._leaves[parent] = None
+                if not parent.locks:
+                    heapq.heappush(free, (parent.held > 0, parent.held, parent.used, id(parent), parent))
         self.size -= gone
         self.evicted += gone
         return gone
@@ -154,15 +159,6 @@ class PrefixCache:
         while each is not None and each is not self._root:
             yield each
             each = each.parent
-
-    def _leaves(self) -> Iterator[PrefixNode]:
-        nodes = list(self._root.children.values())
-        while nodes:
-            node = nodes.pop()
-            if node.children:
-                nodes.extend(node.children.values())
-            else:
-                yield node
 
 
 def _same(one: Ids, other: Ids) -> int:
