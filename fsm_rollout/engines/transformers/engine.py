@@ -239,8 +239,8 @@ class TransformersEngine:
         EngineError: the model cannot be found, loaded, or decoded exactly.
 
     An update of the weights applies between two steps; requests under way have their cache computed again under the
-    new weights. ``sleep`` drops the cache and moves a model on a GPU to the CPU's memory. On a GPU, torch's attention by
-    cuDNN is switched off for the whole process (``torch.backends.cuda.enable_cudnn_sdp``).
+    new weights. ``sleep`` drops the cache and moves a model on a GPU to the CPU's memory. On a GPU, torch's attention
+    by cuDNN is switched off for the whole process (``torch.backends.cuda.enable_cudnn_sdp``).
     """
 
     def __init__(
