@@ -238,7 +238,7 @@ def test_a_foreign_agent_s_histories_are_told_apart() -> None:
             for number, why in enumerate(ForkReason)
         ),
     ]  # fmt: skip
-    page = trajectory_page(Recording.of(events))
+    page = html.unescape(trajectory_page(Recording.of(events)))
     assert [page.count(f"; {why_apart(why)}</figcaption>") for why in ForkReason] == [1] * len(ForkReason)
     (trajectory,) = [Recording.of(events).trajectory]
     counted = summarize([trajectory], wall_seconds=1.0)
