@@ -74,7 +74,7 @@ def test_every_key(folder: Path) -> None:
     assert run.failures == Failures(engine=EngineFailures(attempts=5), tool=ToolFailures(do="end"))
     assert (run.concurrency, run.queue_timeout, run.agent_overrides) == (8, 1.5, ())
     assert (run.group_filter, run.target_groups) == ("fsm_rollout.rewards:scores_differ", 3)
-    assert (run.over_sample, run.max_filtered) == (2.5, 8)
+    assert (run.over_sample, run.tail, run.max_filtered) == (2.5, "sync+longest", 8)
     assert run.track is not None
     assert (run.track.use, run.track.model_extra) == ("wandb", {"project": "mine"})
     assert run.tracing is not None
