@@ -4,10 +4,12 @@ Invariant: what is kept for running requests and for later ones never exceeds ``
 waits: :class:`SimulatedServer` says what has happened until a time, and when to ask again.
 
 The rules are SGLang's (0.5.21). Requests are admitted in the order in which they came, while what they lack and may
-still say fits beside what those that run may still say (a share of it, as most say less). What they lack is filled in
-batches of ``fill_tokens``, and nobody samples meanwhile. Each step then samples a token of every request. What a
-request has said is kept behind its prompt, in :class:`~fsm_rollout.engines.scripted.prefix_cache.PrefixCache`, until
-its room is needed. When steps find no room at all, the request that has said least is taken back, and goes on later.
+still say fits beside what those that run may still say (a share of it, as most say less); once one has not fitted,
+nobody is tried before one that runs has left. What they lack is filled in batches of ``fill_tokens``, and nobody
+samples meanwhile; a batch shares nothing with the one just before it, which SGLang keeps only afterwards. Each step
+then samples a token of every request. What a request has said is kept behind its prompt, in
+:class:`~fsm_rollout.engines.scripted.prefix_cache.PrefixCache`, until its room is needed. When steps find no room at
+all, the request that has said least is taken back, and goes on later.
 
 Between two events all run at one pace, so an event costs the same however many tokens come between.
 """
@@ -30,7 +32,7 @@ from fsm_rollout.trajectory.tokens import Ids
 # first value towards the second, in so many; when a request had to be taken back, it is estimated anew.
 MOST_SHARE, LEAST_SHARE, SHARE_STEPS = 0.7, 0.098, 600
 MOST_RESERVED = 4096  # SGLang counts on no more tokens of one request than these
-RETRACT_STEPS = 20  # steps that the share is to last for, after a request was taken back
+RETRACT_STEPS = 20  # steps that the share and free room are to last for, after a request was taken back
 KEPT = 7  # tokens of its memory that SGLang gives no single request
 ROUNDING = 1e-9  # of a step
 
@@ -123,6 +125,7 @@ class SimulatedServer:
     _step: float = 0.0  # how many steps there were
     _share: float = MOST_SHARE
     _looked: tuple[float, float, float] | None = None  # what `_look` returns
+    _full: bool = False  # whether somebody did not fit: nobody is tried again before one that runs has left
 
     # -- what is asked ------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,8 @@ class SimulatedServer:
         """Tokens that are kept beside the cache: those being filled, and what those that run have said."""
         step, said, _ = self._look()
         said += len(self._running) * (self._step - step)
-        return sum([asked.lacks for asked in self._filling.values()]) + math.ceil(said - ROUNDING)
+        lacks = sum([asked.lacks for asked in [*self._filling.values(), *self._running.values()]])
+        return lacks + math.ceil(said - ROUNDING)
 
     def _look(self) -> tuple[float, float, float]:
         """Return a step since which the same run, what they had said by then, and in how many a piece was to come."""
@@ -237,14 +241,14 @@ class SimulatedServer:
         """Let time pass, and return what has happened, in order."""
         happened: list[Happening] = []
         if not (self._filling or self._running):  # it was idle, and what waits has come now
-            self.now = max(self.now, now)
+            self.now, self._share = max(self.now, now), MOST_SHARE
         while True:
             # 1. What has happened by now.
             if self._filling:
                 if self._filled_at > now:
                     break
                 self.now = self._filled_at
-                self._begin_to_say()
+                happened += self._begin_to_say()
             elif self._running:
                 steps, pace = self._steps_to_next(), self._pace
                 assert steps is not None
@@ -253,9 +257,9 @@ class SimulatedServer:
                 self.now = now if reached < steps else self.now + steps * pace
             happened += self._pieces()
             # 2. Who can be admitted; an idle server goes on at once.
-            if not self._filling:
+            if not (self._filling or (self._full and self._running)):
                 happened += self._admit()
-            if not self._filling and (not self._running or (self.next_at or 0.0) > now):
+            if not self._filling and (not self._running or (self.now >= now and (self.next_at or 0.0) > now)):
                 break
         self.now = max(self.now, now)
         return happened
@@ -280,22 +284,32 @@ class SimulatedServer:
         asked.said, asked.node = float(said), None
         self._waiting[asked.request_id] = asked
         self.counts.retracted += 1
+        self._full = False
         running = self._running.values()
-        decoded = sum(each.said_by(step) for each in running) + RETRACT_STEPS * len(running)
-        self._share = min(1.0, decoded / (sum(each.may_say for each in running) + 1))
-        if (lacking := -self._free) > 0:
+        to_last = RETRACT_STEPS * len(running)
+        decoded = sum(each.said_by(step) for each in running)
+        self._share = min(1.0, (decoded + to_last) / (sum(each.may_say for each in running) + 1))
+        if (lacking := to_last - self._free) > 0:
             self.cache.evict(lacking)
 
-    def _begin_to_say(self) -> None:
-        """Let what has been filled be kept, and say its first token, which takes no room yet."""
-        for asked in self._filling.values():
+    def _begin_to_say(self) -> list[Happening]:
+        """Let what has been filled say its first token, which takes no room yet, and be kept.
+
+        The next ones are admitted before that, as SGLang does so while it has not looked at what it has just computed.
+        """
+        filled = list(self._filling.values())
+        for asked in filled:
+            asked.since = self._step - 1.0
+        self._running |= self._filling
+        self._filling, self._looked = {}, None
+        admitted = self._admit()
+        for asked in filled:
             assert asked.node is not None
             self.cache.unlock(asked.node)
             asked.node, _ = self.cache.insert(asked.ids[: asked.prompt + int(asked.said)])
             self.cache.lock(asked.node)
-            asked.lacks, asked.since = 0, self._step - 1.0
-        self._running |= self._filling
-        self._filling, self._looked = {}, None
+            asked.lacks = 0
+        return admitted
 
     def _pieces(self) -> list[Happening]:
         """Return the pieces that are there by now; who has said the last leaves."""
@@ -318,6 +332,7 @@ class SimulatedServer:
         del self._running[asked.request_id]
         self._looked = None
         assert asked.node is not None
+        self._full = False
         self.cache.unlock(asked.node)
         node, _ = self.cache.insert(asked.ids[: asked.prompt + said])
         if hold and self.memory.sessions and asked.session:
@@ -341,7 +356,8 @@ class SimulatedServer:
             self.cache.lock(node)
             lacks = len(fed) - cached
             needed = lacks + asked.to_come(asked.said) + 1
-            if filled >= self.memory.fill_tokens or needed >= self._free + self.cache.evictable - reserved:
+            self._full = needed >= self._free + self.cache.evictable - reserved
+            if self._full or filled >= self.memory.fill_tokens:
                 self.cache.unlock(node)
                 break
             # 2. It is admitted.

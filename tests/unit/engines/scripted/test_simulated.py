@@ -112,6 +112,35 @@ def test_what_comes_later_is_filled_while_nobody_says_anything(tokenizer: Any) -
     assert run_virtual(main()) == {"a": [0.0, 1.2], "b": [0.5, 0.8]}
 
 
+def test_a_batch_that_is_filled_shares_nothing_with_the_one_just_before_it(tokenizer: Any) -> None:
+    """SGLang admits the next batch before it looks at what it has just computed."""
+
+    async def main() -> list[int]:
+        server, asked = engine(tokenizer), []
+        for number in range(3):
+            asked.append(asyncio.create_task(collect(server, ask(f"r{number}", 100, 10))))
+            await asyncio.sleep(0.04)  # while the first is filled
+        answers = await asyncio.gather(*asked, collect(server, ask("r3", 100, 10)))
+        return [chunks[0][1].cached_tokens for answer in answers for chunks in answer.values()]
+
+    assert run_virtual(main()) == [0, 0, 0, 99]
+
+
+def test_who_does_not_fit_is_tried_again_when_somebody_has_left(tokenizer: Any) -> None:
+    """What is kept free for the others falls with each step, and SGLang does not look at that."""
+
+    async def main() -> dict[str, list[float]]:
+        server = engine(tokenizer, 200, said=60)
+        first = asyncio.create_task(collect(server, ask("a", 60, 60)))
+        short = asyncio.create_task(collect(server, ask("b", 10, 10, first=1000)))
+        await asyncio.sleep(0)
+        later = await collect(server, ask("c", 40, 40, first=2000))
+        return times(later | await first | await short)
+
+    at = run_virtual(main())
+    assert at["c"][0] == at["b"][-1] < at["a"][-1]
+
+
 def test_a_session_s_next_turn_fills_only_what_is_new_until_the_session_has_ended(tokenizer: Any) -> None:
     async def main(*, sessions: bool, ends: bool) -> list[int]:
         server, cached = engine(tokenizer, 400, sessions=sessions), []
