@@ -61,12 +61,14 @@ class Placing:
         request = pending.request
         if self.residency is not None and request.session:
             key = label + root_of(request)
-            pending.tree = self.residency.ask(key, request.group_id or key, request.session, len(request.ids))
+            length, most = len(request.ids), request.sampling.max_tokens
+            pending.tree = self.residency.ask(key, request.group_id or key, request.session, length, most)
 
     def answered(self, pending: PendingRequest) -> None:
         """Take in the end of a request."""
         if self.residency is not None and pending.tree is not None:
-            self.residency.answer(pending.tree, pending.request.session, len(pending.request.ids) + len(pending.ids))
+            request, said = pending.request, len(pending.ids)
+            self.residency.answer(pending.tree, request.session, len(request.ids) + said, said)
 
     def look(self, up: Sequence[Replica], alone: bool) -> int:
         """Learn how much the replicas may have, and return how many requests more that is in all."""
@@ -79,7 +81,9 @@ class Placing:
             room += max(0, replica.allowed - replica.in_flight)
             if load.capacity:
                 self.residency = self.residency or Residency()
-                self.residency.resize(replica.name, load.capacity // self.share)
+                # Of what others hold, the other pools' parts are theirs.
+                others = load.others and max(0, load.others - load.capacity + load.capacity // self.share)
+                self.residency.resize(replica.name, max(1, (load.capacity - others) // self.share))
             elif self.residency is not None and replica.name not in self.residency.memories:
                 # One that has just come says it with its first answer, and is like the others until then.
                 known = [memory.capacity for memory in self.residency.memories.values()]

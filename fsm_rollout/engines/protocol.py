@@ -195,6 +195,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens it has room for; 0: it does not say."""
     cached_tokens: int = 0
     """Those of no running request that it still has, because a later one may begin so."""
+    others: int = 0
+    """Those of requests that run for others than who asks, as far as it knows of any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ end, tools included, and the others wait in a line.
 
 Invariants:
 
-1. The contexts of a replica's residents fit into its memory when one is admitted, and beyond it they exceed it by no
-   more than what their present generations say; a trajectory that is larger than the memory is alone there.
+1. The contexts of a replica's residents fit into its memory when one is admitted, together with what they are about to
+   say; they exceed it only where they say more than others did lately. One that is larger than the memory is alone.
 2. The line is first come, first served *by group*: nobody is admitted while somebody of an earlier group, or who came
    earlier within the group, could not be. (Smallest first would starve long prompts.)
 3. Who is paused, because residents have grown, stands at a boundary, where nothing is being sampled for it; the
@@ -28,11 +28,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-# Residents are paused when they take up more of the memory than this: the rest is for what is said meanwhile.
-FULL = 0.97
+# Residents are paused when they take up more of the memory than this, what they are about to say included: the rest is
+# for those who say more than others did.
+FULL = 0.99
 # Nobody is admitted beyond this. What is between is for the growth of those who are there: without it, each admission
 # would be followed by a pause, and the work of the one who is paused is done twice.
-ADMIT = 0.9
+ADMIT = 0.85
+# Answers that count for how much is said.
+LATELY = 64
 # Groups that are remembered after their last trajectory has left: one that begins a new stream keeps its group's place.
 REMEMBERED = 131_072
 
@@ -87,6 +90,7 @@ class Residency:
         self.trees: dict[str, Tree] = {}
         self.resident = 0  # how many trees are
         self.paused = 0  # how often one was paused so far
+        self.says = 0.0  # tokens that a request says, of those that were answered lately
         self._groups: dict[str, int] = {}
         self._trees: dict[str, Tree] = {}  # by session
         self._line: list[tuple[int, int, Tree]] = []  # a heap; who does not stand in it any more is skipped
@@ -95,7 +99,10 @@ class Residency:
     # -- the replicas -------------------------------------------------------------------------------------------------
 
     def resize(self, name: str, capacity: int) -> None:
-        """Learn how much memory a replica has for our trajectories; one that is new has nobody."""
+        """Learn how much memory a replica has for our trajectories; one that is new has nobody.
+
+        Where it has less than before, the smallest are paused as they come to ask for another turn.
+        """
         if (memory := self.memories.get(name)) is None:
             self.memories[name] = ReplicaMemory(capacity)
         else:
@@ -110,8 +117,11 @@ class Residency:
 
     # -- the trees ----------------------------------------------------------------------------------------------------
 
-    def ask(self, key: str, group: str, session: str, tokens: int) -> Tree:
-        """Note a request of a tree, whose session has so many tokens; it may go out where the tree is at home."""
+    def ask(self, key: str, group: str, session: str, tokens: int, most: int = 0) -> Tree:
+        """Note a request of a tree, whose session has so many tokens; it may go out where the tree is at home.
+
+        Room is kept for what it will say, as others said, but for no more than the ``most`` that it may say.
+        """
         tree = self.trees.get(key)
         if tree is None:
             self._came += 1
@@ -121,7 +131,7 @@ class Residency:
                 del self._groups[next(iter(self._groups))]
             tree = self.trees[key] = Tree(key, place, self._came)
         self._trees[session] = tree
-        self._grow(tree, session, tokens)
+        self._grow(tree, session, tokens + min(most, round(self.says)))
         if tree.home is not None and not tree.asking:
             memory = self.memories[tree.home]
             if memory.held > FULL * memory.capacity:
@@ -132,9 +142,10 @@ class Residency:
         self._stand_in_line(tree)
         return tree
 
-    def answer(self, tree: Tree, session: str, tokens: int) -> None:
-        """Note the end of a request, after which its session has so many tokens."""
+    def answer(self, tree: Tree, session: str, tokens: int, said: int = 0) -> None:
+        """Note the end of a request, after which its session has so many tokens, of which it has said some."""
         tree.asking -= 1
+        self.says += (said - self.says) / LATELY
         if self._trees.get(session) is tree:  # else the session has ended
             self._grow(tree, session, tokens)
 

@@ -1,9 +1,12 @@
 """What a real SGLang keeps in a memory that is too small, with sessions and without; and the simulated one the same.
 
-The simulated server is asked the same, by the same code, in virtual time, and says what SGLang has said.
+The simulated server is asked the same, by the same code, in virtual time, and says what SGLang has said. Each request
+comes when it came to SGLang, by how many tokens all conversations had got: a turn that comes a few steps later finds
+another queue, so that SGLang itself evicts a tenth more or less when it is asked the same again.
 """
 
 import asyncio
+import importlib
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
+from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason
@@ -30,6 +34,7 @@ from tests.kit import ROOT
 pytestmark = [pytest.mark.sglang, pytest.mark.real]
 
 TOKENS = 4096
+GROUPS, TURNS = 3, 16  # of four agents each, for a quarter of whom it has room
 # Seconds: what the embedded model takes on a CPU, roughly. How much is kept depends on who is quicker only.
 PACE = {"fill": 2e-4, "step": 2e-3, "step_request": 2e-4}
 
@@ -39,7 +44,7 @@ def engine() -> Iterator[SGLangEngine]:
     warm = WarmSGLang()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_process, "subprocess", warm)
-        engine = SGLangEngine(args={"max_total_tokens": TOKENS, "enable_metrics": True}, send_every=4)
+        engine = SGLangEngine(args={"max_total_tokens": TOKENS, "enable_metrics": True}, send_every=1)
         yield engine
         asyncio.run(engine.aclose())
     warm.close()
@@ -55,18 +60,33 @@ class Talk:
 
     engine: Engine
     sessions: bool
+    like: "Talk | None" = None  # whose requests came when these are to come
     said: dict[str, list[int]] = field(default_factory=dict)
+    asked_at: dict[str, int] = field(default_factory=dict)  # tokens that all had got when it was asked
     prompts: int = 0
     cached: int = 0
+    got: int = 0
+    under_way: int = 0
+    more: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def ask(self, name: str, ids: Ids, tokens: int, session: str | None = None) -> Ids:
         """Ask for a conversation's next turn, or for something that is of none."""
         of = session if session and self.sessions else ""
         sampling, said = SamplingParams(tokens, temperature=0.0, ignore_eos=True), as_ids([])
+        if self.like is not None:
+            at = self.like.asked_at[name]
+            async with self.more:
+                await self.more.wait_for(lambda: self.got >= at or not self.under_way)
+        self.asked_at[name] = self.got
+        self.under_way += 1
         async for chunk in self.engine.generate([Request(name, ids, sampling, session=of)]):
             assert chunk.error is None
             said += chunk.ids
+            self.got += len(chunk.ids)
             self.cached += chunk.cached_tokens if session else 0
+            async with self.more:
+                self.more.notify_all()
+        self.under_way -= 1
         self.prompts += len(ids) if session else 0
         self.said[name] = said.tolist()
         return said
@@ -81,10 +101,10 @@ class Talk:
                 conversations[number] = ids + said + drawn(rng, 8, 16)
                 await self.ask(f"other/{number}/{turn}", drawn(rng, 200, 200), 4)
 
-    async def together(self) -> None:
-        """Sixteen conversations of five turns, four of each beginning alike, of which nine may be under way."""
+    async def together(self, at_once: int, least: int = 150, most: int = 250) -> None:
+        """Sixteen conversations of five turns, four of each beginning alike, of which some may be under way."""
         rng = random.Random(0)
-        beginnings = [drawn(rng, 150, 250) for _ in range(4)]
+        beginnings = [drawn(rng, least, most) for _ in range(4)]
         plans = [
             (
                 beginnings[number % 4] + drawn(rng, 20, 80),
@@ -92,7 +112,7 @@ class Talk:
             )
             for number in range(16)
         ]
-        room = asyncio.Semaphore(9)
+        room = asyncio.Semaphore(at_once)
 
         async def converse(number: int) -> None:
             ids, turns = plans[number]
@@ -103,6 +123,14 @@ class Talk:
                     self.engine.end_sessions([f"c{number}"])  # type: ignore[attr-defined]
 
         await asyncio.gather(*map(converse, range(len(plans))))
+
+    async def nine(self) -> None:
+        """Of these nine: all that are under way just fit."""
+        await self.together(9)
+
+    async def twelve(self) -> None:
+        """Of longer ones twelve: they do not."""
+        await self.together(12, 250, 350)
 
 
 def evicted(engine: SGLangEngine) -> float:
@@ -120,28 +148,36 @@ def real(engine: SGLangEngine, how: str, *, sessions: bool) -> tuple[Talk, float
     return talk, evicted(engine) - before
 
 
-def simulated(how: str, said: dict[str, list[int]], *, sessions: bool) -> tuple[Talk, float]:
-    engine = SimulatedEngine(
-        lambda request: Turn(ids=tuple(said[request.request_id]), finish_reason=FinishReason.LENGTH),
-        tokenizer=embedded_tokenizer(), memory=Memory(tokens=TOKENS, **PACE),
-    )  # fmt: skip
-    talk = Talk(engine, sessions)
+def simulated(how: str, like: Talk, *, sessions: bool) -> tuple[Talk, float]:
+    def turn(request: Request) -> Turn:
+        said = like.said[request.request_id]
+        return Turn(ids=tuple(said), chunks=len(said), finish_reason=FinishReason.LENGTH)
+
+    engine = SimulatedEngine(turn, tokenizer=embedded_tokenizer(), memory=Memory(tokens=TOKENS, **PACE))
+    talk = Talk(engine, sessions, like)
     run_virtual(getattr(talk, how)())
     return talk, engine.evicted_tokens
 
 
 @pytest.mark.parametrize("sessions", [False, True])
-@pytest.mark.parametrize("how", ["one_by_one", "together"])
-def test_the_simulated_server_keeps_and_evicts_what_sglang_does(engine: SGLangEngine, how: str, sessions: bool) -> None:
-    talk, gone = real(engine, how, sessions=sessions)
-    other, also_gone = simulated(how, talk.said, sessions=sessions)
-    print(f"\n{how}, sessions {sessions}: of {talk.prompts} prompt tokens {talk.cached} were cached, simulated "
-          f"{other.cached}; evicted {gone:.0f}, simulated {also_gone}")  # fmt: skip
-    assert other.prompts == talk.prompts
-    assert other.cached == pytest.approx(talk.cached, rel=0.1, abs=50)
+@pytest.mark.parametrize(("how", "runs"), [("one_by_one", 1), ("nine", 1), ("twelve", 2)])
+def test_the_simulated_server_keeps_and_evicts_what_sglang_does(
+    engine: SGLangEngine, how: str, runs: int, sessions: bool
+) -> None:
+    prompts = cached = also_cached = 0
+    gone = also_gone = 0.0
+    for _ in range(runs):
+        talk, here = real(engine, how, sessions=sessions)
+        other, there = simulated(how, talk, sessions=sessions)
+        print(f"\n{how}, sessions {sessions}: of {talk.prompts} prompt tokens {talk.cached} were cached, simulated "
+              f"{other.cached}; evicted {here:.0f}, simulated {there}")  # fmt: skip
+        assert other.prompts == talk.prompts
+        prompts, cached, also_cached = prompts + talk.prompts, cached + talk.cached, also_cached + other.cached
+        gone, also_gone = gone + here, also_gone + there
+    assert also_cached == pytest.approx(cached, rel=0.1, abs=50)
     assert also_gone == pytest.approx(gone, rel=0.1)
     if how == "one_by_one":  # what sessions are for
-        assert talk.cached > 0.7 * talk.prompts if sessions else talk.cached < 0.05 * talk.prompts
+        assert cached > 0.7 * prompts if sessions else cached < 0.05 * prompts
 
 
 def test_each_session_that_sglang_is_told_of_is_closed_once(
@@ -180,3 +216,56 @@ def test_each_session_that_sglang_is_told_of_is_closed_once(
     assert set(closed.values()) == {1}
     assert closed.keys() == begun.keys()
     assert len(begun) > 24
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of residency, and agents for whose contexts the server has room for a quarter."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("bench_residency")
+
+
+def test_resident_trajectories_find_their_contexts_where_they_left_them(engine: SGLangEngine, bench: Any) -> None:
+    found = {}
+    for policy in ("auto", "today"):
+        wait_for(engine._link.do(engine._endpoint.flush_cache()))
+        found[policy] = bench.measure(engine, bench.prompts(GROUPS, 0), 4, TURNS, policy)
+    print("", *bench.lines(found), sep="\n")
+    auto, today = found["auto"], found["today"]
+    assert bench.room_for(0.25, GROUPS, 4, TURNS) == pytest.approx(TOKENS, rel=0.1)
+    assert auto.ended == today.ended == {"interaction_done": 4 * GROUPS}
+    assert auto.prompts == pytest.approx(today.prompts, rel=0.01)
+    assert auto.evicted == 0
+    assert auto.twice <= 0.05 * auto.prompts
+    assert today.twice > 0.3 * today.prompts
+
+
+def test_who_uses_a_server_beside_us_is_given_way_to_while_requests_of_theirs_run(
+    engine: SGLangEngine, bench: Any
+) -> None:
+    wait_for(engine._link.do(engine._endpoint.flush_cache()))
+    ours = SGLangHTTPEngine(engine.url, api_key=engine._endpoint.api_key)
+    others, here = list[tuple[bool, int]](), True
+
+    def look(trajectory: object, event: object) -> None:
+        others.append((here, ours.load().others))
+
+    async def their_requests() -> None:
+        nonlocal here
+        sampling, rng = SamplingParams(700, temperature=0.0, ignore_eos=True), random.Random(1)
+        theirs = [Request(f"theirs/{number}", drawn(rng, 900, 900), sampling) for number in range(2)]
+        async for _ in engine.generate(theirs):
+            pass
+        here = False
+
+    async def main() -> fr.TrajectoryBatch:
+        rollout = fr.Rollout(bench.agent(12), ours, seed=1, on_event=[look])
+        beside = asyncio.create_task(their_requests())
+        batch = await rollout.arun(bench.prompts(6, 0), n=4)
+        await beside
+        await ours.aclose()
+        return batch
+
+    assert len(set(asyncio.run(main())["trajectory_id"])) == 24
+    assert 1500 < max(tokens for there, tokens in others if there) <= 2 * (900 + 700)
+    assert others[-1] == (False, 0)

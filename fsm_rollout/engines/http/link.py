@@ -79,8 +79,8 @@ class ServerLink(threading.Thread):
         self._process = process
         self._replica = replica
         self._vocabulary = vocabulary
-        self._entries: dict[str, Entry] = {}
-        self._taking = threading.Lock()  # guards what `submit` looks at: `_entries` and `failure`
+        self.entries: dict[str, Entry] = {}  # what is under way, by its ids
+        self._taking = threading.Lock()  # guards what `submit` looks at: `entries` and `failure`
         self._chunks: list[tuple[ChunkStream, Chunk]] = []  # what has come in this pass of the loop
         self._held: set[str] = set()  # why the server may have no requests: "paused", "asleep", "updating"
         # All ids have one length: SGLang aborts every request whose id *begins* with the one that it is given.
@@ -117,7 +117,7 @@ class ServerLink(threading.Thread):
         with self._taking:
             if self.failure is not None:
                 raise self.failure
-            stream = ChunkStream(requests, self.abandon, self._entries)
+            stream = ChunkStream(requests, self.abandon, self.entries)
             for request in requests:
                 error = refusal(request, longest, self._vocabulary)
                 if error is not None:
@@ -125,7 +125,7 @@ class ServerLink(threading.Thread):
                     continue
                 room = min(request.sampling.max_tokens, longest - len(request.ids))
                 entry = Entry(request, stream, request.ids[:], room, routed=request.routed)
-                self._entries[request.request_id] = entry
+                self.entries[request.request_id] = entry
                 entries.append(entry)
         if entries:
             self._loop.call_soon_threadsafe(self._launch, entries)
@@ -133,7 +133,7 @@ class ServerLink(threading.Thread):
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """End those of these requests that are under way, soon."""
-        if under_way := [request_id for request_id in request_ids if request_id in self._entries]:
+        if under_way := [request_id for request_id in request_ids if request_id in self.entries]:
             with suppress(RuntimeError):  # the loop is closed, and with it everything
                 self._loop.call_soon_threadsafe(self._abort, under_way)
 
@@ -145,7 +145,7 @@ class ServerLink(threading.Thread):
 
     def load(self) -> Load:
         """Return how many have been admitted, how many wait for that, and the tokens of the former."""
-        entries = list(self._entries.values())
+        entries = list(self.entries.values())
         admitted = [len(entry.ids) for entry in entries if entry.admitted]
         waiting = len(entries) - len(admitted)
         return Load(len(admitted), waiting, used_tokens=sum(admitted), capacity=self._endpoint.capacity)
@@ -174,7 +174,7 @@ class ServerLink(threading.Thread):
     def _launch(self, entries: Iterable[Entry]) -> None:
         """Send what the server does not have, unless it is held."""
         for entry in () if self._held else entries:
-            if entry in self._sent or self._entries.get(entry.request.request_id) is not entry:
+            if entry in self._sent or self.entries.get(entry.request.request_id) is not entry:
                 continue
             if entry.stopped or not entry.room:  # the end came just as it was taken back
                 self._end(entry, FinishReason.STOP if entry.stopped else FinishReason.LENGTH)
@@ -267,8 +267,8 @@ class ServerLink(threading.Thread):
         self._put(entry, Chunk(request_id, weight_version=self.version, replica=self._replica, notes=(note,)))
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
-        if self._entries.get(entry.request.request_id) is entry:
-            del self._entries[entry.request.request_id]
+        if self.entries.get(entry.request.request_id) is entry:
+            del self.entries[entry.request.request_id]
             self._put(entry, self._last_chunk(entry.request, reason, error))
 
     def _last_chunk(self, request: Request, reason: FinishReason, error: str | None) -> Chunk:
@@ -286,11 +286,11 @@ class ServerLink(threading.Thread):
 
     def _unheard(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sample nothing for a loop that is closed."""
-        self._abort([request_id for request_id, entry in self._entries.items() if entry.stream.loop is loop])
+        self._abort([request_id for request_id, entry in self.entries.items() if entry.stream.loop is loop])
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """End these with what they have."""
-        entries = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
+        entries = [self.entries[request_id] for request_id in request_ids if request_id in self.entries]
         if entries := [entry for entry in entries if not entry.aborted]:
             for entry in entries:
                 entry.aborted = True
@@ -333,18 +333,18 @@ class ServerLink(threading.Thread):
     async def hold(self, why: str) -> None:
         """Take everything back from the server; when this returns, everything sampled has been sent on."""
         self._held.add(why)
-        await self._recall(list(self._entries.values()), everything=True)
+        await self._recall(list(self.entries.values()), everything=True)
         self._flush()
 
     async def release(self, why: str) -> None:
         """Go on, unless there is another reason not to."""
         self._held.discard(why)
-        self._launch(list(self._entries.values()))
+        self._launch(list(self.entries.values()))
 
     async def sleep(self) -> None:
         """Have the server give memory back; EngineError when requests are under way and the engine is not paused."""
-        if self._entries and "paused" not in self._held:
-            raise EngineError(f"{len(self._entries)} request(s) are under way; pause the engine before it sleeps")
+        if self.entries and "paused" not in self._held:
+            raise EngineError(f"{len(self.entries)} request(s) are under way; pause the engine before it sleeps")
         if "asleep" not in self._held:
             async with self._changing("falling asleep"):
                 await self._endpoint.sleep()
@@ -425,7 +425,7 @@ class ServerLink(threading.Thread):
         with self._taking:
             if for_good and self.failure is None:
                 self.failure = error
-            entries, self._entries = self._entries, {}
+            entries, self.entries = self.entries, {}
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
@@ -438,11 +438,11 @@ class ServerLink(threading.Thread):
 
     async def close(self, error: EngineError) -> None:
         """End everything under way with "abort" and with what it has; refuse all that comes later with ``error``."""
-        if self._entries:
+        if self.entries:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_TOKENS):
                     await self.hold("paused")
-        for entry in list(self._entries.values()):
+        for entry in list(self.entries.values()):
             self._end(entry, FinishReason.ABORT)
         if self._ends:
             await asyncio.wait(self._ends, timeout=LAST_TOKENS)

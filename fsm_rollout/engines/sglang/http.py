@@ -33,7 +33,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from fsm_rollout.engines.protocol import Load
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
+from fsm_rollout.engines.sglang.others import OtherUsers
 from fsm_rollout.engines.sglang.weights import SGLangServer
 from fsm_rollout.model.folders import load_processor, model_folder
 
@@ -67,3 +71,9 @@ class SGLangHTTPEngine(SGLangServer):
         self._connect(endpoint, replica)
         self._route(endpoint)
         self._link.version = self._meet(endpoint.meet())
+        self._others = OtherUsers(self._link, endpoint)
+        self._link.do(self._others.watch())
+
+    def load(self) -> Load:
+        """Return how busy the server is with what came from here, and with what others have asked for."""
+        return replace(super().load(), others=self._others.tokens)

@@ -70,8 +70,8 @@ class Engine:
             assert memory.held == sum(self.context[self.who(tree)] or 1 for tree in trees)
             assert set(trees) == set(memory.residents)
 
-    def run(self, mark_every: int) -> int:
-        """Take all turns; return how many steps that took."""
+    def run(self, mark_every: int, sizes: tuple[int, ...] = ()) -> int:
+        """Take all turns, in memories that others leave these sizes in turn; return how many steps that took."""
         for who in self.turns:
             self.ask(who)
         steps = 0
@@ -83,6 +83,8 @@ class Engine:
             if mark_every and steps % mark_every == 0:
                 self.residency.mark()
             steps += 1
+            for name in self.residency.memories if sizes else ():
+                self.residency.resize(name, sizes[steps % len(sizes)])
             if ready and (not idle or self.random.random() < 0.5):  # one of them is answered
                 who = self.random.choice(ready)
                 tree = self.asking.pop(who)
@@ -106,6 +108,13 @@ def test_everybody_comes_to_an_end_in_the_order_of_groups(workload, replicas, ca
     assert not engine.residency.trees
     assert engine.residency.resident == 0
     assert all(memory.held == 0 for memory in engine.residency.memories.values())
+
+
+@given(workload=workloads(), sizes=st.lists(st.integers(1, 400), min_size=1), seed=st.integers(0, 99))
+def test_others_come_and_go(workload, sizes, seed):  # type: ignore[no-untyped-def]
+    engine = Engine(workload, 2, sizes[0], seed)
+    engine.run(3, tuple(sizes))
+    assert not engine.residency.trees
 
 
 @given(workload=workloads(), capacity=st.integers(20, 400), seed=st.integers(0, 99), every=st.integers(1, 5))
@@ -188,7 +197,7 @@ def test_who_is_away_gives_way_to_all_that_fit_and_to_one_that_is_larger_than_ma
     away = [placed(residency, f"a{number}", 100) for number in range(8)]
     for tree in away:
         residency.answer(tree, f"{tree.key}/main", 100)
-    waiting = [placed(residency, f"b{number}", 100) for number in range(8)]
+    waiting = [placed(residency, f"b{number}", 100) for number in range(7)]
     large = placed(residency, "c", 950)
     for _ in range(2):  # the first sees who asks for nothing, the second who has not since
         residency.mark()

@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from fsm_rollout.engines.protocol import Load
+from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
+from fsm_rollout.simulation import simulate as simulate_module
 from fsm_rollout.simulation.bound import streams
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, block_of, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
+from fsm_rollout.trajectory.tokens import as_ids
 
 AUTO, TODAY = Policy.of("auto"), Policy.of("today")
 
@@ -57,6 +62,35 @@ def test_batches_that_take_what_is_quick_are_short_at_first_and_paced_ones_are_n
     assert carry.biases[0] < paced.biases[0]
     assert paced.makespan < carry.makespan < sync.makespan
     assert sum(map(len, carry.batches)) + carry.dropped == 24
+
+
+class Shared(SimulatedEngine):
+    """A server that somebody else uses from the 10th to the 60th second, for a prompt of two fifths of its memory."""
+
+    says = True
+    """Whether it says so."""
+
+    def load(self) -> Load:
+        server, prompt = self._server, self._server.memory.tokens * 2 // 5
+        if 10.0 < server.now < 60.0 and not {"other"} & (server._waiting | server._running | server._filling).keys():
+            server.ask("other", as_ids([-7]) * prompt, [as_ids([-8]) * 10**6], 1, "")
+        elif server.now >= 60.0:
+            server.drop(["other"])
+        return replace(super().load(), others=prompt if self.says and "other" in server._running else 0)
+
+
+def test_who_is_there_gives_way_to_other_users_of_a_server_and_comes_back_when_they_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulate_module, "SimulatedEngine", Shared)
+    found = {}
+    for Shared.says in (False, True):
+        found[Shared.says] = simulate(small("games", groups=16), ServerCosts(tokens=60_000), policy=AUTO)
+    course = found[True].course
+    assert max(share for at, share in zip(course.times, course.held, strict=True) if 15 < at < 60) <= 0.6
+    assert max(share for at, share in zip(course.times, course.held, strict=True) if 65 < at < 200) > 0.85
+    assert found[True].twice < found[False].twice / 2
+    assert found[True].makespan < found[False].makespan
 
 
 def test_it_is_a_function_of_its_arguments() -> None:

@@ -129,6 +129,8 @@ class SGLangStandIn(StandIn):
         """Why it takes no weights."""
         self.info: dict[str, object] = {}
         """What else it says of itself."""
+        self.used = [0]
+        """How many tokens its ranks have in requests, as it says."""
         self.stays = False
         """Whether a generation goes on after its first token until it is aborted."""
         self._staying: dict[str, threading.Event] = {}
@@ -140,6 +142,8 @@ class SGLangStandIn(StandIn):
                 return {"max_req_input_len": 1000, **self.info}
             case "/model_info":
                 return {"weight_version": self.label, "has_image_understanding": self.reads is not None}
+            case "/v1/loads":
+                return {"loads": [{"num_used_tokens": used} for used in self.used]}
             case "/generate":  # to whoever does not stream
                 event = self._event(body, 1, {"type": "length"})
                 event["meta_info"]["prompt_tokens"] = self.reads

@@ -24,6 +24,7 @@ from fsm_rollout.engines.protocol import HalfLoaded, Load, ReplicaLost, facts_of
 from fsm_rollout.engines.replica import LocalPlacement, PoolTimes
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.sglang import endpoint as sglang_endpoint
+from fsm_rollout.engines.sglang import others
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
@@ -383,3 +384,23 @@ async def test_a_server_is_told_of_sessions_and_of_what_has_begun_where_it_heeds
     assert (session is not None) == keeps
     ended = [body["session_id"] for body in server.bodies("/close_session")]
     assert ended == ([session, f"{session[:-1]}t"] if session else [])
+
+
+async def test_what_others_hold_of_a_server_is_what_its_requests_have_beside_ours(
+    server: SGLangStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(others, "LOOK_EVERY", 0.01)
+    server.info, server.stays = {"max_total_num_tokens": 1000}, True
+    async with aclosing(SGLangHTTPEngine(server.url)) as engine:
+        asked = asyncio.create_task(ask(engine, request("a", 3), request("b", 3)))
+        await asked_for(server, "/generate", 2)
+        for used, theirs in ((400, 392), (8, 0), (5, 0), (9, 1)):  # ours have four tokens each, as far as we know
+            server.used = [used - 2, 2]
+            while engine.load().others != theirs:  # noqa: ASYNC110  # another thread's
+                await asyncio.sleep(0.001)
+        server.raw["/v1/loads"] = b"HTTP/1.0 404 Not Found\r\n\r\n"
+        await asked_for(server, "/v1/loads", len(server.bodies("/v1/loads")) + 2)
+        assert engine.load().others == 1, "one that does not say it any more has what it had"
+        server.stays = False
+        await engine.abort(["a", "b"])
+        assert [got.ids for got in await asked] == [[FIRST]] * 2
