@@ -197,6 +197,7 @@ class Shards:
             try:
                 if self.servers is not None:
                     await self.servers.ready()
+                    await self.keep_apart()
                 shard = self._shard(await self._start_aside())
             except EngineError as error:
                 if self._closed:

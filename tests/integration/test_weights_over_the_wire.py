@@ -271,6 +271,21 @@ def test_shards_share_servers_that_the_driver_loads_once(pool: EnginePool, how: 
                     await asyncio.wrap_future(replica.live._link.do(call))
             assert are_of(await rollout.arun(prompts, n=2), {version + 1: "final"})
             assert {s["weight_version"] for s in rollout.engine_stats().values()} == {version + 1}
+            # 4. A server that somebody else has loaded is left alone, also by a shard that takes another's place.
+            stranger, shards = pool.replicas[1].live, rollout.scheduler.shards
+            body = {"new_version": "77", "abort_all_requests": False}
+            await asyncio.wrap_future(stranger._link.do(stranger._endpoint.call("/update_weight_version", body)))
+            (dying := shards.all[0]).started.kill()
+            await dying.gone.wait()
+            shards.start_missing()
+            await shards._starting
+            assert are_of(await rollout.arun(prompts, n=2), {version + 1: "final"})
+            assert {row["state"] for row in await rollout.engines["policy"].rows()} == {"up", "starting"}
+            await rollout.aupdate_weights(tensors("early"))
+            assert are_of(await rollout.arun(prompts, n=2), {version + 2: "early"})
+            async with asyncio.timeout(PATIENCE):
+                while len([row for row in await shards.call_one("rows") if row["state"] == "up"]) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
         group.close()
 
     asyncio.run(main())
