@@ -124,7 +124,12 @@ class EnginePool:
 
     async def rows(self) -> Rows:
         """Return what is known of each replica; see :func:`~fsm_rollout.engines.replica.rows_of`."""
-        return rows_of(self.replicas, self._lives.placement.urls)
+        return rows_of(self.replicas, self.urls)
+
+    @property
+    def urls(self) -> list[str] | None:
+        """Those of the replicas, where they are servers that others started."""
+        return self._lives.placement.urls
 
     def _begin_anew(self) -> None:
         """Have no request."""

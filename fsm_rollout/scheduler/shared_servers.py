@@ -113,5 +113,5 @@ class SharedServers:
 
 def servers_of(pool: EnginePool) -> dict[str, Replica]:
     """Return the replicas of a pool that have not left, by their urls."""
-    urls = [url.rstrip("/") for url in pool.here().placement.urls or ()]
+    urls = [url.rstrip("/") for url in pool.urls or ()]
     return {url: replica for url, replica in zip(urls, pool.replicas, strict=True) if replica.state != "left"}
