@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fsm_rollout.errors import RolloutError as RolloutError
     from fsm_rollout.rollout import Rollout as Rollout
     from fsm_rollout.scheduler.group import Group as Group
+    from fsm_rollout.serve.remote import RemoteRollout as RemoteRollout
     from fsm_rollout.states import State as State
     from fsm_rollout.states.external.handler import ForeignVisit as ForeignVisit
     from fsm_rollout.tools import ToolContext as ToolContext

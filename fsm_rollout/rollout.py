@@ -33,7 +33,7 @@ from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
-from fsm_rollout.scheduler.leased_group import packed_parts
+from fsm_rollout.scheduler.leased_group import LeasedGroup, packed_parts
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Listener
@@ -337,8 +337,7 @@ class Rollout(TrainerOrders):
             options["batch"] = {key: batch[key] for key in CUT & batch.keys()}
         async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as stream:
             groups = [group async for group in stream]
-        if self._shards is None:  # else they have said so
-            log_failures(groups)
+        log_failures([group for group in groups if not isinstance(group, LeasedGroup)])  # others: where they ran
         return self.batch(groups, **batch)
 
     def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:

@@ -184,7 +184,8 @@ def joined_parts(
         else:
             stretches.append((number, place, place + 1))
     found = [facts[group_id] for group_id in order]
-    if len(parts) == 1 and len(stretches) == 1 and len(rows) == len(parts[0].rows.facts):
+    whole = len(parts) == 1 and len(stretches) == 1 and len(rows) == len(parts[0].rows.facts)
+    if whole and all(array.flags.writeable for array in parts[0].rows.arrays.values()):  # those of bytes are not
         return parts[0].rows, found
     # 2. Their columns, states numbered alike.
     names = parts[0].rows.state_names if parts else tuple(state_names)

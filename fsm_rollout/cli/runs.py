@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,6 +48,9 @@ def serve(
     file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's file")],
     overrides: Overrides = None,
     port: Annotated[int | None, typer.Option("--port", metavar="N", help="instead of serve.port; 0: any")] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="serve a trainer elsewhere: fsm_rollout.RemoteRollout(URL)")
+    ] = False,
 ) -> None:
     """Serve a run's agents: an endpoint for clients of OpenAI's and Anthropic's protocols, and a chat page.
 
@@ -58,6 +62,10 @@ def serve(
     with one message more goes on where it waits in INTERACTING. Only this machine is served (serve.host=0.0.0.0
     serves others, serve.api_keys=FILE asks for keys). What is said is in the folder OUT-serve, for `show`, `export` and
     `rescore`. Ctrl-C ends it; conversations that wait go on when it is started again.
+
+    With --training it is a trainer that is served: on another machine, fsm_rollout.RemoteRollout("http://HOST:8000") is
+    used as a Rollout is: prompts in, batches out, new weights. The run's reward, filter, workers and seed hold, its
+    prompts do not. A trainer, or this server, that dies and is started again goes on where it was.
     """  # noqa: D301  # click wants the character itself
     from fsm_rollout.jobs.run_config import load_run
     from fsm_rollout.trajectory.journal import JournalFolder
@@ -71,7 +79,9 @@ def serve(
     config = load_run(file, [*(overrides or []), *([] if port is None else [f"serve.port={port}"])])
     out = short(config.serve.out or config.out)
     try:
-        serve_agents(config, lambda url, agents: typer.echo(f"{url} serves {', '.join(agents)}; Ctrl-C ends it"))
+        whom = " to a trainer" if training else ""
+        served = partial(serve_agents, training=training)
+        served(config, lambda url, agents: typer.echo(f"{url} serves {', '.join(agents)}{whom}; Ctrl-C ends it"))
     except KeyboardInterrupt:
         said = JournalFolder(out).first.exists()
         typer.echo(f"ended; what was said: fsm-rollout show {out}" if said else "ended before it served", err=True)

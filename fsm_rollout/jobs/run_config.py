@@ -82,6 +82,8 @@ class ServeConfig(StrictModel):
     """conversations that wait when the server ends go on when it is started again; false: they end"""
     body_bytes: AtLeastOne = 32 * 2**20
     """the longest body of a request, its pictures included"""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """with `--training`: every trained token was sampled at most so many weight updates ago; older samples begin anew"""
     out: Path | None = None
     """the folder of the conversations, relative to where the command is given; default: OUT-serve"""
 

@@ -200,20 +200,18 @@ def _carry_out(
     ended = sum(trajectory.ended for trajectory, _ in earlier or () if trajectory.parent_id is None)
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
-        rollout = rollout_of(
-            config,
-            agents,
-            reward=config.rewards,
-            teachers={
-                name: {"engine": teacher.engine, "top_k": teacher.top_k, "hint": teacher.hint}
-                for name, teacher in config.teachers.items()
-            },
-            workers=config.workers,
-            worker_placement=config.worker_placement,
-            group_filter=config.group_filter,
-            on_event=[listener],
-        )
+        rollout = training_rollout_of(config, agents, on_event=[listener])
         return main.run(_run(rollout, config, prompts, earlier))
+
+
+def training_rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments: Any) -> Rollout:
+    """Make a run's rollout with all that rows are made by: its reward, filter, teachers and shards too."""
+    teachers = {
+        name: {"engine": teacher.engine, "top_k": teacher.top_k, "hint": teacher.hint}
+        for name, teacher in config.teachers.items()
+    }
+    same: dict[str, Any] = {name: getattr(config, name) for name in ("workers", "worker_placement", "group_filter")}
+    return rollout_of(config, agents, reward=config.rewards, teachers=teachers, **same | arguments)
 
 
 def rollout_of(config: RunConfig, agents: Mapping[str, AgentGraph], **arguments: Any) -> Rollout:

@@ -206,23 +206,11 @@ class ShardRun:
             headers.append((
                 group.group_id, group.drop_reason and str(group.drop_reason), group.ended, group.reward_errors,
                 min(versions, default=None), list(filtered.last_scores) if filtered is not None else [],
-                *self._histories(group),
+                *(packed_events(group, self.host.events) if self.asked["histories"] else ([], [])),
             ))  # fmt: skip
         if (journal := self.scheduler.recorder.journal) is not None:
             journal.persist()  # what the driver has delivered is whole in it, should this process die now
         self.send("groups", headers, part)
-
-    def _histories(self, group: Group) -> tuple[list[list[list[bytes]]], list[tuple[bytes, str, int, int]]]:
-        """Return the events of a group's trajectories, and the pictures in them."""
-        kept = self.host.events
-        if not self.asked["histories"]:
-            return [], []
-        kinds = [
-            [kept.get(trajectory.trajectory_id, []) for trajectory in trajectories]
-            for trajectories in (group.trajectories, group.children, group.discarded)
-        ]
-        pictures = {p.sha256: p for kind in kinds for history in kind for event in history for p in pictures_in(event)}
-        return kinds, [(p.data, p.mime, p.width, p.height) for p in pictures.values()]
 
     # -- what the driver says -----------------------------------------------------------------------------------------
 
@@ -267,6 +255,18 @@ class ShardRun:
             self.cut = True
         elif self.task is not None:
             self.task.cancel()
+
+
+def packed_events(
+    group: Group, kept: Mapping[str, list[bytes]]
+) -> tuple[list[list[list[bytes]]], list[tuple[bytes, str, int, int]]]:
+    """Return the events of a group's trajectories, as they were kept by trajectory, and the pictures in them."""
+    kinds = [
+        [kept.get(trajectory.trajectory_id, []) for trajectory in trajectories]
+        for trajectories in (group.trajectories, group.children, group.discarded)
+    ]
+    pictures = {p.sha256: p for kind in kinds for history in kind for event in history for p in pictures_in(event)}
+    return kinds, [(p.data, p.mime, p.width, p.height) for p in pictures.values()]
 
 
 class ShardCounts:

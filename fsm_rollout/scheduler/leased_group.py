@@ -15,9 +15,10 @@ from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle
-from fsm_rollout.trajectory.enums import FailureClass
+from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
 from fsm_rollout.trajectory.journal import recordings
+from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -60,6 +61,15 @@ class LeasedGroup(Group):
         for field, histories in zip(("trajectories", "children", "discarded"), kinds, strict=True):
             setattr(self, field, [Trajectory.fold(_unpack(pack(history))) for history in histories])
         return object.__getattribute__(self, name)
+
+    def came_back(self, header: Sequence[Any], part: bytes) -> Sequence[float | None]:
+        """Take in what came back of it; return the scores that the group filter saw."""
+        _, reason, self.came_back_ended, errors, self.oldest, scores, self.packed, pictures = header
+        self.drop_reason = None if reason is None else DropReason(reason)
+        self.reward_errors, self.part = list(errors), part
+        for picture in pictures:
+            self.glue_entries.setdefault("", set()).add(stored(*picture))  # held, so that the events find it
+        return cast(Sequence[float | None], scores)
 
     @property
     def ended(self) -> bool:

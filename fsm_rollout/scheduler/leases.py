@@ -27,7 +27,6 @@ from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, Stop
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.event_bytes import pictures_in
-from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -255,14 +254,10 @@ class Leases:
     def _groups_came(self, run: RunState, shard: ShardHandle, headers: Sequence[Sequence[Any]], part: bytes) -> None:
         scheduler = self.scheduler
         scheduler.shards.deaths = 0
-        for group_id, reason, ended, errors, oldest, scores, histories, pictures in headers:
-            group = cast(LeasedGroup, shard.groups.pop(group_id))
-            shard.queued.pop(group_id, None)
-            group.drop_reason = None if reason is None else DropReason(reason)
-            group.came_back_ended, group.reward_errors, group.oldest = ended, list(errors), oldest
-            for picture in pictures:
-                group.glue_entries.setdefault("", set()).add(stored(*picture))  # held, so that the events find it
-            group.packed, group.part = histories, part
+        for header in headers:
+            group = cast(LeasedGroup, shard.groups.pop(header[0]))
+            shard.queued.pop(group.group_id, None)
+            scores = group.came_back(header, part)
             scheduler.groups.put(group, GroupState.DONE)
             if group.drop_reason is DropReason.FILTERED:
                 run.filtered += 1

@@ -141,9 +141,9 @@ class SampleRunner:
         waiting = self._groups.by_state[GroupState.WAITING]
         if run.exhausted and not waiting:
             return False
-        if isinstance(run.prompts, PromptQueue) and not (run.prompts.ready or waiting):
+        if not run.has_room(self._groups):
             return False
-        return run.has_room(self._groups)
+        return bool(waiting) or not isinstance(run.prompts, PromptQueue) or run.prompts.ready
 
     def _open_next(self, run: RunState) -> Group | None:
         """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.

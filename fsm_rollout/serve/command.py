@@ -11,9 +11,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
@@ -21,43 +22,65 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.control import taking_orders
 from fsm_rollout.jobs.run_config import SERVED, RunConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
-from fsm_rollout.jobs.runner import engine_problems, load_agents, rollout_of, start_lines
+from fsm_rollout.jobs.runner import (
+    check_parts,
+    engine_problems,
+    load_agents,
+    rollout_of,
+    start_lines,
+    training_rollout_of,
+)
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.serve.strangers import is_loopback
+from fsm_rollout.serve.training import TrainingService
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, JournalFolder, Recorded, is_journal, metadata, recordings
 from fsm_rollout.trajectory.settings import most_at_once
 
+TRAINED = "trained"  # the journal's word for trajectories that a trainer elsewhere has asked for
+WORDS = {SERVED: "conversations", TRAINED: "trajectories of a training service"}
 Ready = Callable[[str, list[str]], object]
 
 
-def serve(config: RunConfig, ready: Ready) -> None:
+def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
     """Serve a run's agents on its engines until a signal ends it; ``ready`` is called with its address and its agents.
+
+    ``training``: to a trainer, who has them run on prompts of its own, and gets the rows.
 
     Raises:
         ConfigError: something in the run, its agents or engines is wrong, its folder holds something else, or the
             server cannot listen at the address.
         EngineError: an engine cannot start.
-        Interrupted: a signal has ended it; conversations that wait are kept.
+        Interrupted: a signal has ended it; what waits is kept.
     """
     agents, serving = load_agents(config), config.serve
     assert serving.out is not None  # a loaded config has it
     keys = _keys(serving.api_keys)
-    if problems := list(engine_problems(config)):
+    if training:
+        check_parts(config, ())
+    elif problems := list(engine_problems(config)):
         raise ConfigError(in_file_order(problems))
     for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
     if not keys and not is_loopback(serving.host):
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
-        recorded = _earlier(serving.out, {name: dump(graph) for name, graph in agents.items()})
-        concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures.within_trajectories
-        rollout = rollout_of(config, agents, concurrency=concurrency, failures=failures)
+        earlier = _earlier(serving.out, TRAINED if training else SERVED, _described(agents))
+        if training:
+            rollout = training_rollout_of(config, agents, progress=False, max_staleness=serving.max_staleness)
+            work = _serve_training(rollout, config, keys, ready, append=earlier)
+        else:
+            concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures
+            failures = failures.within_trajectories
+            rollout = rollout_of(config, agents, concurrency=concurrency, failures=failures)
+            work = _serve(
+                rollout, config, keys, list(recordings(serving.out, unfinished=True)) if earlier else None, ready
+            )
         summary, begun = serving.out / SUMMARY, time.monotonic()
         summary.unlink(missing_ok=True)
         try:
-            main.run(_serve(rollout, config, keys, recorded, ready))
+            main.run(work)
         except KeyboardInterrupt:  # it was told to end, and has
             if is_journal(serving.out / JOURNAL):
                 summary.write_text(json.dumps({"served_seconds": time.monotonic() - begun}) + "\n", "utf-8")
@@ -78,20 +101,24 @@ def _keys(path: Path | None) -> frozenset[str]:
     return keys
 
 
-def _earlier(folder: Path, agents: dict[str, object]) -> list[Recorded] | None:
-    """Return what an earlier server left open here (``None``: there was none); ConfigError if its agents differ."""
+def _described(agents: Mapping[str, AgentGraph]) -> dict[str, object]:
+    return {name: dump(graph) for name, graph in agents.items()}
+
+
+def _earlier(folder: Path, what: str, agents: dict[str, object]) -> bool:
+    """Return whether an earlier server of this kind has left a journal here; ConfigError if its agents differ."""
     journal = JournalFolder(folder).first
     if not journal.exists():
-        return None
-    facts = metadata(folder) if is_journal(journal) else {}
-    if SERVED not in facts:
-        raise ConfigError(f"serve.out: '{folder}' holds something other than conversations; choose another folder")
+        return False
+    facts, words = metadata(folder) if is_journal(journal) else {}, WORDS[what]
+    if what not in facts:
+        raise ConfigError(f"serve.out: '{folder}' holds something other than {words}; choose another folder")
     if facts.get("agents") != agents:
         raise ConfigError(
-            f"serve.out: '{folder}' holds conversations with other agents (or other versions of them); choose another "
+            f"serve.out: '{folder}' holds {words} with other agents (or other versions of them); choose another "
             f"folder for the present ones: serve.out={folder.name}-2"
         )
-    return list(recordings(folder, unfinished=True))
+    return True
 
 
 async def _serve(
@@ -108,5 +135,25 @@ async def _serve(
                 ready(url, list(service.models))
                 await asyncio.wait({running})  # it ends by failing alone
                 running.result()
+    finally:
+        await rollout.aclose()
+
+
+async def _serve_training(
+    rollout: Rollout, config: RunConfig, keys: frozenset[str], ready: Ready, *, append: bool
+) -> None:
+    serving = config.serve
+    assert serving.out is not None
+    facts = {**rollout.description, TRAINED: True, "run": config.to_json(), "file": str(config.file)}
+    try:
+        with Journal(serving.out / JOURNAL, metadata=facts, append=append) as journal:
+            rollout.journal = journal
+            service = TrainingService(rollout, serving.out, serving, keys)
+            try:
+                async with service.listening(service.app()) as url:
+                    ready(url, list(rollout.agents))
+                    await asyncio.get_running_loop().create_future()
+            finally:
+                await service.aclose()
     finally:
         await rollout.aclose()

@@ -1,54 +1,35 @@
 """The HTTP side: routes, keys, limits, and errors in each protocol's own words.
 
-Invariants: no file but the page's three is read, and none for a path that a caller names; without the right key nothing
-is answered but the page and ``/health``; a browser lets only this server's own page speak to it (``Origin``), and one
-at a loopback address answers to loopback names alone, so that no page from elsewhere reaches it through a name of its
-own.
+Invariant: no file but the page's three is read, and none for a path that a caller names; without the right key nothing
+is answered but the page and ``/health``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from types import ModuleType
 
 from aiohttp import web
 
-from fsm_rollout import __version__
 from fsm_rollout.diagrams.palette import css_variables
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.serve.guarded import Guarded, Handler, digest_of
 from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
-from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external import openai_dialect
 from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError
-from fsm_rollout.states.external.responding import (
-    DIALECTS,
-    chat_of,
-    dialect_of,
-    failed,
-    key_of_caller,
-    named_response,
-    refuse_upgrade,
-    respond,
-)
+from fsm_rollout.states.external.responding import DIALECTS, chat_of, dialect_of, key_of_caller, named_response, respond
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.journal import Recorded
 
-logger = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The chat page.
 PAGE = {
     "/": ("chat.html", "text/html"),
     "/chat.css": ("chat.css", "text/css"),
     "/chat.js": ("chat.js", "text/javascript"),
 }
-OPEN = frozenset({*PAGE, "/health"})  # what is answered without a key
 # Sent with the page: it runs its own script alone, and speaks to this server alone.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -57,75 +38,34 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 
 
-def digest_of(key: str) -> str:
-    """Return what stands for a key: it is compared, and it names the caller in the journal."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+class Server(Guarded):
+    """Answers HTTP requests from a service."""
 
-
-class Server:
-    """Answers HTTP requests from a service; ``keys`` are the callers' keys, none of which: everybody is served."""
+    open_paths = frozenset({*PAGE, "/health"})
 
     def __init__(self, service: Service, keys: frozenset[str]) -> None:
+        super().__init__(service.serving, keys)
         self.service = service
-        self._callers = {digest_of(key) for key in keys}
-        self._loopback = is_loopback(service.serving.host)
         package = files("fsm_rollout.serve") / "page"
         self._page = {path: ((package / name).read_text("utf-8"), kind) for path, (name, kind) in PAGE.items()}
         states = dict.fromkeys(state for graph in service.models.values() for state in graph.states)
         css, kind = self._page["/chat.css"]
         self._page["/chat.css"] = css_variables(tuple(states)) + css, kind
 
-    def runner(self) -> web.AppRunner:
-        """Return what serves it."""
-        app = web.Application(client_max_size=self.service.serving.body_bytes, middlewares=[self._guard])
+    def app(self) -> web.Application:
+        """See there."""
+        app = super().app()
         for path in DIALECTS:
             app.router.add_post(path, self._chat(dialect_of(path)))
         for path, handler in (
-            ("/v1/models", self._models), ("/health", self._health), ("/metrics", self._metrics),
-            ("/v1/responses/{id}", self._again),
+            ("/v1/models", self._models), ("/metrics", self._metrics), ("/v1/responses/{id}", self._again),
         ):  # fmt: skip
             app.router.add_get(path, handler)
         for path in self._page:
             app.router.add_get(path, self._asset)
-        return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who may come in, and say errors in the protocol's words."""
-        dialect = dialect_of(request.path)
-        try:
-            self._check(request)
-            refuse_upgrade(request)
-            return await handler(request)
-        except ProtocolError as error:
-            return failed(dialect, error)
-        except web.HTTPException as error:
-            message = f"{request.method} {request.path}: {error.reason}"
-            if error.status in (404, 405):
-                message += f"; there is {', '.join(self._paths(request.app))}"
-            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message))
-        except (ConnectionError, OSError):
-            raise  # the caller has gone
-        except Exception as error:
-            logger.exception("%s %s could not be answered", request.method, request.path)
-            message = f"the request could not be answered: {type(error).__name__}"
-            return failed(dialect, ProtocolError(500, "internal_error", message))
-
-    @staticmethod
-    def _paths(app: web.Application) -> list[str]:
-        """Return what can be asked for, as ``METHOD /path``."""
-        routes = (route for route in app.router.routes() if route.resource and route.method != "HEAD")
-        return [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
-
-    def _check(self, request: web.Request) -> None:
-        """Raise ProtocolError for pages from elsewhere, and callers without a key."""
-        if (wrong := stranger(request, self._loopback)) is not None:
-            raise ProtocolError(403, *wrong)
-        if self._callers and request.path not in OPEN and digest_of(key_of_caller(request)) not in self._callers:
-            raise ProtocolError(401, "invalid_api_key", "send one of the server's API keys")
+        return app
 
     def _chat(self, dialect: ModuleType) -> Handler:
         protocol = dialect.__name__.rpartition(".")[2].removesuffix("_dialect")
@@ -175,9 +115,6 @@ class Server:
         body = openai_dialect.models(self.service.models, self.service.seeing)
         return web.Response(body=body, content_type="application/json")
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "version": __version__})
-
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -191,20 +128,15 @@ async def listening(
     service: Service, keys: frozenset[str] = frozenset(), recorded: Iterable[Recorded] = ()
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """Serve, and yield the address and what runs the trajectories; ConfigError if it cannot listen there."""
-    host, port = service.serving.host, service.serving.port
-    running, runner = asyncio.create_task(service.run(recorded)), Server(service, keys).runner()
+    running, server = asyncio.create_task(service.run(recorded)), Server(service, keys)
     try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
-        name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{runner.addresses[0][1]}", running
+        async with server.listening(server.app()) as url:
+            try:
+                yield url, running
+            finally:
+                service.close()
     finally:
         service.close()
-        await runner.cleanup()
         if service.serving.keep:
             running.cancel()
         await asyncio.wait({running})

@@ -4,7 +4,9 @@ import asyncio
 import inspect
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from fsm_rollout.trajectory.journal import Journal, metadata
 from tests.cases import FILES, table
 from tests.embedded import tokenizer
 from tests.kit import ROOT
+from tests.remote import serving
 from tests.routing import RoutingEngine, experts_at
 from tests.runs import agent as graph
 from tests.runs import asking, rows
@@ -36,12 +39,28 @@ CONFIGS = ROOT / "configs"
 SCRIPTED = {"kind": "scripted", "turns": ["The answer is 4."]}
 
 
+Made = Callable[..., fr.Rollout]
+
+
+@pytest.fixture(params=["here", "at a service"])
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
+    """Make a rollout, or a client of a service that has the rollout: both do the same."""
+    with ExitStack() as services:
+
+        def at_a_service(*of: Any, **more: Any) -> fr.Rollout:
+            (folder := tmp_path / f"service-{next(numbers)}").mkdir()
+            return fr.RemoteRollout(services.enter_context(serving(fr.Rollout(*of, **more), folder)))
+
+        numbers = count()
+        yield fr.Rollout if request.param == "here" else at_a_service
+
+
 def agent() -> fr.AgentGraph:
     return fr.load_agent(CONFIGS / "agents/single_turn.yaml")
 
 
-def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
-    with fr.Rollout(agent(), SCRIPTED) as rollout:
+def test_plain_run_gives_a_batch_in_the_order_of_the_prompts(made: Made) -> None:
+    with made(agent(), SCRIPTED) as rollout:
         batch = rollout.run(["one", "two", "three"], n=2)
     assert batch.tensordict["group_id"] == ["0", "0", "1", "1", "2", "2"]
     assert batch.tensordict["trajectory_id"] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
@@ -49,19 +68,19 @@ def test_plain_run_gives_a_batch_in_the_order_of_the_prompts() -> None:
 
 
 def test_the_log_says_how_many_samples_have_a_score_and_why_the_first_has_none(
-    caplog: pytest.LogCaptureFixture,
+    made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
     def reward(trajectory: fr.Trajectory) -> float:
         return {"one": 0.5, "two": 1.0}[trajectory.group_id]
 
     prompts = [fr.Prompt(messages=[{"role": "user", "content": "hm"}], prompt_id=name) for name in ("one", "two", "x")]
-    with fr.Rollout(agent(), SCRIPTED, reward=reward) as rollout:
+    with made(agent(), SCRIPTED, reward=reward) as rollout:
         rollout.run(prompts, n=1)
     assert "scored 2 of 3; the first without a score: x/0: KeyError: 'x'" in caplog.text
 
 
-def test_a_rollout_and_its_groups_say_what_they_are_in_one_line() -> None:
-    with fr.Rollout(agent(), SCRIPTED, reward=lambda trajectory: 0.5) as rollout:
+def test_a_rollout_and_its_groups_say_what_they_are_in_one_line(made: Made) -> None:
+    with made(agent(), SCRIPTED, reward=lambda trajectory: 0.5) as rollout:
         assert repr(rollout) == "<Rollout of single_turn; engines: policy scripted>"
 
         async def first() -> list[fr.Group]:
@@ -72,8 +91,8 @@ def test_a_rollout_and_its_groups_say_what_they_are_in_one_line() -> None:
     assert repr(rollout).endswith("; closed>")
 
 
-def test_a_plain_loop_over_the_stream_is_told_to_be_async() -> None:
-    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(TypeError, match="`async for group in rollout"):
+def test_a_plain_loop_over_the_stream_is_told_to_be_async(made: Made) -> None:
+    with made(agent(), SCRIPTED) as rollout, pytest.raises(TypeError, match="`async for group in rollout"):
         for _ in rollout.stream(["one"]):  # type: ignore[attr-defined]
             pass
 
@@ -131,19 +150,19 @@ def test_prompts_that_no_engine_can_take_are_counted_and_the_log_says_why(caplog
     assert re.search(why, caplog.text)
 
 
-def test_plain_run_works_where_a_loop_is_running() -> None:
+def test_plain_run_works_where_a_loop_is_running(made: Made) -> None:
     """As in a notebook."""
 
     async def notebook() -> int:
-        with fr.Rollout(agent(), SCRIPTED) as rollout:
+        with made(agent(), SCRIPTED) as rollout:
             return len(rollout.run(["one"], n=3))
 
     assert asyncio.run(notebook()) == 3
 
 
-def test_async_run_and_stream() -> None:
+def test_async_run_and_stream(made: Made) -> None:
     async def main() -> tuple[int, list[str]]:
-        rollout = fr.Rollout(agent(), SCRIPTED)
+        rollout = made(agent(), SCRIPTED)
         batch = await rollout.arun(["one", "two"], packed=True)
         seen = [group.group_id async for group in rollout.stream([{"messages": [{"role": "user", "content": "x"}]}])]
         await rollout.aclose()
@@ -173,10 +192,10 @@ def test_an_unsound_agent_and_a_wrong_engine_are_refused() -> None:
         fr.Rollout(agent(), {"kind": "scriptd"})
 
 
-def test_several_agents_and_validation_sampling() -> None:
+def test_several_agents_and_validation_sampling(made: Made) -> None:
     engine = fr.ScriptedEngine(lambda request: request.agent, tokenizer=tokenizer(), log=True)
     other = agent().model_copy(update={"agent": "other"})
-    rollout = fr.Rollout(
+    rollout = made(
         {"a": agent(), "b": other}, engine, validate=True, sampling={"temperature": 0.7, "top_k": 5},
         validation_sampling={"temperature": 0.0},
     )  # fmt: skip
@@ -252,19 +271,19 @@ def test_a_journal_without_metadata_gets_the_agents(tmp_path: Path) -> None:
     assert open_run(tmp_path / "mine.sqlite").agents == {agent().agent: agent()}
 
 
-def test_states_have_the_same_numbers_in_every_step() -> None:
+def test_states_have_the_same_numbers_in_every_step(made: Made) -> None:
     """Whichever states a step has come through, and those of sub-agents too."""
     helping = {"PENDING": {}, "HELPING": {"handler": "generate", "timeout": 9.0}}
     lines = rows("PENDING prompted HELPING", "HELPING generated TERMINATED")
     helper = graph({"states": helping, "transitions": lines}, agent="helper")
-    with fr.Rollout(asking(helper), SCRIPTED) as rollout:
+    with made(asking(helper), SCRIPTED) as rollout:
         names = rollout.run(["a"]).state_names
     assert names == ("PENDING", "HELPING", "GENERATING", "PROCESSING_TOOLS")
 
 
-def test_an_async_rollout_closes_what_it_built() -> None:
+def test_an_async_rollout_closes_what_it_built(made: Made) -> None:
     async def main() -> fr.Rollout:
-        async with fr.Rollout(agent(), SCRIPTED) as rollout:
+        async with made(agent(), SCRIPTED) as rollout:
             assert len(await rollout.arun(["a"])) == 1
         return rollout
 
@@ -279,9 +298,9 @@ def evens(trajectory: fr.Trajectory) -> float | None:
     return [1.0, 0.0, None][trajectory.sample % 3]
 
 
-def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
+def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone(made: Made) -> None:
     engine = fr.ScriptedEngine(lambda request: request.group_id, tokenizer=tokenizer(), log=True)
-    with fr.Rollout(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
+    with made(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
         training = rollout.run(fr.endless_prompts(["differ"]), n=2, target_groups=1, over_sample=3)
         carried = [group.group_id for group in rollout.carried]
         evaluated = rollout.evaluate(["same", "same", "differ"], n=1)
@@ -296,18 +315,18 @@ def test_an_evaluation_is_not_filtered_and_leaves_the_training_alone() -> None:
     assert goes_on.tensordict["group_id"][0] in carried
 
 
-def test_several_samples_of_an_evaluation_are_drawn_unless_it_says_otherwise() -> None:
+def test_several_samples_of_an_evaluation_are_drawn_unless_it_says_otherwise(made: Made) -> None:
     engine = fr.ScriptedEngine(["a"], tokenizer=tokenizer())
     greedy, drawn = 0.0, 0.7
 
     def temperatures(rollout: fr.Rollout, **options: Any) -> set[float]:
         return {row.sampling[0][1] for row in rollout.evaluate(["same"], **options).rows()}
 
-    with fr.Rollout(agent(), engine, sampling={"temperature": drawn}) as rollout:
+    with made(agent(), engine, sampling={"temperature": drawn}) as rollout:
         assert temperatures(rollout) == {greedy}
         assert temperatures(rollout, n=2) == {drawn}
         assert temperatures(rollout, n=2, sampling={"temperature": 0.2}) == {0.2}
-    with fr.Rollout(agent(), engine, validation_sampling={"temperature": greedy}) as rollout:
+    with made(agent(), engine, validation_sampling={"temperature": greedy}) as rollout:
         assert temperatures(rollout, n=2) == {greedy}
 
 
@@ -330,9 +349,9 @@ def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
     assert run_virtual(main()) == ["answered", "answered"]
 
 
-def test_what_the_filter_turned_down_is_listed_and_counted() -> None:
+def test_what_the_filter_turned_down_is_listed_and_counted(made: Made) -> None:
     engine = fr.ScriptedEngine(["four tokens or so"], tokenizer=tokenizer())
-    with fr.Rollout(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
+    with made(agent(), engine, reward=evens, group_filter="fsm_rollout.rewards:scores_differ") as rollout:
         batch = rollout.run(["same", "differ", "same"], n=3)
     assert batch.dropped == {"0": "filtered", "2": "filtered"}
     tokens = batch.tensordict["response_mask"].sum().item()
@@ -451,20 +470,21 @@ def test_a_wrong_argument_is_one_clear_line(case: dict[str, Any]) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_prompts_may_be_given_as_their_file(tmp_path: Path) -> None:
+def test_prompts_may_be_given_as_their_file(made: Made, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "?"}], "prompt_id": "mine"}\n', "utf-8")
-    with fr.Rollout(agent(), SCRIPTED) as rollout:
+    with made(agent(), SCRIPTED) as rollout:
         assert rollout.run(file).tensordict["group_id"] == ["mine"]
-        assert rollout.run(str(file), target_groups=1).tensordict["group_id"] == ["mine"]
+        (again,) = rollout.run(str(file), target_groups=1).tensordict["group_id"]
+        assert again.partition("#")[0] == "mine"  # where there is a journal, as services have, it is another
         with pytest.raises(fr.ConfigError, match=r"no such file; did you mean 'prompts.jsonl'\?"):
             rollout.run(tmp_path / "promts.jsonl")
         with pytest.raises(fr.ConfigError, match="prompts must come as a list, got one text"):
             rollout.run("What is 1 + 1?")
 
 
-def test_an_argument_that_nothing_takes_is_refused_before_anything_is_sampled() -> None:
-    with fr.Rollout(agent(), SCRIPTED) as rollout:
+def test_an_argument_that_nothing_takes_is_refused_before_anything_is_sampled(made: Made) -> None:
+    with made(agent(), SCRIPTED) as rollout:
         with pytest.raises(fr.ConfigError, match="run: unknown argument 'target_group'; did you mean 'target_groups'"):
             rollout.run(["hm"], target_group=1)
         with pytest.raises(fr.ConfigError, match="evaluate: unknown argument 'samplin'; did you mean 'sampling'"):
@@ -483,14 +503,14 @@ def test_a_misspelt_argument_and_a_reward_that_is_not_there_are_one_line_each() 
     assert caught.value.__suppress_context__
 
 
-def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sampled() -> None:
-    with fr.Rollout(agent(), SCRIPTED, reward="fsm_rollout.rewards:exact_answer") as rollout:
+def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sampled(made: Made) -> None:
+    with made(agent(), SCRIPTED, reward="fsm_rollout.rewards:exact_answer") as rollout:
         with pytest.raises(fr.ConfigError, match="prompt '0' has no 'answer', which reward 'exact_answer' reads"):
             rollout.run(["What is 2 + 2?"], n=4)
         assert rollout.engine_stats()["policy"]["requests"] == 0
 
 
 @pytest.mark.parametrize("case", table("rollout_arguments")["run"], ids=str)
-def test_a_wrong_number_is_one_clear_line(case: dict[str, Any]) -> None:
-    with fr.Rollout(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(case["says"])):
+def test_a_wrong_number_is_one_clear_line(made: Made, case: dict[str, Any]) -> None:
+    with made(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(case["says"])):
         rollout.run(["What is 2 + 2?"], **case["given"])

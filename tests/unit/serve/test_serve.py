@@ -22,7 +22,8 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.jobs.run_config import ServeConfig
-from fsm_rollout.serve.server import digest_of, listening
+from fsm_rollout.serve.guarded import digest_of
+from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.states.external import anthropic_dialect, responses_dialect
 from fsm_rollout.states.external.responding import Answer

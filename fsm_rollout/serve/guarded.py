@@ -1,0 +1,105 @@
+"""Who is let in to a server of ours over HTTP, and how it is said that somebody is not.
+
+Invariants: without the right key nothing is answered but what is open to all; a browser lets only this server's own
+page speak to it (``Origin``), and one at a loopback address answers to loopback names alone, so that no page from
+elsewhere reaches it through a name of its own; what is wrong is said in the protocol's own words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from fsm_rollout import __version__
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.run_config import ServeConfig
+from fsm_rollout.serve.strangers import is_loopback, stranger
+from fsm_rollout.states.external.chat_request import ProtocolError
+from fsm_rollout.states.external.responding import dialect_of, failed, key_of_caller, refuse_upgrade
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
+
+
+def digest_of(key: str) -> str:
+    """Return what stands for a key: it is compared, and it names the caller in the journal."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class Guarded:
+    """Lets in who may come in; ``keys`` are the callers' keys, none of which: everybody is served."""
+
+    open_paths: Container[str] = frozenset({"/health"})  # what is answered without a key
+
+    def __init__(self, serving: ServeConfig, keys: frozenset[str]) -> None:
+        self.serving = serving
+        self._callers = {digest_of(key) for key in keys}
+        self._loopback = is_loopback(serving.host)
+
+    def app(self) -> web.Application:
+        """Return what answers, still without routes of its own."""
+        app = web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
+        app.router.add_get("/health", self._health)
+        return app
+
+    @asynccontextmanager
+    async def listening(self, app: web.Application) -> AsyncIterator[str]:
+        """Listen, and yield the address; ConfigError if it cannot listen there."""
+        host, port = self.serving.host, self.serving.port
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        await runner.setup()
+        try:
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                why = error.strerror or error
+                raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
+            name = f"[{host}]" if ":" in host else host
+            yield f"http://{name}:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who may come in, and say errors in the protocol's words."""
+        dialect = dialect_of(request.path)
+        try:
+            self._check(request)
+            refuse_upgrade(request)
+            return await handler(request)
+        except ProtocolError as error:
+            return failed(dialect, error)
+        except web.HTTPException as error:
+            message = f"{request.method} {request.path}: {error.reason}"
+            if error.status in (404, 405):
+                message += f"; there is {', '.join(self._paths(request.app))}"
+            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message))
+        except (ConnectionError, OSError):
+            raise  # the caller has gone
+        except Exception as error:
+            logger.exception("%s %s could not be answered", request.method, request.path)
+            message = f"the request could not be answered: {type(error).__name__}"
+            return failed(dialect, ProtocolError(500, "internal_error", message))
+
+    @staticmethod
+    def _paths(app: web.Application) -> list[str]:
+        """Return what can be asked for, as ``METHOD /path``."""
+        routes = (route for route in app.router.routes() if route.resource and route.method != "HEAD")
+        return [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
+
+    def _check(self, request: web.Request) -> None:
+        """Raise ProtocolError for pages from elsewhere, and callers without a key."""
+        if (wrong := stranger(request, self._loopback)) is not None:
+            raise ProtocolError(403, *wrong)
+        keyed = self._callers and request.path not in self.open_paths
+        if keyed and digest_of(key_of_caller(request)) not in self._callers:
+            raise ProtocolError(401, "invalid_api_key", "send one of the server's API keys")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "version": __version__})

@@ -1,0 +1,235 @@
+"""A rollout that another machine runs, with the surface of :class:`fsm_rollout.Rollout`.
+
+Invariant: a trainer has each group once, whatever dies meanwhile. What is asked is asked again until it is answered; a
+service that was started again is told which groups are there; and a group is acknowledged when the trainer asks for the
+next one, or runs again, as a journal marks it in a run of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fsm_rollout.agent.loader import recorded_agent
+from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
+from fsm_rollout.engines.protocol import Weights, WeightSource
+from fsm_rollout.engines.weight_sources import Loaded, as_source
+from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.model.folders import load_processor
+from fsm_rollout.report.tracing import RolloutTracing
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.failure_policy import ENDS
+from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.leased_group import LeasedGroup
+from fsm_rollout.scheduler.orders import Listens
+from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.scheduler.resume import History
+from fsm_rollout.scheduler.run_state import RunState, Watch
+from fsm_rollout.scheduler.scheduler import MAX_FILTERED, OVER_SAMPLE, Scheduler
+from fsm_rollout.scheduler.shards import EnginesOfShards
+from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RefusedError, RemoteRun, ServiceLine
+from fsm_rollout.serve.training_wire import API, Begin, End, Facts, Open, packed_pictures, prompts_of
+from fsm_rollout.states.active_trajectory import CARRIED
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.settings import Sampling
+from fsm_rollout.trajectory.trajectory import Trajectory
+
+
+class RemoteScheduler:
+    """What a rollout asks of its scheduler, asked of a service's.
+
+    Args:
+        line: to the service.
+        weights: has the version of the policy's weights.
+        evaluation: the sampling of an evaluation beside the training; ``None``: this is the training.
+    """
+
+    def __init__(self, line: ServiceLine, weights: SimpleNamespace, evaluation: Sampling | None = None) -> None:
+        self.line, self.weights, self.evaluation = line, weights, evaluation
+        self.recorder = Recorder(None, ())
+        self.staleness = SimpleNamespace(version=lambda: weights.version)
+        self.carried: list[Group] = []
+        self.under_way = False
+        self.stats: dict[str, dict[str, int]] = {}
+        self._options: dict[str, Any] = {}
+        self._delivered: list[str] = []  # the groups that the caller has and has not come back from
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Leave it to the service."""
+
+    async def acheck(self, prompts: Sequence[Prompt]) -> None:
+        """Leave it to the service, which checks a list before anything of it runs."""
+
+    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
+        """Know how groups are wanted."""
+        self._options = {"histories": histories, "batch": dict(batch_options)}
+
+    @asynccontextmanager
+    async def opened(self, listens: Listens | None) -> AsyncIterator[None]:
+        """Keep connections open during a run."""
+        async with self.line.connected():
+            yield None
+
+    def engine_stats(self) -> dict[str, dict[str, int]]:
+        """Return what the engines have done, as of the last answer."""
+        return self.stats
+
+    def loop_lag(self) -> dict[str, dict[str, float]]:
+        """Return nothing: it is the service's."""
+        return {}
+
+    async def send_to_sleep(self) -> None:
+        """Have engines give their memory back."""
+        await self.line.order("sleep")
+
+    async def wake_up(self) -> None:
+        """Have them be ready again."""
+        await self.line.order("wake")
+
+    async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
+        """Have new policy weights loaded and return their version."""
+        source = as_source(weights)
+        if not isinstance(source, Loaded):
+            raise EngineError("a training service loads a folder that it can read; or `async with rollout.updating()`")
+        self.weights.version = await self.line.order("update_weights", folder=str(source.weights), version=version)
+        return int(self.weights.version)
+
+    async def drop_carried(self) -> list[Group]:
+        """Give up what waits for the next run, and return it."""
+        carried, self.carried = self.carried, []
+        if carried:
+            await self.line.order("drop_carried")
+        return carried
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    async def run(
+        self, prompts: Iterable[Prompt], n: int = 1, *, target_groups: int | None = None,
+        over_sample: float = OVER_SAMPLE, max_filtered: float | None = MAX_FILTERED, resume: Iterable[History] = (),
+        deliver_at_end: bool = False, step: int | None = None, trace: object = None,
+    ) -> AsyncGenerator[Group, None]:  # fmt: skip
+        """See :meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`."""
+        if self.under_way:
+            raise ConfigError(
+                "a run is under way already, and there is one at a time; iterate it to its end, or close it "
+                "(`aclose()`), or use another Rollout"
+            )
+        # What is wrong with the numbers is said as it is elsewhere.
+        RunState(iter(()), n, target_groups, over_sample, max_filtered, False, frozenset(), Watch(ENDS), None, CARRIED)
+        histories = list(resume)
+        if any(isinstance(history, Trajectory) for history in histories):
+            raise ConfigError("resume: give the events of trajectories: fsm_rollout.journal.histories(path)")
+        source = PromptFeed(prompts)
+        begin = Begin(
+            client=self.line.client, run=next(self.line.numbers), n=n, target_groups=target_groups,
+            over_sample=over_sample, max_filtered=max_filtered, step=step, at_end=deliver_at_end,
+            evaluation=None if self.evaluation is None else self.evaluation.model_dump(exclude_none=True),
+            prompts=source.packed, pictures=packed_pictures(source.packed), closed=source.closed,
+            resume=[list(map(encode, cast(Any, history))) for history in histories], acked=self._delivered,
+            **self._options,
+        )  # fmt: skip
+        self.under_way, mine = True, RemoteRun(self.line, begin, source)
+        try:
+            await self.line.ask(begin)
+            self._delivered = []
+            async for group in mine.groups():
+                if not deliver_at_end:
+                    self._delivered.append(group.group_id)
+                    yield group
+                    mine.done_with(group.group_id)
+                    self._delivered.remove(group.group_id)
+            self.weights.version, self.stats = mine.last.weight_version, mine.last.stats
+            waits = mine.last.carried
+            if self.evaluation is None:
+                known = prompts_of([each[3] for each in waits], mine.last.pictures)
+                self.carried = [
+                    LeasedGroup.of(*each[:2], prompt, each[2]) for each, prompt in zip(waits, known, strict=True)
+                ]
+            if deliver_at_end:
+                for group in mine.held.values():
+                    self._delivered.append(group.group_id)
+                    yield group
+        finally:
+            try:
+                if not mine.last.ended and mine.begun:
+                    with suppress(RefusedError):
+                        await self.line.ask(End(client=self.line.client, run=begin.run))
+            finally:
+                self.under_way = False
+
+
+class RemoteRollout(Rollout):
+    """A rollout that ``fsm-rollout serve --training RUN.yaml`` runs, on this machine or another.
+
+    Args:
+        url: the service's address, ``http://host:8000``.
+        api_key: one of its keys, if it has any.
+        patience: seconds that it may be away, started again say, before what waits for it fails.
+        progress: as for :class:`fsm_rollout.Rollout`.
+
+    All that :class:`fsm_rollout.Rollout` has is here too. Agents, engines, rewards and the journal are the service's.
+
+    Raises:
+        ConfigError: there is no such service, or the key is wrong.
+        EngineError: nobody answers.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, patience: float = PATIENCE, progress: bool | None = None
+    ) -> None:
+        self.line = ServiceLine(url, api_key, patience)
+        try:
+            facts: Facts = self._wait_for(lambda: self.line.ask(Open(client=self.line.client, api=API), Facts))
+        finally:
+            self._end_loop(None)
+        self.agents = {name: recorded_agent(text) for name, text in facts.agents.items()}
+        samplings = [Sampling.model_validate(sampling) for sampling in facts.evaluation_samplings]
+        self._evaluation_samplings = samplings[0], samplings[1]
+        self._closed, self._progress, self._tracing = False, progress, RolloutTracing(False)
+        self._owned, self._shards, self.clients, self.engines = [], None, {}, EnginesOfShards()
+        self._weights = SimpleNamespace(version=facts.weight_version)
+        scheduler = RemoteScheduler(self.line, self._weights)
+        scheduler.stats = facts.stats
+        self.scheduler = cast(Scheduler, scheduler)
+        self.state_names, self.description = tuple(facts.state_names), facts.description
+        folder = None if facts.processor is None else Path(facts.processor)
+        processor = load_processor(folder) if folder is not None and folder.is_dir() else None
+        self._of_batches = {"state_names": self.state_names, "pad_id": facts.pad_id, "processor": processor}
+        close_at_exit(self)
+
+    def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
+        return cast(Scheduler, RemoteScheduler(self.line, self._weights, sampling))
+
+    async def pause_sampling(self, reason: str = "asked") -> None:
+        """Have the policy sample nothing until :meth:`resume_sampling`; what runs waits."""
+        await self.line.order("hold", reason=reason)
+
+    async def resume_sampling(self, reason: str = "asked") -> None:
+        """Let the policy sample again."""
+        await self.line.order("release", reason=reason)
+
+    pause = plain(pause_sampling)
+    """Do what :meth:`pause_sampling` does and wait for it."""
+    resume = plain(resume_sampling)
+    """Do what :meth:`resume_sampling` does and wait for it."""
+
+    async def acancel(self, trajectory_id: str) -> bool:
+        """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
+        return bool(await self.line.order("cancel", trajectory_id=trajectory_id))
+
+    cancel = plain(acancel)
+    """Do what :meth:`acancel` does and wait for it."""
+
+    async def aclose(self) -> None:
+        """Let the service go, which drops what was set aside for this trainer. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            await self.line.order("done", acked=cast(RemoteScheduler, self.scheduler)._delivered)
+
+    def close(self) -> None:
+        """Let the service go, and end the event loop. Safe to call twice."""
+        self._end_loop(None if self._closed else self.aclose)

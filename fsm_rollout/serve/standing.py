@@ -1,0 +1,148 @@
+"""How a trainer's last run stands, in a file beside the journal: all that is needed to go on in another process.
+
+Invariant: the journal has the events and says what was delivered; the file has what follows from neither. A run that
+goes on gives its groups the names, and its trajectories the seeds, that they would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from fsm_rollout.files import written_whole
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.leased_group import LeasedGroup
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
+from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.serve.training_wire import Begin, PackedPicture, Waiting, packed_pictures, packed_prompt, prompts_of
+from fsm_rollout.trajectory.event_bytes import encode
+from fsm_rollout.trajectory.events import AnyEvent, Prompted
+from fsm_rollout.trajectory.journal import histories, metadata
+from fsm_rollout.trajectory.journal.reader import delivered
+from fsm_rollout.trajectory.prompt import Prompt
+
+FILE = "trainer.msgpack"
+DROPPED = "dropped group "  # how the journal's word for a group that was handed over as dropped begins
+
+
+class Earlier(NamedTuple):
+    """What is known of a run that began in a process before this one."""
+
+    resume: Sequence[Sequence[AnyEvent]] = ()
+    places: Mapping[str, int] = {}
+    """The indices of groups that go on."""
+    has_group: Callable[[Prompt, int], bool] = lambda prompt, place: False
+    """Whether a prompt, at a place of the run's, has a group."""
+    counted: int = 0
+    """How many groups that the trainer has count towards its target."""
+
+
+class Standing(msgspec.Struct):
+    """See the module."""
+
+    client: str = ""
+    """Who is served."""
+    key: tuple[str, int] = ("", -1)
+    """Whose the run is, and its number there."""
+    digest: str = ""
+    run_number: int = -1
+    """The run's number in the scheduler, from which seeds follow."""
+    named: int = 0
+    """How many prompts had been taken before it."""
+    before: list[str] = []
+    """The groups that there were before it."""
+    carried: list[Waiting] = []
+    """What had waited for it."""
+    left: list[Waiting] | None = None
+    """What it has left for the next one; ``None``: it has not ended."""
+    named_after: int = 0
+    """How many prompts had been taken at its end."""
+    pictures: list[PackedPicture] = []
+    """Those in the prompts of what waits."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Standing:
+        """Return what the file of a folder says, if there is one."""
+        file = folder / FILE
+        return msgspec.msgpack.decode(file.read_bytes(), type=cls) if file.exists() else cls()
+
+    def keep(self, folder: Path) -> None:
+        """Write it."""
+        with written_whole(folder / FILE) as partial:
+            partial.write_bytes(msgspec.msgpack.encode(self))
+
+    @classmethod
+    def of_run(cls, asked: Begin, scheduler: Scheduler, before: set[str]) -> Standing:
+        """Return how a run stands that is about to begin."""
+        standing = cls(asked.client, (asked.client, asked.run), asked.digest, scheduler.starter.run_number + 1)
+        standing.named, standing.before = scheduler.groups.named, sorted(before)
+        standing.carried, standing.pictures = waiting(scheduler)
+        return standing
+
+    def over(self, scheduler: Scheduler) -> None:
+        """Take in that the run has ended."""
+        self.left, self.pictures = waiting(scheduler)
+        self.named_after = scheduler.groups.named
+
+    def is_of(self, asked: Begin) -> bool:
+        """Whether a trainer asks for this run again, which may have been started again itself."""
+        return self.digest == asked.digest and (self.key == (asked.client, asked.run) or self.key[0] != asked.client)
+
+    def restore(self, asked: Begin, rollout: Rollout, folder: Path, events: dict[str, list[bytes]]) -> Earlier:
+        """Have a new process's scheduler stand as the earlier one's did; return what that had of the run asked for.
+
+        ``events`` get those of the trajectories that go on.
+        """
+        scheduler, journal, again = rollout.scheduler, rollout.journal, self.is_of(asked)
+        assert journal is not None
+        # 1. What had waited, for this run or for the one after it; what had not begun waits again.
+        waits = self.carried if again or self.left is None else self.left
+        scheduler.starter.run_number = self.run_number - again
+        scheduler.groups.named = first = self.named if again else self.named_after
+        prompts = prompts_of([each[3] for each in waits], self.pictures)
+        for (group_id, index, n, _), prompt in zip(waits, prompts, strict=True):
+            if group_id in journal.groups:
+                continue
+            if isinstance(scheduler, LeasedScheduler):
+                group: Group = LeasedGroup.of(group_id, index, prompt, n)
+            else:
+                group = Group(group_id, index, prompt, scheduler.agents.of_prompt(prompt), n)
+            scheduler.groups.put(group, GroupState.WAITING)
+        # 2. What had begun, and has not been delivered; what the trainer has is its own.
+        own = journal.groups.difference(self.before) if again else set[str]()
+        ours = own.union(each[0] for each in waits)
+        resume = []
+        for history in histories(folder, unfinished=True):
+            begun = history[0]
+            if isinstance(begun, Prompted) and begun.group_id in ours and not (again and begun.group_id in asked.had):
+                resume.append(history)
+                events[begun.trajectory_id] = list(map(encode, history))
+        places = {each[0]: each[1] for each in waits}
+        if not again:
+            return Earlier(resume, places)
+        # 3. Which prompt has which group: groups are named as the scheduler names them.
+        names = set(self.before)
+
+        def has_group(prompt: Prompt, place: int) -> bool:
+            name = group_id = prompt.prompt_id or str(first + place)
+            epoch = 1
+            while group_id in names:
+                epoch += 1
+                group_id = f"{name}#{epoch}"
+            names.add(group_id)
+            places[group_id] = first + place
+            return group_id in own
+
+        had = {group_id for group_id, yes in delivered(folder).items() if yes}
+        dropped = {key.removeprefix(DROPPED) for key in metadata(folder) if key.startswith(DROPPED)}
+        return Earlier(resume, places, has_group, len(ours & had - dropped) + asked.counted)
+
+
+def waiting(scheduler: Scheduler) -> tuple[list[Waiting], list[PackedPicture]]:
+    """Return what a scheduler carries over, as plain data, and the pictures in it."""
+    waits = [(group.group_id, group.index, group.n, packed_prompt(group.prompt)) for group in scheduler.carried]
+    return waits, packed_pictures(each[3] for each in waits)

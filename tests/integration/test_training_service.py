@@ -1,0 +1,109 @@
+"""`fsm-rollout serve --training` and its trainer, both killed: the rows are those of a rollout that nobody killed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import fsm_rollout as fr
+from tests.integration.kill_points import RUN, patient
+from tests.integration.remote_trainer import here, read, trained
+from tests.programs import program, started
+
+pytestmark = [pytest.mark.process, pytest.mark.real]
+SERVE = "from fsm_rollout.cli import main; main()"
+TRAIN = "import asyncio, sys; from pathlib import Path; from tests.integration.remote_trainer import main\n"
+TRAIN += "asyncio.run(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))"
+
+
+class Service:
+    """A service that can be killed, and is started again at the same address."""
+
+    def __init__(self, run: Path, place: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._arguments = ["serve", run, "--training", "--port", port, f"serve.out={place / 'service'}"]
+        self._life = ExitStack()
+        self.deaths = -1
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Kill it, and start it again."""
+        self.close()
+        self.deaths += 1
+        _, output, errors = self._life.enter_context(started(SERVE, *map(str, self._arguments), searched=()))
+        first = output.readline()
+        assert first.startswith(self.url), (first, errors.read())
+
+    def close(self) -> None:
+        """Kill it."""
+        self._life.close()
+
+
+@contextmanager
+def expecting(place: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a run, and what its rollout gives its trainer when nobody dies."""
+    run = patient(RUN, place)
+    expected: dict[str, str] = {}
+
+    async def undisturbed() -> None:
+        async with here(run) as rollout:
+            await trained(rollout, run, (), expected.__setitem__)
+
+    asyncio.run(undisturbed())
+    yield run, expected
+
+
+# Of what each process gets by itself: a group that it has not said to have done with comes again to the next.
+POINTS = ["before 1", "after 1", "before 2", "after 2", "before 3", "after 2", "before 2", "before 1", "before 2",
+          "before 1"]  # fmt: skip
+
+
+def test_a_trainer_that_dies_at_ten_points_gets_every_group_once(tmp_path: Path) -> None:
+    with expecting(tmp_path) as (run, expected):
+        service, file = Service(run, tmp_path), tmp_path / "had"
+        for point in POINTS:
+            done = program(TRAIN, service.url, run, file, point)
+            assert done.returncode == -9, (point, done.stderr)
+        done = program(TRAIN, service.url, run, file)
+        assert done.returncode == 0, done.stderr
+        service.close()
+    had = read(file)
+    assert dict(had) == expected
+    assert len(had) == len(expected), "none of them twice"
+
+
+def test_a_service_that_dies_at_ten_points_loses_nothing(tmp_path: Path) -> None:
+    with expecting(tmp_path) as (run, expected):
+        service = Service(run, tmp_path)
+        had: list[tuple[str, str]] = []
+
+        def write(name: str, rows: str) -> None:
+            had.append((name, rows))
+            if len(had) <= 8:
+                service.start_again()
+
+        async def train() -> None:
+            async with fr.RemoteRollout(service.url) as rollout:
+                ask = rollout.line.ask
+
+                async def asking(question: object, kind: object = None) -> object:
+                    answer = await ask(question, kind)  # type: ignore[arg-type]
+                    if len(had) == 9 and service.deaths < 10:  # in the step that is a batch
+                        await asyncio.to_thread(service.start_again)
+                    return answer
+
+                rollout.line.ask = asking  # type: ignore[method-assign]
+                await trained(rollout, run, (), write)
+
+        asyncio.run(train())
+        assert service.deaths == 10, [name for name, _ in had]
+        service.close()
+    assert dict(had) == expected
+    assert len(had) == len(expected), "none of them twice"
