@@ -175,6 +175,16 @@ def _first_line(trajectory: Trajectory) -> str:
     return (trajectory.detail or "no further detail").partition("\n")[0]
 
 
+def check_numbers(n: int, target: int | None, over_sample: float, max_filtered: float | None) -> None:
+    """Raise ConfigError for a number of a run that is too small."""
+    check_at_least(1, "trajectory per prompt", "n", n)
+    check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
+    if max_filtered is not None:
+        check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
+    if target is not None:
+        check_at_least(1, "group", "target_groups", target)
+
+
 @dataclass(slots=True, eq=False)
 class RunState:
     """One call of :meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`; the first arguments are its own.
@@ -218,12 +228,8 @@ class RunState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, over_sample: float, max_filtered: float | None) -> None:
-        check_at_least(1, "trajectory per prompt", "n", self.n)
-        check_at_least(1, "group per group of the target", "over_sample", over_sample, int | float)
-        if max_filtered is not None:
-            check_at_least(0, "groups per group of the target", "max_filtered", max_filtered, int | float)
+        check_numbers(self.n, self.target, over_sample, max_filtered)
         if self.target is not None:
-            check_at_least(1, "group", "target_groups", self.target)
             self.max_groups = self.tail.most_groups(self.target, over_sample)
             self.most_filtered = math.inf if max_filtered is None else self.target * max_filtered
 

@@ -21,18 +21,15 @@ from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History
-from fsm_rollout.scheduler.run_state import RunState, Watch
+from fsm_rollout.scheduler.run_state import check_numbers
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, OVER_SAMPLE, Scheduler
-from fsm_rollout.scheduler.shards import EnginesOfShards
 from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RefusedError, RemoteRun, ServiceLine
 from fsm_rollout.serve.training_wire import API, Begin, End, Facts, Open, packed_pictures, prompts_of
-from fsm_rollout.states.active_trajectory import CARRIED
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -118,8 +115,7 @@ class RemoteScheduler:
                 "a run is under way already, and there is one at a time; iterate it to its end, or close it "
                 "(`aclose()`), or use another Rollout"
             )
-        # What is wrong with the numbers is said as it is elsewhere.
-        RunState(iter(()), n, target_groups, over_sample, max_filtered, False, frozenset(), Watch(ENDS), None, CARRIED)
+        check_numbers(n, target_groups, over_sample, max_filtered)
         histories = list(resume)
         if any(isinstance(history, Trajectory) for history in histories):
             raise ConfigError("resume: give the events of trajectories: fsm_rollout.journal.histories(path)")
@@ -190,7 +186,7 @@ class RemoteRollout(Rollout):
         samplings = [Sampling.model_validate(sampling) for sampling in facts.evaluation_samplings]
         self._evaluation_samplings = samplings[0], samplings[1]
         self._closed, self._progress, self._tracing = False, progress, RolloutTracing(False)
-        self._owned, self._shards, self.clients, self.engines = [], None, {}, EnginesOfShards()
+        self._owned, self._shards, self.clients, self.engines = [], None, {}, {}
         self._weights = SimpleNamespace(version=facts.weight_version)
         scheduler = RemoteScheduler(self.line, self._weights)
         scheduler.stats = facts.stats

@@ -178,7 +178,7 @@ def test_it_closes_what_it_built_and_only_that() -> None:
         rollout.run(["one"])
         built = rollout.engines["judge"]
     rollout.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of earlier tests may have ended
     assert len(fr.Rollout(agent(), mine).run(["again"])) == 1
     assert built.replicas[0].engine is None
 
