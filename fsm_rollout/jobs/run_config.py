@@ -83,7 +83,7 @@ class ServeConfig(StrictModel):
     body_bytes: AtLeastOne = 32 * 2**20
     """the longest body of a request, its pictures included"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """with `--training`: every trained token was sampled at most so many weight updates ago; older samples begin anew"""
+    """with `--training`: every trained token was sampled at most so many weight updates ago; older ones begin anew"""
     out: Path | None = None
     """the folder of the conversations, relative to where the command is given; default: OUT-serve"""
 

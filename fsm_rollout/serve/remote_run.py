@@ -26,11 +26,11 @@ from fsm_rollout.serve.training_wire import (
     PATH,
     UNKNOWN_RUN,
     Begin,
+    Do,
     Facts,
     Groups,
     Next,
     Open,
-    Order,
     Question,
     answered,
     groups_of,
@@ -135,7 +135,7 @@ class ServiceLine:
 
     async def order(self, name: str, **arguments: Any) -> Any:
         """Have the service do something, once."""
-        return await self.ask(Order(client=self.client, name=name, number=next(self.numbers), arguments=arguments), Any)
+        return await self.ask(Do(client=self.client, name=name, number=next(self.numbers), arguments=arguments), Any)
 
 
 class PromptFeed:

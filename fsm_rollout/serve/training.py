@@ -33,12 +33,12 @@ from fsm_rollout.serve.training_wire import (
     TAKEN_OVER,
     UNKNOWN_RUN,
     Begin,
+    Do,
     End,
     Facts,
     Groups,
     Next,
     Open,
-    Order,
     Q,
     Question,
     param_of,
@@ -85,7 +85,7 @@ class TrainingService(Guarded):
         app = super().app()
         app.router.add_get(PATH, self._status)
         questions: dict[type[Question], Callable[[Any], Awaitable[Any]]] = {
-            Open: self._open, Begin: self._begin, Next: self._next, End: self._end, Order: self._order,
+            Open: self._open, Begin: self._begin, Next: self._next, End: self._end, Do: self._order,
         }  # fmt: skip
         for kind, answer in questions.items():
             app.router.add_post(f"{PATH}/{kind.__name__.lower()}", self._answering(kind, answer))
@@ -254,7 +254,7 @@ class TrainingService(Guarded):
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
-    async def _order(self, asked: Order) -> Any:
+    async def _order(self, asked: Do) -> Any:
         if asked.name not in ORDERS:
             hint = did_you_mean(asked.name, ORDERS)
             raise refuse(f"there is no order '{asked.name}'{hint}", "unknown_order", "name")

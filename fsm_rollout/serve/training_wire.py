@@ -105,7 +105,7 @@ class End(Question):
     run: int
 
 
-class Order(Question):
+class Do(Question):
     """Have something done, by the name of one of the service's orders; answered by what it gives."""
 
     name: str
