@@ -15,7 +15,7 @@ from fsm_rollout.trajectory.journal import JOURNAL
 
 
 @contextmanager
-def serving(rollout: fr.Rollout, folder: Path, **serve: object) -> Iterator[str]:
+def serving(rollout: fr.Rollout, folder: Path, keys: frozenset[str] = frozenset(), **serve: object) -> Iterator[str]:
     """Serve a rollout, whose journal is in a folder, on an event loop of its own; yields the address."""
     ready: list[str] = []
     begun, enough = threading.Event(), asyncio.Event()
@@ -24,7 +24,7 @@ def serving(rollout: fr.Rollout, folder: Path, **serve: object) -> Iterator[str]
     async def serve_it() -> None:
         journal = folder / JOURNAL
         rollout.journal = fr.Journal(journal, rollout.description, append=journal.exists())
-        service = TrainingService(rollout, folder, ServeConfig(port=0, **serve))  # type: ignore[arg-type]
+        service = TrainingService(rollout, folder, ServeConfig(port=0, **serve), keys)  # type: ignore[arg-type]
         try:
             async with service.listening(service.app()) as url:
                 ready.append(url)

@@ -44,14 +44,13 @@ class Guarded:
 
     def app(self) -> web.Application:
         """Return what answers, still without routes of its own."""
-        app = web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
-        app.router.add_get("/health", self._health)
-        return app
+        return web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
 
     @asynccontextmanager
     async def listening(self, app: web.Application) -> AsyncIterator[str]:
         """Listen, and yield the address; ConfigError if it cannot listen there."""
         host, port = self.serving.host, self.serving.port
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
         await runner.setup()
         try:

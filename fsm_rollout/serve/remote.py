@@ -91,7 +91,10 @@ class RemoteScheduler:
         """Have new policy weights loaded and return their version."""
         source = as_source(weights)
         if not isinstance(source, Loaded):
-            raise EngineError("a training service loads a folder that it can read; or `async with rollout.updating()`")
+            raise EngineError(
+                f"a training service loads a model's folder, which it can read under the same path, and no "
+                f"{type(weights).__name__}; save the weights to a folder that both machines have"
+            )
         self.weights.version = await self.line.order("update_weights", folder=str(source.weights), version=version)
         return int(self.weights.version)
 
@@ -219,6 +222,17 @@ class RemoteRollout(Rollout):
 
     cancel = plain(acancel)
     """Do what :meth:`acancel` does and wait for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise ConfigError: the service keeps the state of its runs itself, and goes on where it was."""
+        raise ConfigError(
+            "the state of a service's runs is kept by the service: a trainer that is started again and asks for the "
+            "same run gets what it has not had"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError: see :meth:`state_dict`."""
+        self.state_dict()
 
     async def aclose(self) -> None:
         """Let the service go, which drops what was set aside for this trainer. Safe to call twice."""
