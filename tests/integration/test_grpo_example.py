@@ -15,9 +15,8 @@ from tests.kit import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/grpo"))  # as Python does for a script
 EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))
-sys.path.remove(
-    str(ROOT / "examples")
-)  # which the script has added: its folders `verl` and `trl` are not those packages
+# The script has added its parent, whose folders `verl` and `trl` are not those packages.
+sys.path.remove(str(ROOT / "examples"))
 SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "temperature": 1.0}
 
 
