@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import runpy
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -37,6 +39,16 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def example(path: str) -> dict[str, Any]:
+    """Run a script as Python would, and look into its folders no longer: what is in `examples/verl` is not verl."""
+    before = [*sys.path]
+    sys.path.insert(0, str((ROOT / path).parent))
+    try:
+        return runpy.run_path(str(ROOT / path))
+    finally:
+        sys.path[:] = before
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What the distillation example trains on is the teacher's, token by token; a teacher shifted by one shows at once."""
 
-import runpy
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +7,9 @@ import pytest
 import torch
 
 import fsm_rollout as fr
-from tests.kit import ROOT
+from tests.kit import ROOT, example
 
-EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/distill/distill.py"))
+EXAMPLE = example("examples/distill/distill.py")
 SETTINGS = EXAMPLE["Settings"](top_k=16)
 
 

@@ -1,7 +1,6 @@
 """The example that trains: its ratios are 1 before the first update, and it stops when a mask is wrong."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,9 @@ import pytest
 from tensordict import NonTensorStack, TensorDict
 
 import fsm_rollout as fr
-from tests.kit import ROOT
+from tests.kit import ROOT, example
 
-sys.path.insert(0, str(ROOT / "examples/grpo"))  # as Python does for a script
-EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))
-# The script has added its parent, whose folders `verl` and `trl` are not those packages.
-sys.path.remove(str(ROOT / "examples"))
+EXAMPLE = example("examples/grpo/grpo.py")
 SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "temperature": 1.0}
 
 
@@ -183,7 +179,7 @@ def test_an_answer_is_compared_with_those_that_begin_alike() -> None:
 @pytest.mark.real
 def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
     logs = sorted((ROOT / "examples/grpo/logs").glob("*.jsonl"))
-    runpy.run_path(str(ROOT / "examples/grpo/plot.py"))["draw"](logs, tmp_path / "curve.svg")
+    example("examples/grpo/plot.py")["draw"](logs, tmp_path / "curve.svg")
     drawn = (tmp_path / "curve.svg").read_text("utf-8")
     assert logs
     assert [log.stem for log in logs if f"<!-- {log.stem.replace('_', ' ')} -->" not in drawn] == []

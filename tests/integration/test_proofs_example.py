@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit import ROOT
+from tests.kit import ROOT, example
 
-EXAMPLE: dict[str, Any] = runpy.run_path(str(ROOT / "examples/proofs.py"))
+EXAMPLE = example("examples/proofs.py")
 TINY = {"steps": 1, "held_back": 2, "minibatches": 1, "evaluate_every": 1}
 
 
@@ -43,11 +42,10 @@ def test_runs_are_made_once_and_the_table_says_what_they_came_to(tmp_path: Path)
     assert all("do not belong together" in line for line in lines[3:])
 
 
-def test_every_arm_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples/grpo"))  # as Python does for a script
+def test_every_arm_is_one_that_its_script_takes() -> None:
     of = {
-        "distill/distill.py": runpy.run_path(str(ROOT / "examples/distill/distill.py"))["Settings"],
-        "grpo/grpo.py": runpy.run_path(str(ROOT / "examples/grpo/grpo.py"))["Settings"],
+        "distill/distill.py": example("examples/distill/distill.py")["Settings"],
+        "grpo/grpo.py": example("examples/grpo/grpo.py")["Settings"],
     }
     for arm in EXAMPLE["read_arms"](ROOT / "examples/proofs.yaml").values():
         of[arm.script](**arm.settings)
