@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import re
+import signal
 import sys
 from typing import Any
 
@@ -45,6 +46,8 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 def pytest_configure() -> None:
     """Collect garbage as rarely as a run does: searching tests spent a fifth of their CPU time on it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&`, and what tests interrupt inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
 
 
