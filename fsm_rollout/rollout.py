@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.sound import AgentLike, sound_agents
+from fsm_rollout.batch.part import parts_of
 from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
 from fsm_rollout.engines.build import EngineLike, as_engine_or_spec, described, pool_of
 from fsm_rollout.engines.client import EngineClient
@@ -33,7 +34,7 @@ from fsm_rollout.model.folders import load_processor
 from fsm_rollout.report.tracing import RolloutTracing
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
-from fsm_rollout.scheduler.leased_group import LeasedGroup, packed_parts
+from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Listener
@@ -148,7 +149,7 @@ class Rollout(TrainerOrders):
         self._evaluation_samplings = single.over(trained), validation.over(trained)
         start = starter(workers, worker_placement)
         # 3. What engines and schedulers are made from; nothing has been started yet.
-        self._closed, self._progress, self._tracing = False, progress, RolloutTracing(tracing)
+        self._closed, self._progress, self._tracing = False, progress, RolloutTracing.of(tracing)
         self._owned: list[EnginePool] = []
         base = base or Path.cwd()
         specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}
@@ -278,10 +279,12 @@ class Rollout(TrainerOrders):
         self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None,
         histories: bool = False, batch: Mapping[str, Any] | None = None, **options: Any,
     ) -> AsyncGenerator[Group, None]:  # fmt: skip
-        self._check_open()
-        self._check_weights_due()
-        # What a target carries over may be asked for later.
-        await scheduler.prepare(histories=histories or target_groups is not None, batch_options=batch or {})
+        if self._closed:
+            self._check_open()
+        if self._due is not None:
+            self._check_weights_due()
+        if isinstance(scheduler, LeasedScheduler):  # what a target carries over may be asked for later
+            scheduler.come_back(histories=histories or target_groups is not None, batch_options=batch or {})
         groups_in_all = target_groups
         if isinstance(prompts, PromptQueue):
             checked: Iterable[Prompt] = prompts
@@ -292,23 +295,23 @@ class Rollout(TrainerOrders):
         else:
             checked = one_by_one(self._position.read(prompts), scheduler.check)
         shown = self._progress or (self._progress is None and "IPython" in sys.modules)
-        async with scheduler.opened(self._listens_to(scheduler)) as trace:
-            if trace is not None:
-                options["trace"] = trace
-            with ExitStack() as meanwhile:
-                if shown and groups_in_all and options.get("deliver_at_end"):
-                    from fsm_rollout.report.progress import shown_where_wanted  # rich: only where somebody looks
+        listens = None if self._tracing is None else self._listens_to(scheduler)
+        with ExitStack() as meanwhile:
+            if shown and groups_in_all and options.get("deliver_at_end"):
+                from fsm_rollout.report.progress import shown_where_wanted  # rich: only where somebody looks
 
-                    meanwhile.enter_context(shown_where_wanted(scheduler.recorder, n * groups_in_all, self._progress))
-                async with aclosing(scheduler.run(checked, n, target_groups=target_groups, **options)) as groups:
-                    async for group in groups:
-                        yield group
+                meanwhile.enter_context(shown_where_wanted(scheduler.recorder, n * groups_in_all, self._progress))
+            run = scheduler.run(checked, n, target_groups=target_groups, listens=listens, **options)
+            async with aclosing(run) as groups:
+                async for group in groups:
+                    yield group
 
     def _listens_to(self, scheduler: Scheduler, **of_driver: Any) -> Listens | None:
         """Return what sends the spans of a scheduler's runs; ``None``: nobody traces them."""
+        if self._tracing is None:
+            return None
         lasts = scheduler is self.scheduler
-        listens = partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts, **of_driver)
-        return listens if self._tracing else None
+        return partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts, **of_driver)
 
     async def arun(
         self,
@@ -345,12 +348,12 @@ class Rollout(TrainerOrders):
 
         What was dropped is listed in the batch's ``dropped``, and counted in its ``figures``.
         """
-        from fsm_rollout.batch.part import part_from_bytes
-        from fsm_rollout.batch.step import batch_of  # torch: only when there are tensors to make
+        from fsm_rollout.batch.batch import TrajectoryBatch  # torch: only when there are tensors to make
 
-        groups = list(groups)
-        parts = [part_from_bytes(*packed) for packed in packed_parts(groups)]
-        return batch_of(groups, parts=parts, **self._of_batches | options)
+        if self._shards is not None:  # which have made the rows
+            groups = list(groups)
+            options["parts"] = parts_of(groups)
+        return TrajectoryBatch.from_groups(groups, **self._of_batches | options)
 
     run = plain(arun)
     """Do what :meth:`arun` does and wait for it, from scripts and notebooks alike."""
@@ -414,7 +417,8 @@ class Rollout(TrainerOrders):
                 await self._shards.aclose()
         finally:
             await self._close_engines()
-            await self._tracing.aclose()
+            if self._tracing is not None:
+                await self._tracing.aclose()
 
     async def _close_engines(self) -> None:
         while self._owned:

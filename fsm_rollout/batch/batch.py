@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,15 +23,17 @@ from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, scores_of
 from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
-from fsm_rollout.batch.fitting import Overflow, check_fit, check_widths, fitting, why_untrainable
+from fsm_rollout.batch.fitting import Overflow, check_lengths
 from fsm_rollout.batch.learning import Learnable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
 from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
-from fsm_rollout.batch.rows import Array, Cut, FlatRows, RowId, TrainingRow, flat_rows, joined, trained_streams
+from fsm_rollout.batch.part import BatchPart, GroupFacts, figures_of, joined_parts, part_of, rows_of
+from fsm_rollout.batch.rows import Array, FlatRows, RowId, TrainingRow, joined
 from fsm_rollout.batch.storage import load_tensors, save_tensors
 from fsm_rollout.batch.table import data_frame, score_with_error
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.errors import BatchError
+from fsm_rollout.scheduler.group import Group
 from fsm_rollout.trajectory.tokens import MediaSpan
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -135,33 +137,46 @@ class TrajectoryBatch(Learnable):
         Raises:
             BatchError: a row does not fit, a trajectory comes twice, or a score is not a finite float32.
         """
-        # 1. Nothing twice.
-        if overflow not in ("error", "omit", "truncate"):
-            raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
         by_id: dict[str, Trajectory] = {}
+        facts: dict[str, GroupFacts] = {}
         for trajectory in trajectories:
             trajectory_id = trajectory.trajectory_id
             if trajectory_id in by_id:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
             by_id[trajectory_id] = trajectory
-        sample_scores = scores_of(by_id.values())
-        # 2. The streams that become rows, cut where they do not fit and that is asked for.
-        streams = chosen = trained_streams(by_id.values())
-        cut: list[Cut] = []
-        if prompt_width is not None or response_width is not None:
-            check_widths(prompt_width, response_width)
-            chosen, cut = fitting(streams, prompt_width, response_width, overflow)
-        # 3. The batch, and what it says of what is not in it.
-        flat = flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
-        batch = cls.from_flat(flat, pad_id, prompt_width, response_width, packed, processor)
-        for stream in streams:
-            by_id.pop(stream.trajectory.trajectory_id, None)
-        batch.unrowed = {id_: trajectory.stop_reason for id_, trajectory in by_id.items()}
-        batch.truncated = tuple(map(attrgetter("row_id"), cut))
-        if len(chosen) < len(streams):
-            rowed = {stream.row_id for stream in chosen}
-            batch.omitted = tuple(stream.row_id for stream in streams if stream.row_id not in rowed)
-        batch.sample_scores, batch.untrainable = sample_scores, "" if streams else why_untrainable(by_id.values())
+            facts.setdefault(trajectory.group_id, GroupFacts(trajectory.group_id))
+        for score in scores_of(by_id.values()):
+            facts[score.group_id].scores.append(score)
+        rows = rows_of(
+            by_id.values(), facts, prompt_width=prompt_width, response_width=response_width, overflow=overflow,
+            state_names=state_names, processor=processor,
+        )  # fmt: skip
+        return cls.from_flat(rows, pad_id, prompt_width, response_width, packed, processor, facts.values())
+
+    @classmethod
+    @calm_collection()
+    def from_groups(
+        cls, groups: Iterable[Group], *, pad_id: int, parts: Sequence[BatchPart] | None = None, packed: bool = False,
+        state_names: Sequence[str] = (), processor: Any = None, overflow: Overflow = "error", **widths: Any,
+    ) -> TrajectoryBatch:  # fmt: skip
+        """Make the batch of some groups, in the order of their prompts' first appearance, without dropped ones.
+
+        ``parts``: where the rows of these groups are, if they were made before; options as for trajectories.
+        """
+        ordered = sorted(groups, key=attrgetter("index"))
+        facts: dict[str, GroupFacts | None] = dict.fromkeys(map(attrgetter("group_id"), ordered))
+        if len(facts) < len(ordered):
+            twice = Counter(group.group_id for group in ordered).most_common(1)[0][0]
+            raise BatchError(f"group {twice} was given twice; each token has one row at most")
+        dropped = {group.group_id: str(group.drop_reason) for group in ordered if group.drop_reason is not None}
+        if parts is None:
+            part = part_of(ordered, state_names=state_names, processor=processor, overflow=overflow, **widths)
+        else:
+            part = joined_parts(parts, list(facts), state_names, processor, leave_out=dropped)
+            check_lengths(part.rows, **widths)  # they were made before anybody knew the widths
+        kept = [fact for group_id, fact in part.facts.items() if group_id not in dropped]
+        batch = cls.from_flat(part.rows, pad_id, packed=packed, processor=processor, facts=kept, **widths)
+        batch.dropped, batch.figures = dropped, figures_of(part.facts.values(), dropped)
         return batch
 
     @classmethod
@@ -182,9 +197,6 @@ class TrajectoryBatch(Learnable):
             BatchError: a row is longer than a width, or rows number their states differently, or have routed experts
                 in different shapes.
         """
-        check_widths(prompt_width, response_width)
-        lengths = [(row.row_id, len(row.prompt_ids), len(row.response_ids)) for row in rows]
-        check_fit(lengths, prompt_width, response_width)
         if any(row.state_names != rows[0].state_names for row in rows):
             raise BatchError("rows number their states differently; make them in one call, or give both `state_names`")
         if len(shapes := {row.routed_experts.shape[1:] for row in rows}) > 1:
@@ -193,10 +205,13 @@ class TrajectoryBatch(Learnable):
             raise BatchError("rows have other teachers than others; make them in one call, or of one run")
         if len({row.mrope_position_ids.shape[1] for row in rows}) > 1:
             raise BatchError("only some rows have positions in three dimensions; make them in one call")
-        return cls.from_flat(joined(rows), pad_id, prompt_width, response_width, packed, processor)
+        flat = joined(rows)
+        check_lengths(flat, prompt_width, response_width)
+        batch = cls.from_flat(flat, pad_id, prompt_width, response_width, packed, processor)
+        batch.sample_scores = tuple(dict.fromkeys(SampleScore(r.group_id, r.sample, r.score) for r in rows))
+        return batch
 
     @classmethod
-    @calm_collection()
     def from_flat(
         cls,
         rows: FlatRows,
@@ -205,17 +220,16 @@ class TrajectoryBatch(Learnable):
         response_width: int | None = None,
         packed: bool = False,
         processor: Any = None,
+        facts: Iterable[GroupFacts] = (),
     ) -> TrajectoryBatch:
-        """Make a batch of rows that fit and stand end to end."""
+        """Make a batch of rows that fit and stand end to end; ``facts`` of their groups, but of dropped ones."""
         if packed:
             tensors = jagged(*map(_tensors, pack(rows)))
         else:
             tensors = _tensors(pad(rows, pad_id, prompt_width, response_width))
         numbers: dict[str, int] = {}
-        scores: dict[SampleScore, None] = {}
         of_rows: dict[str, list[float]] = {"trajectory_scores": [], "group_index": [], "sample": []}
         for row in rows.facts:
-            scores[SampleScore(row["group_id"], row["sample"], row["score"])] = None
             of_rows["trajectory_scores"].append(math.nan if row["score"] is None else row["score"])
             of_rows["group_index"].append(numbers.setdefault(row["group_id"], len(numbers)))
             of_rows["sample"].append(row["sample"])
@@ -223,7 +237,17 @@ class TrajectoryBatch(Learnable):
             tensors[key] = torch.from_numpy(np.array(values, COLUMNS[key].dtype))
         tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
         put_columns(tensordict, rows.facts)
-        batch = cls(tensordict, pad_id, rows.state_names, sample_scores=tuple(scores), processor=processor)
+        batch = cls(tensordict, pad_id, rows.state_names, processor=processor)
+        said: defaultdict[str, list[Any]] = defaultdict(list)
+        for group in facts:
+            said["sample_scores"] += group.scores
+            said["omitted"] += group.omitted
+            said["truncated"] += group.truncated
+            batch.unrowed |= group.unrowed
+            if group.untrainable and not rows.facts:
+                batch.untrainable = batch.untrainable or group.untrainable
+        for name, values in said.items():
+            setattr(batch, name, tuple(values))
         if "media" in tensordict:
             put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)
         return batch

@@ -7,11 +7,12 @@ cut: part of a picture is none, and a picture that is gone leaves its ids withou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.batch.rows import Cut, RowId
+from fsm_rollout.batch.columns import Along
+from fsm_rollout.batch.rows import Cut, FlatRows, RowId
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -29,10 +30,11 @@ def fitting(
     streams: Sequence[Cut], prompt_width: int | None, response_width: int | None, overflow: Overflow
 ) -> tuple[list[Cut], list[Cut]]:
     """Return the streams that go into a batch, cut to its widths where that is asked for, and those that are cut."""
+    check_widths(prompt_width, response_width)
     prompts = [stream.stream.tokens.prompt_length for stream in streams]
     if overflow == "error":
         lengths = [(s.row_id, prompt, s.end - prompt) for s, prompt in zip(streams, prompts, strict=True)]
-        check_fit(lengths, prompt_width, response_width)
+        _check_fit(lengths, prompt_width, response_width)
         return list(streams), []
     chosen: list[Cut] = []
     cut: list[Cut] = []
@@ -47,7 +49,15 @@ def fitting(
     return chosen, cut
 
 
-def check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | None, response_width: int | None) -> None:
+def check_lengths(rows: FlatRows, prompt_width: int | None = None, response_width: int | None = None) -> None:
+    """Raise BatchError where rows that are made already do not fit, or for a width that none can be."""
+    check_widths(prompt_width, response_width)
+    ids = (RowId(row["trajectory_id"], row["stream"]) for row in rows.facts)
+    prompts, responses = (rows.lengths[along].tolist() for along in (Along.PROMPTS, Along.RESPONSES))
+    _check_fit(list(zip(ids, prompts, responses, strict=True)), prompt_width, response_width)
+
+
+def _check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | None, response_width: int | None) -> None:
     """Raise BatchError for rows that do not fit, of which prompts and responses have some lengths."""
     widest = (
         math.inf if prompt_width is None else prompt_width,
@@ -66,13 +76,12 @@ def check_fit(lengths: Sequence[tuple[RowId, int, int]], prompt_width: int | Non
     )
 
 
-def why_untrainable(trajectories: Iterable[Trajectory]) -> str:
-    """Return why nothing of some trajectories can be trained on; empty: a hosted model was the policy of none."""
-    for trajectory in trajectories:
-        if any(stream.counted is not None and stream.engine == POLICY for stream in trajectory.streams):
-            return (
-                f"the policy of trajectory {trajectory.trajectory_id} gave text without the token ids that it sampled "
-                "(`kind: chat`), so there is nothing to train on; evaluate with it (eval, stats, compare), and train "
-                "with an engine that gives ids"
-            )
-    return ""
+def why_untrainable(trajectory: Trajectory) -> str:
+    """Return why nothing of a trajectory can be trained on; empty: no hosted model was its policy."""
+    if not any(stream.counted is not None and stream.engine == POLICY for stream in trajectory.streams):
+        return ""
+    return (
+        f"the policy of trajectory {trajectory.trajectory_id} gave text without the token ids that it sampled "
+        "(`kind: chat`), so there is nothing to train on; evaluate with it (eval, stats, compare), and train "
+        "with an engine that gives ids"
+    )

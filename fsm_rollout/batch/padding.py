@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from fsm_rollout.batch.columns import FURTHER, NON_TENSOR_KEYS, OPTIONAL, PER_TOKEN, RAGGED, Along
-from fsm_rollout.batch.rows import Array, FlatRows, places
+from fsm_rollout.batch.rows import Array, FlatRows
 
 _SCALARS = (str, int, float, bool, type(None))
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
@@ -35,7 +36,7 @@ def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int
 
 def _by_key(rows: FlatRows) -> dict[str, Array]:
     """Return what each key holds, end to end, in the rows' own types."""
-    prompts, responses, lengths = (rows.lengths[along] for along in RAGGED)
+    prompts, responses, lengths = rows.lengths.values()
     starts = np.cumsum(lengths) - lengths
     input_ids = np.empty(int(lengths.sum()), np.int32)
     input_ids[places(starts, prompts)] = rows.arrays["prompt_ids"]
@@ -49,6 +50,12 @@ def _by_key(rows: FlatRows) -> dict[str, Array]:
         if column.field and (key not in FURTHER or rows.arrays[column.field].size):
             values[key] = rows.arrays[column.field]
     return values
+
+
+def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from each start on, as many as its length says, end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
 def unpack(
@@ -73,7 +80,7 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     must fit.
     """
     # 1. Where in each rectangle, read line by line, a row's own values stand: what is only padding is not looked at.
-    count, (prompts, responses, both) = len(rows.facts), (rows.lengths[along] for along in RAGGED)
+    count, (prompts, responses, both) = len(rows.facts), rows.lengths.values()
     left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
     right = int(responses.max(initial=0)) if response_width is None else response_width
     widths: dict[str, int] = {"prompts": left, "responses": right, "input_ids": left + right}
@@ -125,7 +132,7 @@ def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
     """Add the columns that are no tensors: from each row's facts, those of their names."""
     for key in (*NON_TENSOR_KEYS, *OPTIONAL):
-        if key in OPTIONAL and not any(row[key] for row in facts):
+        if key in OPTIONAL and not any(map(itemgetter(key), facts)):
             continue
         # Values that are no scalars are wrapped here: the stack would look at each of them for long.
         values = []

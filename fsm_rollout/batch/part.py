@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
-from fsm_rollout.batch.advantages import SampleScore, scores_of
+from fsm_rollout.batch.advantages import SampleScore
 from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, RAGGED, TAUGHT, Along
-from fsm_rollout.batch.fitting import Overflow, check_widths, fitting, why_untrainable
-from fsm_rollout.batch.rows import Cut, FlatRows, RowId, flat_rows, trained_streams
+from fsm_rollout.batch.fitting import Overflow, fitting, why_untrainable
+from fsm_rollout.batch.rows import FlatRows, RowId, flat_rows, trained_streams
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.tokens import MediaSpan
@@ -42,7 +42,7 @@ class GroupFacts:
 
     group_id: str
     figures: dict[str, int] = field(default_factory=dict)
-    """Its counts, by their names in :func:`figures_of`, without prefixes for dropped groups."""
+    """Its counts beside those of its samples, by their names in :func:`figures_of`, without prefixes."""
     scores: list[SampleScore] = field(default_factory=list)
     unrowed: dict[str, str | None] = field(default_factory=dict)
     omitted: list[RowId] = field(default_factory=list)
@@ -58,64 +58,74 @@ class BatchPart:
     facts: dict[str, GroupFacts]
 
 
-def part_of(
-    groups: Sequence[Group],
+def part_of(groups: Sequence[Group], **options: Any) -> BatchPart:
+    """Return the part of some groups, dropped ones too; ``options``: those of :func:`rows_of`.
+
+    Raises:
+        BatchError: a row does not fit, or a score is not a finite float32.
+    """
+    facts: dict[str, GroupFacts] = {}
+    kept: list[Trajectory] = []
+    for group in groups:
+        of = facts[group.group_id] = GroupFacts(group.group_id, {"sampled_tokens": sampled_tokens(group.all)})
+        for trajectory in group.trajectories:
+            of.scores.append(SampleScore(group.group_id, trajectory.sample, trajectory.score))
+            if (failure := trajectory.failure) is not None:
+                of.figures[f"failed_{failure}"] = of.figures.get(f"failed_{failure}", 0) + 1
+        if group.discarded:
+            of.figures |= _discarded(group.discarded)
+        if not group.dropped:
+            kept += group.all
+    return BatchPart(rows_of(kept, facts, **options), facts)
+
+
+def rows_of(
+    trajectories: Collection[Trajectory],
+    facts: Mapping[str, GroupFacts],
     *,
     prompt_width: int | None = None,
     response_width: int | None = None,
     overflow: Overflow = "error",
     state_names: Sequence[str] = (),
     processor: Any = None,
-) -> BatchPart:
-    """Return the part of some groups, dropped ones too: rows as :meth:`TrajectoryBatch.from_trajectories` makes them.
+) -> FlatRows:
+    """Return every row of some trajectories, in their order; what is not in them is said in their groups' ``facts``.
+
+    Options are those of :meth:`~fsm_rollout.batch.batch.TrajectoryBatch.from_trajectories`.
 
     Raises:
         BatchError: a row does not fit, or a score is not a finite float32.
     """
     # 1. The streams that become rows, cut where they do not fit and that is asked for.
-    check_widths(prompt_width, response_width)
     if overflow not in get_args(Overflow):
         raise BatchError(f"overflow must be 'error', 'omit' or 'truncate', got {overflow!r}")
-    of_group = {group.group_id: group.all for group in groups}
-    kept = [trajectories for group, trajectories in zip(groups, of_group.values(), strict=True) if not group.dropped]
-    streams = chosen = trained_streams(chain.from_iterable(kept))
-    cut: list[Cut] = []
+    streams = chosen = trained_streams(trajectories)
     if prompt_width is not None or response_width is not None:
         chosen, cut = fitting(streams, prompt_width, response_width, overflow)
-    rows = flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
-    # 2. What is said of what is not in them.
-    facts: dict[str, GroupFacts] = {}
-    rowed = {stream.trajectory.trajectory_id for stream in streams}
-    for group in groups:
-        of = facts[group.group_id] = GroupFacts(group.group_id, _figures(group), list(scores_of(group.trajectories)))
-        if not group.dropped:
-            missing = [t for t in of_group[group.group_id] if t.trajectory_id not in rowed]
-            of.unrowed = {trajectory.trajectory_id: trajectory.stop_reason for trajectory in missing}
-            of.untrainable = why_untrainable(missing) if len(missing) == len(of_group[group.group_id]) else ""
-    for stream in cut:
-        facts[stream.trajectory.group_id].truncated.append(stream.row_id)
-    if len(chosen) < len(streams):
+        for stream in cut:
+            facts[stream.trajectory.group_id].truncated.append(stream.row_id)
         there = {stream.row_id for stream in chosen}
-        for stream in streams:
+        for stream in streams if len(there) < len(streams) else ():
             if stream.row_id not in there:
                 facts[stream.trajectory.group_id].omitted.append(stream.row_id)
-    return BatchPart(rows, facts)
+    # 2. What has none.
+    rowed = {stream.trajectory.trajectory_id for stream in streams}
+    for trajectory in trajectories:
+        if trajectory.trajectory_id not in rowed:
+            of = facts[trajectory.group_id]
+            of.unrowed[trajectory.trajectory_id] = trajectory.stop_reason
+            of.untrainable = of.untrainable or why_untrainable(trajectory)
+    return flat_rows(chosen, among=streams, state_names=state_names, processor=processor)
 
 
-def _figures(group: Group) -> dict[str, int]:
-    figures: dict[str, int] = {
-        "sampled_tokens": sampled_tokens(group.all),
-        "samples": len(group.trajectories),
-        "unscored": sum(trajectory.score is None for trajectory in group.trajectories),
-        "discarded_sampled_tokens": sampled_tokens(group.discarded),
+def _discarded(trajectories: Sequence[Trajectory]) -> dict[str, int]:
+    """Return the figures of what was given up, and began anew."""
+    attempts = [attempt for attempt in trajectories if attempt.parent_id is None]
+    return {
+        "discarded_sampled_tokens": sampled_tokens(trajectories),
+        "discarded_samples": len(attempts),
+        "repeated_samples": sum(attempt.failure is not None for attempt in attempts),
     }
-    for trajectory in group.trajectories:
-        if trajectory.failure is not None:
-            figures[f"failed_{trajectory.failure}"] = figures.get(f"failed_{trajectory.failure}", 0) + 1
-    attempts = [attempt for attempt in group.discarded if attempt.parent_id is None]
-    figures["discarded_samples"] = len(attempts)
-    figures["repeated_samples"] = sum(attempt.failure is not None for attempt in attempts)
-    return figures
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
@@ -128,6 +138,9 @@ def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 def figures_of(facts: Iterable[GroupFacts], dropped: Mapping[str, str]) -> dict[str, float]:
     """Return the figures of a step, by name; ``dropped``: which groups are in no batch, and why.
+
+    Every sample and every sampled token of the groups is counted, once: under ``dropped_…`` when its group is in no
+    row, under ``discarded_…`` when its attempt was given up, else without a prefix.
 
     ``groups``, ``samples``, ``unscored`` (samples without a score), ``score_mean`` (of those with one; NaN if none),
     ``sampled_tokens`` (of all engines and contexts); the same with ``dropped_`` before the name, of groups that are in
@@ -144,9 +157,14 @@ def figures_of(facts: Iterable[GroupFacts], dropped: Mapping[str, str]) -> dict[
         if prefix:
             figures[f"dropped_{dropped[group.group_id]}"] += 1
         figures[f"{prefix}groups"] += 1
+        figures[f"{prefix}samples"] += len(group.scores)
         for name, count in group.figures.items():
             figures[f"{prefix}{name}" if name in _OF_GROUPS else name] += count
-        scores[prefix] += [sample.score for sample in group.scores if sample.score is not None]
+        for sample in group.scores:
+            if sample.score is None:
+                figures[f"{prefix}unscored"] += 1
+            else:
+                scores[prefix].append(sample.score)
     for prefix, values in scores.items():
         figures[f"{prefix}score_mean"] = math.fsum(values) / len(values) if values else math.nan
     return figures
@@ -161,8 +179,8 @@ def joined_parts(
     state_names: Sequence[str],
     processor: Any,
     leave_out: Collection[str] = (),
-) -> tuple[FlatRows, list[GroupFacts]]:
-    """Return the rows of some groups in their order, but of those left out, and what else is known of all of them.
+) -> BatchPart:
+    """Return several parts as one, of some groups in their order; those left out have no rows in it.
 
     Raises:
         BatchError: tokens have routed experts in several shapes.
@@ -183,10 +201,6 @@ def joined_parts(
             stretches[-1] = number, stretches[-1][1], place + 1
         else:
             stretches.append((number, place, place + 1))
-    found = [facts[group_id] for group_id in order]
-    whole = len(parts) == 1 and len(stretches) == 1 and len(rows) == len(parts[0].rows.facts)
-    if whole and all(array.flags.writeable for array in parts[0].rows.arrays.values()):  # those of bytes are not
-        return parts[0].rows, found
     # 2. Their columns, states numbered alike.
     names = parts[0].rows.state_names if parts else tuple(state_names)
     if any(part.rows.state_names != names for part in parts):
@@ -213,7 +227,7 @@ def joined_parts(
         for along in RAGGED
     }
     row_facts = [parts[number].rows.facts[place] for _, number, place in rows]
-    return FlatRows(lengths, arrays, row_facts, names), found
+    return BatchPart(FlatRows(lengths, arrays, row_facts, names), {name: facts[name] for name in order})
 
 
 def _shapes(parts: Sequence[BatchPart]) -> dict[str, tuple[int, ...]]:
@@ -277,6 +291,15 @@ def part_from_bytes(data: bytes, of: Collection[str]) -> BatchPart:
         tuple(names),
     )
     return BatchPart(rows, {g.group_id: g for g in msgspec.convert(groups, list[GroupFacts]) if g.group_id in of})
+
+
+def parts_of(groups: Iterable[Group]) -> list[BatchPart]:
+    """Return where the rows of groups are that came back from shards, those together that came together."""
+    parts: dict[int, tuple[bytes, set[str]]] = {}
+    for group in groups:
+        if isinstance(group, LeasedGroup):
+            parts.setdefault(id(group.part), (group.part, set()))[1].add(group.group_id)
+    return [part_from_bytes(*packed) for packed in parts.values()]
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -34,7 +34,7 @@ _OF_MESSAGES = {**_NUMBERS, "developer": _NUMBERS[Role.SYSTEM]}
 
 def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
     """Return whose each token of a trajectory's stream is, int8 ``[tokens]``: numbers of ``ROLES``."""
-    roles, replies = np.zeros(len(stream.tokens), np.int8), frozenset(stream.replies)
+    roles, replies = np.zeros(stream.tokens.length, np.int8), frozenset(stream.replies)
     failed: set[str] = set()
     if trajectory.calls_failed:
         failed.update(c.id for turn in trajectory.turn_of for c in turn.results if c.failure is not None)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.batch.columns import PER_TOKEN, RAGGED, TAUGHT, Along
+from fsm_rollout.batch.columns import FURTHER, PER_TOKEN, RAGGED, TAUGHT, Along
 from fsm_rollout.batch.roles import roles_of
 from fsm_rollout.batch.taught import taught_columns
 from fsm_rollout.errors import BatchError
@@ -161,7 +161,7 @@ class FlatRows:
     """Rows end to end: each array of :class:`TrainingRow` as one over all rows, in their order."""
 
     lengths: Mapping[Along, npt.NDArray[np.int64]]
-    """How many tokens each row has along each ragged dimension, ``[B]`` each."""
+    """How many tokens each row has along each ragged dimension, in the order of ``RAGGED``, ``[B]`` each."""
     arrays: Mapping[str, Array]
     """The arrays, by their names in :class:`TrainingRow`."""
     facts: Sequence[Mapping[str, Any]]
@@ -221,8 +221,8 @@ def trained_streams(trajectories: Iterable[Trajectory]) -> list[Cut]:
     found: list[Cut] = []
     for trajectory in trajectories:
         for number, stream in enumerate(trajectory.streams):
-            if stream.tokens.trained_length:
-                found.append(Cut(trajectory, number, stream, 0, len(stream.tokens)))
+            if stream.tokens.trained and stream.tokens.sampled_length:
+                found.append(Cut(trajectory, number, stream, 0, stream.tokens.length))
     return found
 
 
@@ -253,11 +253,12 @@ def flat_rows(
     """
     # 1. All response tokens of all streams, end to end.
     streams = list(map(attrgetter("stream"), cuts))
-    seen: set[str] = set()
-    shapes: set[tuple[int, int]] = set()
+    seen, teachers, shapes, noted = set[str](), set[str](), set[tuple[int, int]](), False
     for cut in among or cuts:
         seen.update(map(attrgetter("state"), cut.stream.tokens.spans[1:]))
+        teachers.update(cut.stream.taught)
         for note in cut.stream.tokens.notes:
+            noted = True
             if note.kind is NoteKind.ROUTED_EXPERTS and note.counts:
                 shapes.add((note.layers, note.counts[0] // note.layers))
     if len(shapes) > 1:
@@ -279,15 +280,15 @@ def flat_rows(
     # 2. Of them, the part that the rows hold.
     whole = np.diff(columns.ends, prepend=0)
     prompts = np.array(list(map(attrgetter("stream.tokens.prompt_length"), cuts)), dtype=np.int64)
-    starts, ends = (np.array(list(map(attrgetter(name), cuts)), dtype=np.int64) for name in ("start", "end"))
-    kept = ends - prompts
+    starts = np.array(list(map(itemgetter(3), cuts)), dtype=np.int64)
+    ends = np.array(list(map(itemgetter(4), cuts)), dtype=np.int64)
+    kept, both = ends - prompts, ends - starts
     if (kept < whole).any():
         places = np.arange(len(columns.ids)) - np.repeat(columns.ends - whole, whole)
         held = places < np.repeat(kept, whole)
         arrays = {name: array[held] for name, array in arrays.items()}
     # 3. Scores and notes, row by row, and what is no array.
-    total = int(kept.sum())
-    arrays["scores"] = np.zeros(total, dtype=np.float32)
+    arrays["scores"] = np.zeros(int(kept.sum()), dtype=np.float32)
     facts: list[dict[str, Any]] = []
     prompt_ids: list[Array] = [np.zeros(0, np.int32)]
     whose: list[Array] = [np.zeros(0, np.int8)]
@@ -299,10 +300,22 @@ def flat_rows(
         facts.append(_facts(cut))
         start += length
     arrays["prompt_ids"], arrays["roles"] = np.concatenate(prompt_ids), np.concatenate(whose)
-    lengths = dict(zip(RAGGED, (prompts - starts, kept, ends - starts), strict=True))
-    arrays |= _noted(cuts, facts, lengths, *shapes)
-    arrays |= taught_columns([cut.stream.taught for cut in among or cuts], streams, kept.tolist(), facts)
-    arrays["mrope_position_ids"] = _rope_positions(cuts, facts, processor)
+    lengths = dict(zip(RAGGED, (prompts - starts, kept, both), strict=True))
+    # 4. What only some engines, models and runs have anything of.
+    arrays["sampling_mask_counts"] = np.zeros(int(kept.sum()), np.int32)
+    for key, empty in FURTHER.items():
+        column = PER_TOKEN[key]
+        arrays[key] = np.zeros((int(lengths[column.along].sum()), *empty), column.row_dtype)
+    if noted:
+        arrays |= _noted(cuts, facts, lengths, *shapes)
+    if teachers:
+        arrays |= taught_columns(sorted(teachers), streams, kept.tolist(), facts)
+    if getattr(processor, "get_rope_index", None) is not None and any(row["media"] for row in facts):
+        from fsm_rollout.batch.media import rope_positions  # torch
+
+        ids = (np.array(cut.stream.tokens.ids[cut.start : cut.end], np.int32) for cut in cuts)
+        of_rows = [rope_positions(of_row, row["media"], processor) for of_row, row in zip(ids, facts, strict=True)]
+        arrays["mrope_position_ids"] = np.concatenate(of_rows)
     return FlatRows(lengths, arrays, facts, names)
 
 
@@ -321,7 +334,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "agent": trajectory.agent,
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure,
-        "num_turns": turns_of(stream),
+        "num_turns": stream.num_turns,
         "sampling": list(map(list, map(itemgetter(0, 2, 3, 4), stream.sampled_with))),
         "sampling_mask": [],
         "metrics": _metrics(trajectory),
@@ -330,7 +343,10 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "tool_rewards": list(trajectory.tool_rewards),
         "tool_reward_turns": _turns_of_rewards(trajectory) if trajectory.tool_rewards else [],
         "reward_parts": dict(trajectory.reward_parts),
-        "media": [span.moved(-cut.start) for span in stream.media],
+        "teachers": {},
+        "teacher_top_ids": [],
+        "teacher_top_logprobs": [],
+        "media": [span.moved(-cut.start) for span in stream.media] if cut.start else list(stream.media),
         "extra": json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     }
 
@@ -374,24 +390,20 @@ def _noted(
     return {"sampling_mask_counts": counts, "routed_experts": experts}
 
 
-def _rope_positions(cuts: Sequence[Cut], facts: Sequence[Mapping[str, Any]], processor: Any) -> Array:
-    """Return the positions ``[tokens, 3]`` of all rows where the model counts so; else none, ``[tokens, 0]``."""
-    if getattr(processor, "get_rope_index", None) is None or not any(row["media"] for row in facts):
-        return np.zeros((sum(cut.end - cut.start for cut in cuts), 0), np.int32)
-    from fsm_rollout.batch.media import rope_positions  # torch
-
-    ids = (np.array(cut.stream.tokens.ids[cut.start : cut.end], np.int32) for cut in cuts)
-    return np.concatenate(
-        [rope_positions(of_row, row["media"], processor) for of_row, row in zip(ids, facts, strict=True)]
-    )
-
-
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:
-    first, last = ("generate_seconds", "tool_seconds"), ("trained_tokens", "guarded", "forks", "wall_seconds")
     bad = trajectory.bad_calls
-    calls = {"tool_calls": trajectory.calls_seen, "bad_calls": bad, "tool_failures": trajectory.calls_failed - bad}
-    between = calls | {"tokens": trajectory.response_tokens}
-    return {n: getattr(trajectory, n) for n in first} | between | {n: getattr(trajectory, n) for n in last}
+    return {
+        "generate_seconds": trajectory.generate_seconds,
+        "tool_seconds": trajectory.tool_seconds,
+        "tool_calls": trajectory.calls_seen,
+        "bad_calls": bad,
+        "tool_failures": trajectory.calls_failed - bad,
+        "tokens": trajectory.response_tokens,
+        "trained_tokens": trajectory.trained_tokens,
+        "guarded": trajectory.guarded,
+        "forks": trajectory.forks,
+        "wall_seconds": trajectory.wall_seconds,
+    }
 
 
 def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:
@@ -399,7 +411,7 @@ def _asked_temperatures(streams: Sequence[Stream]) -> npt.NDArray[np.float32]:
     values: list[float] = []
     lengths: list[int] = []
     for stream in streams:
-        start, end = stream.tokens.prompt_length, len(stream.tokens)
+        start, end = stream.tokens.prompt_length, stream.tokens.length
         for sampled, following in zip_longest(stream.sampled_with, stream.sampled_with[1:]):
             behind = end if following is None else following.start
             values.append(sampled.temperature or 1.0)
@@ -435,14 +447,3 @@ def _finite(value: float, trajectory: Trajectory) -> float:
             "its turns', which a float32 cannot hold; rewards and the scores of turns must be smaller"
         )
     return value
-
-
-def turns_of(stream: Stream) -> int:
-    """Return the number of messages in a stream, system messages apart."""
-    return sum(message["role"] != "system" for message in stream.messages)
-
-
-def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length says, end to end."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)

@@ -6,7 +6,7 @@ said nothing of has NaN, the weights -1 and no likeliest tokens; nothing is ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -19,20 +19,16 @@ from fsm_rollout.trajectory.tokens import NO_VERSION, Taught
 
 
 def taught_columns(
-    among: Iterable[Mapping[str, Taught]],
-    streams: Sequence[Stream],
-    lengths: Sequence[int],
-    facts: Sequence[dict[str, Any]],
+    names: Sequence[str], streams: Sequence[Stream], lengths: Sequence[int], facts: Sequence[dict[str, Any]]
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays ``[tokens, teachers]`` of all rows end to end; what is no array goes to the rows' ``facts``.
 
     Args:
-        among: what teachers have said of these streams and others, of which all teachers have a column.
+        names: the teachers that have a column, in this order.
         streams: those of the rows.
         lengths: how many tokens of their responses the rows hold.
         facts: of the rows.
     """
-    names = sorted({name for taught in among for name in taught})
     shape = (sum(lengths), len(names))
     logprobs, counts = np.full(shape, np.nan, np.float32), np.zeros(shape, np.int32)
     versions = np.full(shape, NO_VERSION, np.int32)

@@ -69,20 +69,6 @@ class EngineClient:
         """How many policy updates the present weights have had."""
         return self.pool.weight_version
 
-    def check_loop(self, name: str) -> None:
-        """Raise EngineError where the engine of that name belongs to another event loop."""
-        if self.pool.serves_another_loop:
-            raise EngineError(
-                f"engine '{name}' serves another event loop, which is still open; use either the plain forms (run, "
-                "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
-            )
-
-    def call_before_dispatch(self, prepare: Callable[[], object] | None) -> None:
-        """Have something called before requests go out, which must not block or raise; ``None``: nothing any more."""
-        self.pool.before_dispatch.pop(self, None)
-        if prepare is not None:
-            self.pool.before_dispatch[self] = prepare
-
     def submit(self, request: Request, deadline: Deadline | None = None) -> PendingRequest:
         """See :class:`Client`."""
         pending = PendingRequest(request, asyncio.get_running_loop().time(), deadline, client=self)
@@ -106,13 +92,24 @@ class EngineClient:
         """See :class:`Client`."""
         self.pool.end_sessions(sessions)
 
-    async def begin(self) -> None:
-        """Have an engine awake that sleeps between runs, until this client is drained."""
-        self.pool.runs.add(self)
-        await self.wake()
+    async def begin(self, before_dispatch: Callable[[], object] | None = None) -> None:
+        """Be used on this event loop until this client is drained; an engine that sleeps between runs is awake then.
+
+        ``before_dispatch`` is called before requests go out; it must not block or raise.
+
+        Raises:
+            EngineError: the engine belongs to another event loop, or cannot be woken.
+        """
+        self.pool.here()
+        if before_dispatch is not None:
+            self.pool.before_dispatch[self] = before_dispatch
+        if self.pool.sleeps:
+            self.pool.runs.add(self)
+            await self.wake()
 
     async def drain(self) -> None:
         """End every request of this client; the engine itself stays open (whoever made it closes it)."""
+        self.pool.before_dispatch.pop(self, None)
         await self.pool.drain(self)
         if self.pool.sleeps:
             self.pool.runs.discard(self)

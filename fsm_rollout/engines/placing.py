@@ -94,10 +94,10 @@ class Placing:
         return room
 
     @property
-    def worth_having(self) -> int | None:
-        """How many trajectories are worth having under way at once; ``None``: no engine says how many fit."""
-        residency = self.residency
-        return None if residency is None else residency.resident + max(LINE, residency.resident // LINE_PART)
+    def worth_having(self) -> int:
+        """How many trajectories are worth having under way at once, where an engine says how many fit."""
+        resident = 0 if self.residency is None else self.residency.resident
+        return resident + max(LINE, resident // LINE_PART)
 
     # -- what it says -------------------------------------------------------------------------------------------------
 

@@ -92,12 +92,6 @@ class EnginePool:
         """Whether nothing is sampled."""
         return bool(self._lives.held)
 
-    @property
-    def serves_another_loop(self) -> bool:
-        """Whether the pool belongs to an event loop that still lives and is not the running one."""
-        other = self._loop is not None and self._loop is not asyncio.get_running_loop() and not self._loop.is_closed()
-        return other and (self._lives.busy or bool(self._dispatches or self._engine_ids.tasks))
-
     def here(self) -> Replicas:
         """Belong to the running event loop (what an earlier one left has no listener), and return the replicas."""
         loop = asyncio.get_running_loop()
@@ -105,8 +99,12 @@ class EnginePool:
             return self._lives
         if self._lives.closed:
             raise EngineError("the pool is closed; build another")
-        if self.serves_another_loop:
-            raise EngineError("the pool serves another event loop; close that first, or build a pool for each")
+        busy = self._lives.busy or self._dispatches or self._engine_ids.tasks
+        if self._loop is not None and not self._loop.is_closed() and busy:
+            raise EngineError(
+                "the engine serves another event loop, which is still open; use either the plain forms (run, "
+                "update_weights, …) or the async ones (arun, stream, aupdate_weights, …) of a rollout, not both"
+            )
         left_over, self._loop = self._engine_ids, loop
         self._begin_anew()
         self._lives.begin(loop)

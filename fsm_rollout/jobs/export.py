@@ -90,7 +90,7 @@ def export(
                 result.unfinished += 1
                 continue
             result.trajectories += 1
-            if why := why_untrainable([trajectory]):
+            if why := why_untrainable(trajectory):
                 raise BatchError(why)
             if scores is not None:
                 apply_score(trajectory, scores)

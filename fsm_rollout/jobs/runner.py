@@ -24,6 +24,7 @@ from fsm_rollout.agent.graph import MAIN, POLICY, AgentGraph
 from fsm_rollout.agent.loader import dump, load_agent
 from fsm_rollout.agent.yaml.source import in_file_order, read_text
 from fsm_rollout.concurrency.interruption import Interruptible, interruptible
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
@@ -230,6 +231,7 @@ async def _run(
 ) -> Summary:
     tracking = Tracking(None, 0)
     looks, orders = Looks(prompts, config.until, config.seed), AsyncExitStack()
+    rollout.scheduler.lag = LoopLag()
     try:
         # 1. Nothing is written before the prompts are known to fit their agents.
         await rollout.scheduler.acheck(prompts)

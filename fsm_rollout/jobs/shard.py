@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
 from fsm_rollout.errors import ConfigError, EngineError, GlueMismatchError
 from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, told
@@ -82,6 +83,8 @@ class Shard:
         scheduler = self.rollout.scheduler
         if asked["evaluation"] is not None:
             scheduler = self.rollout._evaluation_scheduler(asked["evaluation"])
+        if asked["lag"] and scheduler.lag is None:
+            scheduler.lag = LoopLag()
         run = self.runs[number] = ShardRun(self, number, scheduler, asked)
         for pool in {client.pool for client in scheduler.clients.values()}:
             if not pool.here().placement.starts_afresh:  # its servers are those of all shards

@@ -133,11 +133,11 @@ class ShardRun:
             if self.cut:
                 raise asyncio.CancelledError
             listens = self.host.rollout._listens_to(scheduler, run_id=asked["run_id"], times=self._timed)
-            async with scheduler.opened(listens if asked["run_id"] else None) as trace:
-                stream = scheduler.run(self.queue, asked["n"], step=asked["step"], trace=trace, watch=watch)
-                async with aclosing(stream) as groups:
-                    async for group in groups:
-                        self._finished(group)
+            listens = listens if asked["run_id"] else None
+            stream = scheduler.run(self.queue, asked["n"], step=asked["step"], listens=listens, watch=watch)
+            async with aclosing(stream) as groups:
+                async for group in groups:
+                    self._finished(group)
         except asyncio.CancelledError:
             pass
         except Exception as raised:  # it is the driver's
@@ -154,7 +154,7 @@ class ShardRun:
             for name in self.host.events.keys() - kept:
                 del self.host.events[name]
         self.send("ended", None if error is None else told(error), carried,
-                  self.host.rollout.engine_stats(), scheduler.lag.figures())  # fmt: skip
+                  self.host.rollout.engine_stats(), scheduler.loop_lag().get("run", {}))  # fmt: skip
         self.host.runs.pop(self.number, None)
 
     def _timed(self, times: Mapping[int | None, Any]) -> None:

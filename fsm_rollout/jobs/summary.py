@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from rich.table import Table
@@ -15,7 +16,6 @@ from rich.text import Text
 
 from fsm_rollout.batch.advantages import scores_of
 from fsm_rollout.batch.branches import tree_token_ratio
-from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.batch.table import standard_error
 from fsm_rollout.report.spans import PARTS, parts_of
 from fsm_rollout.report.texts import number, shortened, visible
@@ -79,7 +79,7 @@ def summarize(
         **_endings(samples),
         "failure_classes": dict(Counter(str(t.failure) for t in samples if t.failure is not None).most_common()),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
-        "turns_mean": _mean([sum(map(turns_of, trajectory.streams)) for trajectory in samples]),
+        "turns_mean": _mean([sum(map(attrgetter("num_turns"), trajectory.streams)) for trajectory in samples]),
         "generations_mean": _mean([trajectory.generations for trajectory in samples]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),

@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
-from fsm_rollout.batch.rows import turns_of
 from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of
 from fsm_rollout.report.texts import number, percent
@@ -49,7 +49,7 @@ class Line:
         self.score = trajectory.score
         self.sample = trajectory.sample
         self.tool_rewards = tuple(trajectory.tool_rewards)
-        self.messages = sum(map(turns_of, trajectory.streams))
+        self.messages = sum(map(attrgetter("num_turns"), trajectory.streams))
         self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens
         self.trained = trajectory.trained_tokens

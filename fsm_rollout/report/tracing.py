@@ -29,37 +29,40 @@ MISSING = "tracing needs OpenTelemetry's SDK: pip install 'fsm-rollout[otel]'"
 
 
 class RolloutTracing:
-    """The tracing of one rollout.
+    """The tracing of one rollout that is traced."""
 
-    Args:
-        tracing: settings, as in a run YAML; a :class:`~fsm_rollout.report.tracer.Tracer`; ``False``: none; ``None``:
-            what OpenTelemetry's variables say, if anything.
-
-    Raises:
-        ConfigError: the settings are wrong, or OpenTelemetry is not installed.
-    """
-
-    def __init__(self, tracing: TracingLike) -> None:
-        self._tracer: Tracer | None = None
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer: Tracer | None = tracer
         self._own_id = uuid4().hex  # of runs without a journal
         self._run: TracedRun | None = None
+
+    @classmethod
+    def of(cls, tracing: TracingLike) -> RolloutTracing | None:
+        """Return the tracing that a rollout is given; ``None``: nobody traces it.
+
+        Args:
+            tracing: settings, as in a run YAML; a :class:`~fsm_rollout.report.tracer.Tracer`; ``False``: none;
+                ``None``: what OpenTelemetry's variables say, if anything.
+
+        Raises:
+            ConfigError: the settings are wrong, or OpenTelemetry is not installed.
+        """
         is_setting = tracing is None or isinstance(tracing, Tracing | Mapping | str | bool)
         settings = tracing_of(tracing) if is_setting else None
         if is_setting and settings is None:
-            return
+            return None
         try:
             from fsm_rollout.report.tracer import Tracer
         except ImportError as error:
             if tracing is None:
                 logger.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and %s", MISSING)
-                return
+                return None
             raise ConfigError(MISSING) from error
-        if settings is None and not isinstance(tracing, Tracer):
+        if settings is not None:
+            return cls(Tracer(settings))
+        if not isinstance(tracing, Tracer):
             raise ConfigError(f"tracing: got {tracing!r}; give a mapping: {{'endpoint': 'http://127.0.0.1:4318'}}")
-        self._tracer = Tracer(settings) if settings is not None else tracing  # type: ignore[assignment]
-
-    def __bool__(self) -> bool:
-        return self._tracer is not None
+        return cls(tracing)
 
     @contextmanager
     def listens(

@@ -6,7 +6,7 @@ of it (whether it has ended, whether it is dropped, its rows) came back with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -82,15 +82,6 @@ class LeasedGroup(Group):
         group = cls(group_id, index, prompt, cast(RunnableAgent, None), n)
         del group.trajectories, group.children, group.discarded
         return group
-
-
-def packed_parts(groups: Iterable[Group]) -> list[tuple[bytes, set[str]]]:
-    """Return the packed rows of some groups, those that came back together once, and whose they are."""
-    parts: dict[int, tuple[bytes, set[str]]] = {}
-    for group in groups:
-        if isinstance(group, LeasedGroup):
-            parts.setdefault(id(group.part), (group.part, set()))[1].add(group.group_id)
-    return list(parts.values())
 
 
 def histories_of(shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list[PackedHistory]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.client import EngineClient
@@ -21,7 +22,6 @@ from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.leases import Leases
-from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History, prompt_of
 from fsm_rollout.scheduler.run_state import GroupTable, RunState
@@ -36,7 +36,7 @@ from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
-from fsm_rollout.trajectory.trace_ids import NO_RUN, TraceIds
+from fsm_rollout.trajectory.trace_ids import NO_RUN
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 UPDATE = "weights change in all shards"  # why shards hold
@@ -59,9 +59,10 @@ class LeasedScheduler(Scheduler):
     ) -> None:  # fmt: skip
         check_at_least(1, "trajectory", "concurrency", concurrency)
         self.shards, self.evaluation, self.filter_name = shards, evaluation, filter_name
-        self.clients, self.concurrency = {}, concurrency
+        self.concurrency, self._most_at_once, self.toolboxes = concurrency, concurrency, ()
         self.failures = failures.model_copy(update={"stall_seconds": None})  # shards watch what they wait for
-        self._client = None if shards.servers is None else EngineClient(shards.servers.pool)
+        self.clients = {} if shards.servers is None else {POLICY: EngineClient(shards.servers.pool)}
+        self._client = self.clients.get(POLICY)
         self.capacity = math.ceil(concurrency / shards.count)
         """How many trajectories may be under way in each shard."""
         self.recorder, self.groups = Recorder(None, ()), GroupTable()
@@ -87,23 +88,9 @@ class LeasedScheduler(Scheduler):
         """See there."""
         await self.shards.call_one("check", list(prompts))
 
-    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
-        """See there."""
-        self.histories, self.batch_options, journal = histories, dict(batch_options), self.recorder.journal
-        if self.evaluation is None:
-            await self.shards.keep_journals(journal.path if journal else None, journal.run_id if journal else "")
-
-    @asynccontextmanager
-    async def opened(self, listens: Listens | None) -> AsyncIterator[TraceIds | None]:
-        """See there."""
-        if self._client is not None:
-            await self._client.begin()
-        try:
-            with self.lag.watched(), nullcontext() if listens is None else listens() as trace:
-                yield trace
-        finally:
-            if self._client is not None:
-                await self._client.drain()
+    def come_back(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
+        """Say how the next run's groups come back: whether with their events, and with which rows."""
+        self.histories, self.batch_options = histories, dict(batch_options)
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """See there."""

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, histories_of, target_not_reached
 from fsm_rollout.scheduler.recorder import Recorder
-from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
 from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.tail import Tail
@@ -43,6 +44,7 @@ class Leasing(Protocol):
     capacity: int
     evaluation: Sampling | None
     filter_name: str
+    lag: LoopLag | None
     histories: bool
     batch_options: dict[str, Any]
 
@@ -69,6 +71,8 @@ class Leases:
         try:
             try:
                 shards.began(self.number, self)
+                if self.scheduler.evaluation is None:
+                    await shards.keep_journals(run.journal)
                 for shard in await shards.here():
                     self._begin(shard)
                 self._go_on_where_they_are()
@@ -101,7 +105,7 @@ class Leases:
         asked: dict[str, Any] = {
             "n": self._n, "step": now.step, "run_number": scheduler.starter.run_number,
             "run_id": "" if now.trace is None else now.trace.run_id, "evaluation": scheduler.evaluation,
-            "histories": scheduler.histories, "batch": scheduler.batch_options,
+            "histories": scheduler.histories, "batch": scheduler.batch_options, "lag": scheduler.lag is not None,
         }  # fmt: skip
         shard.send("run", self.number, asked)
 
@@ -172,7 +176,7 @@ class Leases:
     def _open_next(self, run: RunState) -> LeasedGroup | None:
         if run.target is not None and self.stopping is not None:
             return None
-        found = next_prompt(run, self.scheduler.groups)
+        found = run.next_prompt(self.scheduler.groups)
         return None if found is None else LeasedGroup.of(*found, run.n)
 
     def _balance(self, run: RunState) -> None:

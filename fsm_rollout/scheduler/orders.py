@@ -5,14 +5,16 @@ Invariant: a scheduler whose trajectories run in shards is asked the same, and p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_agents import RunAgents
-from fsm_rollout.scheduler.run_state import RunState
+from fsm_rollout.scheduler.run_state import GroupTable, RunState
 from fsm_rollout.scheduler.sample_runner import SampleRunner
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.states.active_trajectory import Suspension
@@ -24,24 +26,31 @@ from fsm_rollout.trajectory.trace_ids import TraceIds
 Listens = Callable[[], AbstractContextManager[TraceIds]]  # sends the spans of a run, and says how they are called
 
 
-class SchedulerOrders:
+class SchedulerOrders(ABC):
     """See the module."""
 
     agents: RunAgents
     clients: Mapping[str, EngineClient]
     scoring: Scoring
     samples: SampleRunner
+    groups: GroupTable
     _run: RunState | None
+
+    @abstractmethod
+    def _resume(self, run: RunState, histories: list[History]) -> None:
+        """Let the groups of some histories wait for their turn."""
+
+    @abstractmethod
+    def _renew(self, group: Group) -> bool:
+        """Have a group run again where it is too old by now; return whether it is."""
 
     @property
     def under_way(self) -> bool:
         """Whether there is a run."""
         return self._run is not None
 
-    @cached_property
-    def lag(self) -> LoopLag:
-        """How late the event loop was while runs were under way."""
-        return LoopLag()
+    lag: LoopLag | None = None
+    """How late the event loop was while runs were under way; ``None``: nobody looks."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
@@ -49,22 +58,7 @@ class SchedulerOrders:
 
     async def acheck(self, prompts: Sequence[Prompt]) -> None:
         """Do what :meth:`check` does, wherever agents are bound to engines."""
-        self.check(prompts)
-
-    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
-        """Belong to the present event loop; shards are told how groups come back: with events, with which rows."""
-        for name, client in self.clients.items():
-            client.check_loop(name)
-
-    @asynccontextmanager
-    async def opened(self, listens: Listens | None) -> AsyncIterator[TraceIds | None]:
-        """Have tools ready for a run, and its spans sent; yields how these are called. Shards do so themselves."""
-        await self.agents.prepare_tools()
-        try:
-            with self.lag.watched(), nullcontext() if listens is None else listens() as trace:
-                yield trace
-        finally:
-            await self.agents.close_tools()
+        self.agents.check(prompts, self.scoring.reward)
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""
@@ -75,7 +69,7 @@ class SchedulerOrders:
 
     def loop_lag(self) -> dict[str, dict[str, float]]:
         """Return seconds by which event loops were late, ``p50``, ``p99`` and ``max``, by process: this one, shards."""
-        return {"run": found} if (found := self.lag.figures()) else {}
+        return {"run": self.lag.figures()} if self.lag is not None else {}
 
     async def send_to_sleep(self) -> None:
         """Let all engines give their memory back."""
@@ -86,6 +80,23 @@ class SchedulerOrders:
         """Make the engines ready again, and let what waits for them go on."""
         for client in self.clients.values():
             await client.wake()
+
+    def take_up(self, histories: Sequence[History]) -> None:
+        """Let groups go on in the present run, as those do that it began with; asked of a shard's."""
+        assert self._run is not None
+        self._resume(self._run, list(histories))
+        self._run.resumed.clear()  # no prompt of theirs comes here
+        self._run.changed.set()
+
+    def set_aside(self) -> None:
+        """Come to the end of the present run soon; what is open goes on in the next one."""
+        if self._run is not None:
+            self.samples.stop_run(self._run, keep=True)
+
+    def take_back(self, group: Group) -> None:
+        """Let a group that was delivered run again, as far as it is too old by now, and deliver it again."""
+        self.groups.put(group, GroupState.DONE)
+        self._renew(group)
 
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""

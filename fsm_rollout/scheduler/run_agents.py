@@ -98,18 +98,6 @@ class RunAgents:
             raise ConfigError(f"prompt '{prompt.prompt_id}': agent {name!r} is not one of the run's{hint}")
         return agent
 
-    async def prepare_tools(self) -> None:
-        """Get the tools of all agents ready for a run."""
-        for agent in self.all:
-            if agent.graph.tools:
-                await agent.toolbox.prepare()
-
-    async def close_tools(self) -> None:
-        """Release what they hold open for all trajectories."""
-        for agent in self.all:
-            if agent.graph.tools:
-                await agent.toolbox.close()
-
     def check(self, prompts: Sequence[Prompt], reward: Reward | None) -> None:
         """Check that prompts fit: the tools and interactions of their agents, and the fields that the reward reads.
 

@@ -206,7 +206,7 @@ class RunState:
     tail: Tail  # says how many groups are open, and which of those that are done make a batch
     max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
     most_filtered: float = math.inf  # at most so many groups may be turned down by the filter
-    feeder: asyncio.Task[None] = field(init=False)
+    feeder: asyncio.Task[None] | None = None  # opens the groups and runs their samples
     feeding: bool = True  # whether the feeder has not come to its end
     failed: bool = False  # whether it has come to its end by an error, or was cancelled
     running: int = 0  # how many samples are under way
@@ -265,35 +265,29 @@ class RunState:
                 return list(islice(done, counted.index(self.target) + 1))
         return list(done) if self.exhausted and len(done) == len(groups) else []
 
-    def name_of(self, prompt: Prompt, index: int) -> str | None:
-        """Return what the group of a prompt that was read is called; ``None``: a resumed group is that prompt's.
+    def next_prompt(self, groups: GroupTable) -> tuple[str, int, Prompt] | None:
+        """Take the next prompt that has no group yet; return the id and the index of its group, and it, or ``None``.
 
         Raises:
-            ConfigError: the run has no target, and another prompt of it has that name.
+            ConfigError: the run has no target, and two prompts of it have one id.
         """
-        name = prompt.prompt_id or str(index)
-        if name in self.prompt_ids and self.target is None:
-            raise ConfigError(f"prompt id '{name}' is used twice; it names the group")
-        self.prompt_ids.add(name)
-        resumed = self.resumed.get(name)
-        if resumed is None or comparable(resumed.prompt.messages) != comparable(prompt.messages):
-            return name
-        self.resumed.pop(name).index = index
-        return None
-
-
-def next_prompt(run: RunState, groups: GroupTable) -> tuple[str, int, Prompt] | None:
-    """Take the next prompt that has no group yet; return the id and the index of its group, and it, or ``None``."""
-    for prompt in run.prompts:
-        index, groups.named = groups.named, groups.named + 1
-        if (name := run.name_of(prompt, index)) is not None:
-            journalled = () if run.journal is None else run.journal.groups
+        for prompt in self.prompts:
+            index, groups.named = groups.named, groups.named + 1
+            name = prompt.prompt_id or str(index)
+            if name in self.prompt_ids and self.target is None:
+                raise ConfigError(f"prompt id '{name}' is used twice; it names the group")
+            self.prompt_ids.add(name)
+            resumed = self.resumed.get(name)
+            if resumed is not None and comparable(resumed.prompt.messages) == comparable(prompt.messages):
+                self.resumed.pop(name).index = index
+                continue
+            journalled = () if self.journal is None else self.journal.groups
             group_id, epoch = name, 1
             while (
                 group_id in groups or group_id in journalled or group_id in groups.earlier
             ):  # the next epoch's gets a number: ``7#2``
                 epoch += 1
                 group_id = f"{name}#{epoch}"
-            run.prompt_ids.add(group_id)
+            self.prompt_ids.add(group_id)
             return group_id, index, prompt
-    return None
+        return None

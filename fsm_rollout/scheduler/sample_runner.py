@@ -10,14 +10,13 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import count, repeat
 
 from fsm_rollout.concurrency.cancellation import runs_in
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.failure_policy import Failures
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, next_prompt
+from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.scoring import Scoring
 from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.tail import CHOICE, Tail
@@ -57,14 +56,15 @@ class SampleRunner:
         self._scoring = scoring
         self._staleness = staleness
         self._failures = failures
-        self._concurrency = concurrency
+        self._concurrency, self._most = concurrency, most_at_once(concurrency)  # samples under way
         self._policy = policy
 
     async def feed(self, run: RunState) -> None:
         """Open groups in order and start their samples, ``concurrency`` at once, until the run is over."""
-        if self._concurrency == "auto" and self._policy.pool.placing.residency is not None:
-            self._policy.call_before_dispatch(partial(self._before_dispatch, run))
-        task = asyncio.current_task()
+        pool, task = self._policy.pool, asyncio.current_task()
+        if self._concurrency == "auto" and pool.placing.residency is not None:
+            # When requests go out, there may be room for more.
+            pool.before_dispatch[self] = lambda: run.changed.set() if self.to_start else None
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:
@@ -88,27 +88,19 @@ class SampleRunner:
                 if self._scoring.teachers is not None and runs_in(task):
                     await self._scoring.teachers.drain()
             finally:
+                pool.before_dispatch.pop(self, None)
                 run.feeding = False
                 run.changed.set()
-
-    def _most(self) -> int:
-        """Return how many samples may be under way: as many as fit into the policy's memory, where that is known."""
-        fit = self._policy.pool.placing.worth_having if self._concurrency == "auto" else None
-        return most_at_once(self._concurrency) if fit is None else fit
-
-    def _before_dispatch(self, run: RunState) -> None:
-        """Have events on disk before the generations that build on them go out, and begin what has room by now."""
-        if run.journal is not None:
-            run.journal.persist()
-        if self.to_start:
-            run.changed.set()
 
     def _start_next(self, run: RunState, tasks: asyncio.TaskGroup) -> bool:
         """Start the next sample, or open the next group; return whether anything was to be done, and could be."""
         # 1. A sample of a group that is open; where probes say which, once there are some to choose from.
         looks_ahead = self.tail.probes and len(self.to_start) < CHOICE and self._can_open(run)
         if self.to_start and not looks_ahead:
-            if run.running >= (self._most() if self.alone.isdisjoint(self._groups) else 1):
+            most, placing = self._most, self._policy.pool.placing
+            if self._concurrency == "auto" and placing.residency is not None:
+                most = placing.worth_having  # as many as fit into the policy's memory
+            if run.running >= (most if self.alone.isdisjoint(self._groups) else 1):
                 return False
             run.running += 1
             tasks.create_task(self._run_sample(run, *self.tail.next_sample(self.to_start)))
@@ -128,7 +120,7 @@ class SampleRunner:
             for ended in [t for t in group.trajectories if t.ended]:
                 if begins_anew(ended) or self.pause_before_repeat(group, ended) is not None:
                     group.restart(ended.sample)  # an interruption came before it could be repeated
-        samples = group.to_start()
+        samples = group.to_start() if group.trajectories else list(range(group.n))
         group.unfinished = len(samples)
         self._groups.put(group, GroupState.RUNNING)
         self.to_start += zip(repeat(group), samples)
@@ -153,13 +145,27 @@ class SampleRunner:
         """
         if run.target is not None and self.stopping is not None:
             return None
-        found = next_prompt(run, self._groups)
+        found = run.next_prompt(self._groups)
         return None if found is None else Group(*found, self._starter.agents.of_prompt(found[2]), run.n)
 
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
-        """Run one sample to its end; the last one to end finishes the group."""
+        """Run one sample to its end, as many attempts as it takes; the last one to end finishes the group."""
         try:
-            await self._run(run, group, sample)
+            while run.stop is None:
+                began = group.latest(sample) if group.trajectories else None
+                live = self._starter.begin_sample(group, sample) if began is None else await self._go_on(group, began)
+                await self._run_active(run, group, live)
+                # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
+                trajectory = live.trajectory
+                if trajectory.stop_reason != StopReason.CANCELLED or not (live.restart or begins_anew(trajectory)):
+                    if trajectory.stop_reason is not None:
+                        run.stopped_by = run.stopped_by or run.watch.note(trajectory)
+                    if trajectory.failure is None:
+                        break
+                    pause = self.pause_before_repeat(group, trajectory)
+                    if pause is None or not await self._goes_on_after(run, pause):
+                        break
+                group.restart(sample)
         finally:
             run.running -= 1
             group.unfinished -= 1
@@ -185,24 +191,6 @@ class SampleRunner:
         run.changed.set()
 
     # -- one sample -----------------------------------------------------------------------------------------------
-
-    async def _run(self, run: RunState, group: Group, sample: int) -> None:
-        """Run one sample, as many attempts as it takes."""
-        while run.stop is None:
-            began = group.latest(sample) if group.trajectories else None
-            live = self._starter.begin_sample(group, sample) if began is None else await self._go_on(group, began)
-            await self._run_active(run, group, live)
-            # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
-            trajectory = live.trajectory
-            if trajectory.stop_reason != StopReason.CANCELLED or not (live.restart or begins_anew(trajectory)):
-                if trajectory.ended:
-                    run.stopped_by = run.stopped_by or run.watch.note(trajectory)
-                if trajectory.failure is None:
-                    break
-                pause = self.pause_before_repeat(group, trajectory)
-                if pause is None or not await self._goes_on_after(run, pause):
-                    break
-            group.restart(sample)
 
     def pause_before_repeat(self, group: Group, trajectory: Trajectory) -> float | None:
         """Return the seconds before a failed sample is begun anew; ``None``: it is not (the policy failed, say)."""

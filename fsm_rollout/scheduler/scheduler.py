@@ -27,6 +27,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from weakref import WeakMethod
 
@@ -39,7 +40,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, single
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.orders import SchedulerOrders
+from fsm_rollout.scheduler.orders import Listens, SchedulerOrders
 from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
 from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
@@ -50,13 +51,14 @@ from fsm_rollout.scheduler.staleness import Staleness
 from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.states.active_trajectory import CARRIED, INTERRUPTED, Stop, Suspension
+from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.events import DIED, Suspended
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Concurrency, Sampling, most_at_once
-from fsm_rollout.trajectory.trace_ids import RunNow, TraceIds
+from fsm_rollout.trajectory.trace_ids import RunNow
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,8 @@ class Scheduler(SchedulerOrders):
         tail: str = "carry",
     ) -> None:
         # 1. Who does the work.
-        check_at_least(1, "trajectory", "concurrency", most_at_once(concurrency))
+        self._most_at_once = most_at_once(concurrency)
+        check_at_least(1, "trajectory", "concurrency", self._most_at_once)
         if POLICY not in clients:
             raise ConfigError(f"a run needs an engine named '{POLICY}', got {sorted(clients)}")
         self.clients, self.concurrency = clients, concurrency
@@ -107,6 +110,7 @@ class Scheduler(SchedulerOrders):
         self.scoring = Scoring(reward, group_filter, self.recorder.record)
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.weight_version)
         self.agents = RunAgents(agents, clients, self.sampling, failures)
+        self.toolboxes: Sequence[Toolbox] = [agent.toolbox for agent in self.agents.all if agent.graph.tools]
         mismatch = WeakMethod(self.glue_mismatch)  # no cycle: what a run held is freed as soon as it is over
         self.starter = TrajectoryStarter(
             self.agents,
@@ -140,15 +144,15 @@ class Scheduler(SchedulerOrders):
         resume: Iterable[History] = (),
         deliver_at_end: bool = False,
         step: int | None = None,
-        trace: TraceIds | None = None,
+        listens: Listens | None = None,
         watch: Watch | None = None,
     ) -> AsyncGenerator[Group, None]:
         """Run every prompt ``n`` times and yield each group as its last trajectory ends and is scored.
 
         Arguments are those of :meth:`fsm_rollout.Rollout.stream`, with prompts that were checked. ``deliver_at_end``
         delivers all groups at the end: whatever weights have changed until then, none of them is older than
-        ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none. ``trace``: how the
-        spans of its trajectories are called, if anybody traces them; ``watch``: what says when too much has failed.
+        ``max_staleness`` allows. Where the run fails or is cancelled before, it has delivered none. ``listens``: sends
+        the spans of its trajectories, if anybody traces them; ``watch``: what says when too much has failed.
 
         Groups that an earlier run with a target has carried over go on first, then those of ``resume``, then the
         prompts. A prompt with the id and messages of a resumed group starts none. A prompt id that is under way
@@ -169,32 +173,36 @@ class Scheduler(SchedulerOrders):
             RunStopped: too much has failed, or what must not.
         """
         # 1. The run: the groups that earlier runs carried over come first, then the resumed ones, then the prompts.
+        for toolbox in self.toolboxes:
+            await toolbox.prepare()
         if self._run is not None:
             await self._until_free()
         self._mark_delivered()
+        journal = self.recorder.journal
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end, frozenset(self.groups),
-            watch or Watch(self.failures), self.recorder.journal, self._cut_off, self.samples.tail,
+            watch or Watch(self.failures), journal, self._cut_off, self.samples.tail,
         )  # fmt: skip
-        self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
-        if histories := list(resume):
-            self._resume(run, histories)
-        self._run, self.samples.stopping = run, None
-        self.starter.run_number += 1
-        # 2. Who is told what: events are on disk before the generations that build on them are asked for.
-        if isinstance(run.prompts, PromptQueue):
-            run.prompts.on_change = run.changed.set
-        journal = self.recorder.journal
-        for client in self.clients.values():
-            client.call_before_dispatch(journal.persist if journal is not None else None)
-        # 3. Groups, until there are enough or no more.
-        watched = self.recorder.watched(self.failures.stall_seconds, self._waits)
-        with calm_collection(most_at_once(self.concurrency)), watched:
-            run.feeder = asyncio.create_task(self.samples.feed(run))
+        with ExitStack() as meanwhile:
+            trace = None if listens is None else meanwhile.enter_context(listens())
+            self.starter.run = RunNow(time.time() - asyncio.get_running_loop().time(), step, trace)
+            if histories := list(resume):
+                self._resume(run, histories)
+            self._run, self.samples.stopping = run, None
+            self.starter.run_number += 1
+            if isinstance(run.prompts, PromptQueue):
+                run.prompts.on_change = run.changed.set
+            # 2. While it is under way: events are on disk before the generations that build on them are asked for.
+            meanwhile.enter_context(calm_collection(self._most_at_once))
+            if self.failures.stall_seconds is not None:
+                meanwhile.enter_context(self.recorder.watched(self.failures.stall_seconds, self._waits))
+            if self.lag is not None:
+                meanwhile.enter_context(self.lag.watched())
             try:
                 for client in self.clients.values():
-                    if client.pool.sleeps:
-                        await client.begin()
+                    await client.begin(None if journal is None else journal.persist)
+                # 3. Groups, until there are enough or no more.
+                run.feeder = asyncio.create_task(self.samples.feed(run))
                 while len(run.counted) != target_groups and (groups := await self._next_delivery(run)):
                     for group in groups:
                         self._delivered.append(group.group_id)
@@ -215,8 +223,11 @@ class Scheduler(SchedulerOrders):
                 await self._end(run, keep=False)
         finally:  # also where it was cancelled again meanwhile, and before another run asks the same clients
             try:
-                for client in self.clients.values() if runs_in(task) else ():  # else it is destroyed with its loop
-                    await client.drain()
+                if runs_in(task):  # else it is destroyed with its loop
+                    for client in self.clients.values():
+                        await client.drain()
+                    for toolbox in self.toolboxes:
+                        await toolbox.close()
             finally:
                 self._run = None
                 run.changed.set()
@@ -244,7 +255,8 @@ class Scheduler(SchedulerOrders):
         self.samples.stop_run(run, keep=keep)
         cancelled_again: asyncio.CancelledError | None = None
         try:
-            await asyncio.gather(run.feeder, return_exceptions=True)
+            if run.feeder is not None:
+                await asyncio.gather(run.feeder, return_exceptions=True)
         except asyncio.CancelledError as error:
             cancelled_again = error
         # 2. What is open. (What waits has not been touched, and stays.)
@@ -342,25 +354,6 @@ class Scheduler(SchedulerOrders):
             for group_id in self._delivered:
                 self.recorder.journal.delivered(group_id)
         self._delivered.clear()
-
-    # -- as a shard of another scheduler ------------------------------------------------------------------------
-
-    def take_up(self, histories: Sequence[History]) -> None:
-        """Let groups go on in the present run, as those do that it began with."""
-        assert self._run is not None
-        self._resume(self._run, list(histories))
-        self._run.resumed.clear()  # no prompt of theirs comes here
-        self._run.changed.set()
-
-    def set_aside(self) -> None:
-        """Come to the end of the present run soon; what is open goes on in the next one."""
-        if self._run is not None:
-            self.samples.stop_run(self._run, keep=True)
-
-    def take_back(self, group: Group) -> None:
-        """Let a group that was delivered run again, as far as it is too old by now, and deliver it again."""
-        self.groups.put(group, GroupState.DONE)
-        self._renew(group)
 
     def _renew(self, group: Group) -> bool:
         """Restart the ended samples of a group that are too old; return whether that changes anything."""

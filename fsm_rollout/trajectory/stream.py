@@ -92,6 +92,11 @@ class Stream(msgspec.Struct):
         return self.tokens.length if self.counted is None else self.counted
 
     @property
+    def num_turns(self) -> int:
+        """How many messages it has, system messages apart."""
+        return len([message for message in self.messages if message["role"] != "system"])
+
+    @property
     def pending(self) -> list[Message]:
         """Messages written since the last generation, not yet in the tokens."""
         return self.messages[self.glued :]

@@ -18,7 +18,6 @@ from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN
 from fsm_rollout.batch.part import part_from_bytes, part_of, part_to_bytes
 from fsm_rollout.batch.rows import RowId
-from fsm_rollout.batch.step import batch_of
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunnableAgent
@@ -61,7 +60,10 @@ def test_a_batch_is_the_same_however_its_groups_are_spread_over_parts(
         earlier = {group.group_id for group, at in zip(groups, before, strict=True) if at == number}
         held = data.draw(st.permutations([group for group in groups if group.group_id in ours | earlier]))
         parts.append(part_from_bytes(part_to_bytes(part_of(held)), ours))
-    whole, spread = batch_of(groups, pad_id=0), batch_of(groups, parts=parts, pad_id=0)
+    whole, spread = (
+        TrajectoryBatch.from_groups(groups, pad_id=0),
+        TrajectoryBatch.from_groups(groups, parts=parts, pad_id=0),
+    )
     told = [
         [
             (row.row_id, row.prompt_ids.tolist(), row.response_ids.tolist(), row.mask.tolist(), row.logprobs.tolist(),

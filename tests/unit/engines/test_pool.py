@@ -73,10 +73,10 @@ async def test_chunks_name_their_replica_and_its_numbers_add_up(client: EngineCl
 async def test_what_prepares_a_dispatch_is_called_for_dispatches_alone(client: EngineClient, place: Place) -> None:
     """The journal is written then: not for each chunk that comes while requests wait for room."""
     called_before: list[int] = []
-    client.call_before_dispatch(lambda: called_before.append(client.pool.dispatches))
+    await client.begin(lambda: called_before.append(client.pool.dispatches))
     await answers(client, *map(str, range(40)))
     assert called_before == list(range(client.pool.dispatches))
-    client.call_before_dispatch(None)
+    await client.drain()
     await answers(client, "more")
     assert len(called_before) == client.pool.dispatches - 1
 

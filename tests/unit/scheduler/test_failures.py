@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.batch.step import step_figures
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.environment.rewards import Reward
@@ -192,7 +191,8 @@ def test_what_failed_by_no_fault_of_the_policy_s_has_no_score_and_counts_in_no_m
     batch = TrajectoryBatch.from_trajectories(group.all, pad_id=0)
     assert batch.score_mean == 1.0
     assert list(batch.tensordict["failure"]) == [None, "engine", None]
-    assert step_figures([group]) | {"failed_engine": 1, "unscored": 1} == step_figures([group])
+    figures = TrajectoryBatch.from_groups([group], pad_id=0).figures
+    assert (figures["failed_engine"], figures["unscored"]) == (1, 1)
 
 
 def test_what_the_policy_failed_itself_is_scored() -> None:
@@ -230,7 +230,7 @@ def test_such_a_sample_is_repeated_within_a_budget(
     assert [t.trajectory_id for t in group.trajectories] == stands
     assert [t.trajectory_id for t in group.discarded] == repeated
     assert [t.score for t in group.trajectories] == [None if stands[0] in fails else 1.0, 1.0]
-    assert step_figures([group])["repeated_samples"] == len(repeated)
+    assert TrajectoryBatch.from_groups([group], pad_id=0).figures["repeated_samples"] == len(repeated)
     begun = [line.at for line in bench.engine.log if isinstance(line.what, Request)]
     assert max(begun) >= sum(10.0 * 2**number for number in range(len(repeated)))
 
