@@ -272,8 +272,7 @@ class Rollout(TrainerOrders):
             TargetNotReached: the group filter has turned down more groups than ``max_filtered`` allows.
         """
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
-        options["histories"] = True
-        return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, step=step, **options))
+        return GroupStream(self._groups_of(self.scheduler, prompts, n, target_groups, True, step=step, **options))
 
     async def _groups_of(
         self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None,

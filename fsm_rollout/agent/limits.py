@@ -96,14 +96,14 @@ def remaining(graph: AgentGraph, trajectory: Trajectory, limit: str, used: float
     return bound - used
 
 
-def reached_on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, wall: float) -> str | None:
-    """Return the first limit that keeps the present state's handler from running, or ``None``.
-
-    ``wall``: the seconds that ``wall_seconds`` leaves.
-    """
-    max_visits = graph.states[trajectory.state].max_visits
-    if max_visits is not None and trajectory.entries[trajectory.state] > max_visits:
-        return LimitName.MAX_VISITS
+def on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, at: float) -> tuple[str | None, float]:
+    """Return the first limit that keeps the present state's handler from running, and how many seconds are left."""
+    wall, state = float("inf"), trajectory.state
+    if trajectory.limits.get(LimitName.WALL_SECONDS) is not None:
+        wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(at))
+    max_visits = graph.states[state].max_visits
+    if max_visits is not None and trajectory.entries[state] > max_visits:
+        return LimitName.MAX_VISITS, wall
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
-        return spends
-    return LimitName.WALL_SECONDS if wall <= 0 else None
+        return spends, wall
+    return LimitName.WALL_SECONDS if wall <= 0 else None, wall

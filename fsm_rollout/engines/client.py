@@ -90,7 +90,7 @@ class EngineClient:
 
     def end_sessions(self, sessions: Iterable[str]) -> None:
         """See :class:`Client`."""
-        self.pool.end_sessions(sessions)
+        self.pool.placing.end(list(sessions))
 
     async def begin(self, before_dispatch: Callable[[], object] | None = None) -> None:
         """Be used on this event loop until this client is drained; an engine that sleeps between runs is awake then.

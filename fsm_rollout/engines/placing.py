@@ -3,21 +3,26 @@
 Invariant: where engines say how much memory they have, a request goes out only to the replica where its trajectory is
 resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica once, when the trajectory is
 admitted. Where they do not say it, the router chooses for each request. No request is sent to a replica without room.
+What an engine keeps for a session is begun by the first request that is sent there, and ended there once: when whoever
+asks has ended it, or when its requests go to another engine. An engine that is gone has ended all of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.protocol import Request, SessionKeeper
 from fsm_rollout.engines.replica import Replica
 from fsm_rollout.engines.residency import Residency, Tree
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.router import FIRST, Router, choose
 from fsm_rollout.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
@@ -36,6 +41,7 @@ class Placing:
         self._router, self._tries = router, tries
         self._changed = changed  # is called when more may be sent
         self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
+        self._keepers: dict[str, SessionKeeper] = {}  # where the latest request of each session was sent
 
     # -- what it hears of ---------------------------------------------------------------------------------------------
 
@@ -70,14 +76,40 @@ class Placing:
             request, said = pending.request, len(pending.ids)
             self.residency.answer(pending.tree, request.session, len(request.ids) + said, said)
 
+    def sent(self, requests: Iterable[Request], keeper: SessionKeeper) -> None:
+        """Note that an engine that keeps something for sessions is about to have these requests."""
+        for request in requests:
+            session = request.session
+            before = self._keepers.get(session)
+            if before is keeper or not session:
+                continue
+            if before is not None:
+                _end(before, [session])
+            self._keepers[session] = keeper
+
+    def end(self, sessions: Sequence[str]) -> None:
+        """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
+        by_keeper: dict[int, tuple[SessionKeeper, list[str]]] = {}
+        for session in sessions if self._keepers else ():
+            if (keeper := self._keepers.pop(session, None)) is not None:
+                by_keeper.setdefault(id(keeper), (keeper, []))[1].append(session)
+        for keeper, theirs in by_keeper.values():
+            _end(keeper, theirs)
+        if self.residency is not None:
+            self.residency.end(sessions)
+            self._changed()
+
     def look(self, up: Sequence[Replica], alone: bool) -> int:
         """Learn how much the replicas may have, and return how many requests more that is in all."""
         room = 0
         for replica in up:
-            load = replica.busy()
-            # What an engine does that has nothing of ours says nothing of how much it can do.
-            replica.allowed = replica.may_have(load, alone) if replica.in_flight else FIRST
             replica.waiting = 0
+            if not replica.in_flight and replica.asked:
+                # What an engine does that has nothing of ours says nothing of how much it can do.
+                replica.allowed, room = FIRST, room + FIRST
+                continue
+            replica.asked, load = True, replica.busy()
+            replica.allowed = replica.may_have(load, alone) if replica.in_flight else FIRST
             room += max(0, replica.allowed - replica.in_flight)
             if load.capacity:
                 self.residency = self.residency or Residency()
@@ -107,9 +139,9 @@ class Placing:
         """Return what goes to which replica, in order, as far as there is room; and whom the router has failed."""
         batches: dict[Replica, list[PendingRequest]] = {}
         refused: list[tuple[PendingRequest, EngineError]] = []
-        by_name = {replica.name: replica for replica in up}
+        by_name: dict[str, Replica] = {}
         if self.residency is not None:
-            waiting = list(waiting)
+            waiting, by_name = list(waiting), {replica.name: replica for replica in up}
             self._admit(self.residency, waiting, by_name)
             for replica in up:
                 replica.waiting = 0
@@ -157,6 +189,13 @@ class Placing:
             residency.admit(tree, taker.name)
             taker.waiting += 1  # so that the next one is not sent there too
             tree = residency.first()
+
+
+def _end(keeper: SessionKeeper, sessions: list[str]) -> None:
+    try:
+        keeper.end_sessions(sessions)
+    except Exception:  # whatever an engine raises is the engine's failure, and what it keeps is its own matter
+        logger.warning("the engine failed to end sessions %s", sessions, exc_info=True)
 
 
 def root_of(request: Request) -> str:

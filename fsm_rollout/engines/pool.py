@@ -31,7 +31,6 @@ from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, Rows, row
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter
-from fsm_rollout.engines.sessions import Sessions
 from fsm_rollout.engines.silence import SilenceWatch
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
@@ -67,7 +66,6 @@ class EnginePool:
         self.runs: set[object] = set()  # the clients that have a run, of a pool that sleeps between runs
         self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
-        self.sessions = Sessions()
         self.placing = Placing(router or StickyRouter(), self.tries, self.replicas_changed)
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
         self.replicas = self._lives.all
@@ -189,8 +187,9 @@ class EnginePool:
         if not any(self._lanes) or self._lives.closed or self._lives.looks:
             return
         # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
-        for replica in [replica for replica in self._lives.up if replica.process is not None]:
-            self._look_at(replica)
+        for replica in list(self._lives.up):
+            if replica.process is not None:
+                self._look_at(replica)
         if self._lives.looks:
             return
         # 2. Choose, as long as anybody has room.
@@ -228,7 +227,7 @@ class EnginePool:
         assert engine is not None
         self.dispatches += 1
         if replica.keeper is not None:
-            self.sessions.send(requests, replica.keeper)
+            self.placing.sent(requests, replica.keeper)
         replica.requests += len(requests)
         self._silence.begin(unfinished.values())
         if any(self._lanes):
@@ -390,14 +389,6 @@ class EnginePool:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
-        self.sessions.end(sessions := list(sessions))
-        if (residency := self.placing.residency) is not None:
-            residency.end(sessions)
-            if any(self._lanes):
-                self.replicas_changed()
-
     async def abort(self, pending: PendingRequest) -> None:
         """End a request soon and wait (a bounded time) for its last tokens; it is done afterwards."""
         if pending.done.happened:
@@ -424,9 +415,11 @@ class EnginePool:
                 self.end(pending, FinishReason.ABORT)
         if self._open:
             return
-        self._retries.bisection.clear()
+        if self._retries.bisection.busy:
+            self._retries.bisection.clear()
         self._silence.stop()
-        self.placing.stop()
+        if self.placing.residency is not None:
+            self.placing.stop()
         if tasks := [*self._dispatches, *self._engine_ids.tasks]:
             for task in tasks:
                 task.cancel()

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request
 from fsm_rollout.errors import EngineError
-from fsm_rollout.trajectory.event_bytes import array_of, plain_array
+from fsm_rollout.trajectory.event_bytes import array_of, plain
 from fsm_rollout.trajectory.picture_memory import MOST_BYTES, PictureMemory, PlainPicture
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.tokens import Ids
@@ -52,7 +52,7 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     load: Load
 
 
-pack_flush = msgspec.msgpack.Encoder(enc_hook=plain_array).encode
+pack_flush = msgspec.msgpack.Encoder(enc_hook=plain).encode
 unpack_flush = msgspec.msgpack.Decoder(Flush, dec_hook=array_of).decode
 
 
@@ -75,7 +75,7 @@ class Contexts:
     def _plain(self, value: object) -> object:
         """Return what MessagePack can have; hook of the encoder."""
         if not isinstance(value, StoredPicture):
-            return plain_array(value)
+            return plain(value)
         return msgspec.msgpack.Ext(_PICTURE, msgspec.msgpack.encode(self._pictures.plain(value)))
 
     def _picture(self, code: int, data: memoryview) -> StoredPicture:

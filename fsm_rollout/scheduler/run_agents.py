@@ -119,7 +119,7 @@ class RunAgents:
                     problems.append(Problem(f"prompt '{group_id}' shows a picture, which {blind} does not see"))
                 if prompt.messages[0].get("role") == "system":
                     with_system.setdefault(agent.graph.agent, []).append(group_id)
-                extra = prompt.extra
+                extra = prompt.model_extra or {}
                 if agent.graph.tools or extra.get("tools_kwargs"):
                     agent.toolbox.check(extra.get("tools_kwargs") or {})
                 for spec in agent.interactions:

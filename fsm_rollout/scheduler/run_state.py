@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 from fsm_rollout.errors import ConfigError, RunStopped, TargetNotReached, check_at_least
@@ -122,23 +123,26 @@ class Watch:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         window = 0 if failures.breaker is None else failures.breaker.window
-        # The latest attempts that have ended, as many as the breaker looks at.
-        self._latest: deque[Trajectory] = deque(maxlen=window)
+        # The latest attempts that have ended, as many as the breaker looks at: those that failed by no fault of the
+        # policy's, and `None` for others.
+        self._latest: deque[Trajectory | None] = deque(maxlen=window)
         # Why the reward failed, of the latest trajectories that it was asked about.
         self._judged: deque[str | None] = deque(maxlen=window)
 
     def note(self, trajectory: Trajectory) -> RunStopped | None:
         """Take in an attempt that has ended, well or not; return why the run is to stop, if it is."""
-        self._latest.append(trajectory)
-        failure = trajectory.failure
-        if failure is not None and self._failures.of(failure).do == "stop":
-            return RunStopped(
-                f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
-                f"{trajectory.stop_reason} ({_first_line(trajectory)})"
-            )
-        failed = [latest for latest in self._latest if latest.failure is not None and not is_the_policys(latest)]
-        if not self._breaks(len(failed), len(self._latest)):
+        if (failure := trajectory.failure) is None:
+            self._latest.append(None)
+        else:
+            self._latest.append(None if is_the_policys(trajectory) else trajectory)
+            if self._failures.of(failure).do == "stop":
+                return RunStopped(
+                    f"the run stops, as `failures.{failure}` says: trajectory {trajectory.trajectory_id} ended as "
+                    f"{trajectory.stop_reason} ({_first_line(trajectory)})"
+                )
+        if not self._breaks(self._latest):
             return None
+        failed = [latest for latest in self._latest if latest is not None]
         return RunStopped(
             f"the run stops: {len(failed)} of the latest {len(self._latest)} trajectories failed through no fault of "
             f"the policy's: {_told(failed)} (failures.breaker)"
@@ -147,17 +151,20 @@ class Watch:
     def judged(self, scored: int, errors: Sequence[str]) -> RunStopped | None:
         """Take in how many scores a reward has given and why others failed; return why the run is to stop, if it is."""
         self._judged += [*(None for _ in range(scored)), *errors]
-        failed = [error for error in self._judged if error is not None]
-        if not self._breaks(len(failed), len(self._judged)):
+        if not self._breaks(self._judged):
             return None
+        failed = [error for error in self._judged if error is not None]
         return RunStopped(
             f"the run stops: the reward failed for {len(failed)} of the latest {len(self._judged)} trajectories; the "
             f"first of them: {failed[0]} (failures.breaker)"
         )
 
-    def _breaks(self, failed: int, looked_at: int) -> bool:
+    def _breaks(self, latest: deque[Any]) -> bool:
+        """Whether too many of the latest have failed; others are ``None``."""
         breaker = self._failures.breaker
-        return breaker is not None and looked_at >= breaker.window and failed >= breaker.share * breaker.window
+        if breaker is None or len(latest) < breaker.window:
+            return False
+        return len(latest) - latest.count(None) >= breaker.share * breaker.window
 
 
 def _told(failed: Iterable[Trajectory]) -> str:
@@ -250,6 +257,10 @@ class RunState:
         if self.tail.orders and not under_way:  # what is done may have to wait for this one
             return True
         return self.counts_with(groups.by_state[GroupState.DONE].values()) + under_way < self.max_groups
+
+    def is_over(self, groups: GroupTable) -> bool:
+        """Whether no group is left, and none comes any more."""
+        return self.exhausted and not groups
 
     def deliverable(self, groups: GroupTable) -> list[Group]:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""

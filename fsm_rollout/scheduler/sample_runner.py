@@ -112,7 +112,8 @@ class SampleRunner:
         group = next(iter(waiting.values())) if waiting else self._open_next(run)
         if group is None:
             run.exhausted = True
-            run.changed.set()
+            if not self._groups.under_way:  # else their ends are what others wait for
+                run.changed.set()
             return True
         # 3. Its samples, as far as they have not ended for good.
         if group.trajectories:

@@ -177,7 +177,8 @@ class Scheduler(SchedulerOrders):
             await toolbox.prepare()
         if self._run is not None:
             await self._until_free()
-        self._mark_delivered()
+        if self._delivered:
+            self._mark_delivered()
         journal = self.recorder.journal
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end, frozenset(self.groups),
@@ -324,7 +325,7 @@ class Scheduler(SchedulerOrders):
     async def _next_delivery(self, run: RunState) -> list[Group]:
         """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over."""
         while True:
-            while run.feeding and not run.deliverable(self.groups):
+            while run.feeding and not run.is_over(self.groups) and not run.deliverable(self.groups):
                 await run.change()
             async with self.changing:
                 # 1. None of them is too old: those that are run again.
@@ -340,7 +341,7 @@ class Scheduler(SchedulerOrders):
                         run.feeder = asyncio.create_task(self.samples.feed(run))
                         continue
                 # 3. The caller has them from now on.
-                if groups or not run.feeding:
+                if groups or not run.feeding or run.is_over(self.groups):
                     for group in groups:
                         self.groups.deliver(group)
                         if run.target is not None and group.counts:

@@ -21,7 +21,7 @@ from functools import partial
 from weakref import WeakSet
 
 from fsm_rollout.agent.graph import MAIN, AgentGraph
-from fsm_rollout.agent.limits import LimitReached, reached_on_entry, remaining
+from fsm_rollout.agent.limits import LimitReached, on_entry
 from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
@@ -257,8 +257,7 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
     # 1. Limits that are reached on entry. (A visit that timed out before an interruption has passed them.)
     trajectory, agent = live.trajectory, live.agent
     graph, state = agent.graph, trajectory.state
-    wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, trajectory.elapsed(now))
-    limit = reached_on_entry(graph, trajectory, agent.machine.spends[state], wall)
+    limit, wall = on_entry(graph, trajectory, agent.machine.spends[state], now)
     if limit is not None and trajectory.time_up is None:
         if not trajectory.visit_events:  # else its handler had begun before an interruption, or this is said already
             live.emit(Refused(at=now))

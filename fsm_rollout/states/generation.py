@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.formats import Call
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
@@ -22,7 +21,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams, Thinking
 from fsm_rollout.errors import EngineError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.room import Visit, limit_reached, room_in_context
+from fsm_rollout.states.room import Visit, limit_reached, room_in_context, room_to_sample
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.event_bytes import unwritable
 from fsm_rollout.trajectory.events import (
@@ -208,7 +207,7 @@ class Generation:
         self.task = asyncio.current_task()
         self.recorded: asyncio.Event | None = None  # made by those who are to wait for it
         self._pad: int | None = None  # an id that stands for a picture, and was sampled
-        # What `_room` returned when glue was written; `None`: none was.
+        # What `room_to_sample` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
 
     async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
@@ -216,8 +215,8 @@ class Generation:
         # 1. Where the stream stands: a turn that was cut goes on (`continued`), one that the engine aborted even as the
         #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
-        stream = await visit.opened(bound.name)
-        new = stream.pending
+        stream = visit.trajectory.open_streams.get(bound.name) or await visit.opened(bound.name)
+        new = stream.messages[stream.glued :]
         was_cut = stream.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
         continued = was_cut and not stream.awaiting and not new
         resumed = continued and stream.finish_reason == FinishReason.ABORT
@@ -291,9 +290,11 @@ class Generation:
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
         if stream.counted is None:
-            self._room_after_glue = self._room(stream.tokens.length + len(encoded.ids), len(encoded.ids))
+            self._room_after_glue = room_to_sample(
+                visit, bound, stream.tokens.length + len(encoded.ids), len(encoded.ids)
+            )
         else:
-            self._room_after_glue = self._room(stream.counted, 0)
+            self._room_after_glue = room_to_sample(visit, bound, stream.counted)
         visit.take_in(
             PromptExtended(
                 at=visit.clock(),
@@ -308,25 +309,13 @@ class Generation:
         )
         return stream
 
-    def _room(self, length: int, added: int) -> dict[str | None, float]:
-        """Return how many tokens each limit allows a stream (``added`` of ``length`` new); LimitReached: none."""
-        room: dict[str | None, float] = {
-            LimitName.RESPONSE_TOKENS: self.visit.remaining(LimitName.RESPONSE_TOKENS) - added,
-            LimitName.CONTEXT_TOKENS: room_in_context(self.visit, self.bound, length),
-        }
-        if room[LimitName.RESPONSE_TOKENS] < 1:
-            raise LimitReached(LimitName.RESPONSE_TOKENS)
-        if room[LimitName.CONTEXT_TOKENS] < 1:
-            raise limit_reached(self.visit, self.bound, LimitName.CONTEXT_TOKENS)
-        return room
-
     def _submit(
         self, stream: Stream, sampling: Sampling | None, *, continued: bool, resumed: bool
     ) -> tuple[PendingRequest, str | None]:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = stream.tokens.length
-        room = self._room_after_glue or self._room(length if stream.counted is None else stream.counted, 0)
+        room = self._room_after_glue or room_to_sample(self.visit, bound, stream.length)
         settings = self._sampling(sampling)
         sampled = written = 0
         if resumed:

@@ -48,6 +48,22 @@ def room_in_context(visit: Visit, bound: BoundContext, length: int) -> float:
     return min(window, remaining(visit.agent.graph, visit.trajectory, LimitName.CONTEXT_TOKENS, length))
 
 
+def room_to_sample(visit: Visit, bound: BoundContext, length: int, added: int = 0) -> dict[str | None, float]:
+    """Return how many tokens each limit allows a stream (``added`` of ``length`` new); LimitReached: none."""
+    trajectory = visit.trajectory
+    room: dict[str | None, float] = {
+        LimitName.RESPONSE_TOKENS: remaining(
+            visit.agent.graph, trajectory, LimitName.RESPONSE_TOKENS, trajectory.response_tokens + added
+        ),
+        LimitName.CONTEXT_TOKENS: room_in_context(visit, bound, length),
+    }
+    if room[LimitName.RESPONSE_TOKENS] < 1:
+        raise LimitReached(LimitName.RESPONSE_TOKENS)
+    if room[LimitName.CONTEXT_TOKENS] < 1:
+        raise limit_reached(visit, bound, LimitName.CONTEXT_TOKENS)
+    return room
+
+
 def room_for_result(visit: Visit, bound: BoundContext) -> int:
     """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
     trajectory, stream = visit.trajectory, visit.trajectory.stream(bound.name)

@@ -18,15 +18,8 @@ from fsm_rollout.trajectory.pictures import StoredPicture, known
 from fsm_rollout.trajectory.tokens import Ids, Logprobs
 
 
-def plain_array(value: object) -> object:
-    """Return an array as MessagePack can have it; hook of encoders."""
-    if isinstance(value, array):
-        return (value.typecode, value.tobytes())
-    raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
-
-
 def array_of(kind: type, value: tuple[str, bytes]) -> object:
-    """Return the array that :func:`plain_array` was given; hook of decoders."""
+    """Return the array that :func:`plain` was given; hook of decoders."""
     if isinstance(value, StoredPicture):  # it is whole already
         return value
     typecode, data = value
@@ -43,12 +36,14 @@ PICTURE_EXTENSION = 1  # MessagePack's code of a picture that is named; its byte
 _MARK = b"fsm_rollout.picture"  # how what MessagePack holds of one begins, so that the names can be found in an event
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Return an array, or a picture's name, as MessagePack can have it; hook of encoders."""
+    if isinstance(value, array):
+        return (value.typecode, value.tobytes())
     if isinstance(value, StoredPicture):
         name: PictureName = (value.sha256, value.mime, value.width, value.height)
         return msgspec.msgpack.Ext(PICTURE_EXTENSION, _MARK + msgspec.msgpack.encode(name))
-    return plain_array(value)
+    raise TypeError(f"an event cannot hold a {type(value).__name__}; give plain data (str, numbers, lists, dicts)")
 
 
 def pictures_in(encoded: bytes) -> list[StoredPicture]:
@@ -80,7 +75,7 @@ def unpacker(find: FindPicture = _held) -> Callable[[bytes], list[AnyEvent]]:
 
 # -- as bytes -------------------------------------------------------------------------------------------------------
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(
     AnyEvent, dec_hook=array_of, ext_hook=partial(_named, _held)
 )

@@ -237,11 +237,10 @@ def _checked(
         prompts.append(prompt)
     if fields:
         _warn_of_near_misses(fields)
-    problems = _told_once(problems)
-    if len(problems) > SHOWN_PROBLEMS:
-        more = len(problems) - SHOWN_PROBLEMS
-        problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
     if problems:
+        problems = _told_once(problems)
+        if (more := len(problems) - SHOWN_PROBLEMS) > 0:
+            problems = [*problems[:SHOWN_PROBLEMS], Problem(f"and {more} more", problems[0].file)]
         raise ConfigError(problems)
     return prompts
 

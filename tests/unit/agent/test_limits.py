@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.limits import LIMITS, reached_on_entry, remaining
+from fsm_rollout.agent.limits import LIMITS, on_entry, remaining
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.unit.agent.facts import moved, prompted
 
@@ -28,9 +28,7 @@ def standing(limits: dict[str, float], spent: dict[str, int] | None = None, **st
 
 
 def reached_at(graph: AgentGraph, trajectory: Trajectory, spends: str | None, now: float) -> str | None:
-    return reached_on_entry(
-        graph, trajectory, spends, remaining(graph, trajectory, "wall_seconds", trajectory.elapsed(now))
-    )
+    return on_entry(graph, trajectory, spends, now)[0]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_shard_that_joins_while_the_run_ends_is_told_of_that_too() -> None:
 
         run = cast(Any, SimpleNamespace(n=1, stop=None, changed=changed, change=change))
         starter = SimpleNamespace(run=SimpleNamespace(step=None, trace=None), run_number=0)
-        said = {"starter": starter, "evaluation": None, "histories": False, "batch_options": {}}
+        said = {"starter": starter, "evaluation": None, "histories": False, "batch_options": {}, "lag": None}
         leases = Leases(cast(Any, SimpleNamespace(groups=GroupTable(), **said)))
         leases._run, leases.number = run, 0
         first, second = cast(Any, Shard(1)), cast(Any, Shard(2))
