@@ -58,14 +58,18 @@ class LeasedScheduler(Scheduler):
         max_restarts: int = 0, filter_name: str = "", evaluation: Sampling | None = None, tail: str = "carry",
     ) -> None:  # fmt: skip
         check_at_least(1, "trajectory", "concurrency", concurrency)
-        self.shards, self.evaluation, self.filter_name = shards, evaluation, filter_name
-        self.concurrency, self._most_at_once, self.toolboxes = concurrency, concurrency, ()
+        self.shards = shards
+        self.evaluation = evaluation
+        self.filter_name = filter_name
+        self.concurrency = self._most_at_once = concurrency
+        self.toolboxes = ()
         self.failures = failures.model_copy(update={"stall_seconds": None})  # shards watch what they wait for
         self.clients = {} if shards.servers is None else {POLICY: EngineClient(shards.servers.pool)}
         self._client = self.clients.get(POLICY)
         self.capacity = math.ceil(concurrency / shards.count)
         """How many trajectories may be under way in each shard."""
-        self.recorder, self.groups = Recorder(None, ()), GroupTable()
+        self.recorder = Recorder(None, ())
+        self.groups = GroupTable()
         self.staleness = Staleness(max_staleness, max_restarts, lambda: self.shards.version)
         self.starter = cast(TrajectoryStarter, _RunNumber())
         self.samples = cast(Any, Leases(self))

@@ -19,7 +19,7 @@ from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, histories_of, target_not_reached
-from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.scheduler.recorder import CountsListener, Recorder, TimesListener
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
 from fsm_rollout.scheduler.shards import Shards
@@ -222,18 +222,16 @@ class Leases:
                 for scored, errors in parts[0]:
                     run.stopped_by = run.stopped_by or run.watch.judged(scored, errors)
             case "progress":
-                self._hear("counted", shard, *parts)
+                for listener in self.scheduler.recorder.listeners:
+                    if isinstance(listener, CountsListener):
+                        listener.counted(shard.number, *parts)
             case "times":
-                self._hear("timed", shard, *parts)
+                for listener in self.scheduler.recorder.listeners:
+                    if isinstance(listener, TimesListener):
+                        listener.timed(shard.number, *parts)
             case "ended":
                 self._ended(shard, *parts)
         run.changed.set()
-
-    def _hear(self, what: str, shard: ShardHandle, *parts: Any) -> None:
-        """Tell who listens to the run and wants to hear of such."""
-        for listener in self.scheduler.recorder.listeners:
-            if (hear := getattr(listener, what, None)) is not None:
-                hear(shard.number, *parts)
 
     def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], *said: Any) -> None:
         """Take in that the run has ended in a shard, which goes on with some groups in the next one."""

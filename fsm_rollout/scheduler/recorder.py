@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.group import Group, GroupState
@@ -37,6 +37,22 @@ class SelectiveListener(Protocol):
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Hear an event of any kind."""
+
+
+@runtime_checkable
+class CountsListener(Protocol):
+    """A listener that shards tell how far they are, as their events stay with them."""
+
+    def counted(self, shard: int, states: Mapping[str, int], done: int, tokens: int) -> None:
+        """Hear how many samples of a shard are in which state, how many have ended, and what was sampled."""
+
+
+@runtime_checkable
+class TimesListener(Protocol):
+    """A listener that shards tell when a run was under way in them."""
+
+    def timed(self, shard: int, times: Any) -> None:
+        """Hear it, by step."""
 
 
 class Recorder:

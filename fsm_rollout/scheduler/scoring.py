@@ -45,7 +45,9 @@ class Scoring:
                     if not keeps and not group.dropped:
                         group.drop_reason = DropReason.FILTERED
                     run.filtered += not keeps
-                if self.teachers is not None and not group.dropped:
+            if self.teachers is not None:
+                self.teachers.leave([*group.discarded, *(group.all if group.dropped else ())])
+                if not group.dropped:
                     run.stopped_by = await self.teachers.settle(group.all) or run.stopped_by
         except asyncio.CancelledError:
             if run.stop is None:

@@ -21,7 +21,7 @@ from fsm_rollout.engines.specs import ServersSpec, faults, spec_class, without_n
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.names.objects import looked_in
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
-from fsm_rollout.scheduler.recorder import Listener
+from fsm_rollout.scheduler.recorder import CountsListener, Listener
 from fsm_rollout.scheduler.shard_placement import Start
 from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.shared_servers import SharedServers
@@ -133,7 +133,7 @@ def leased_scheduler(
         ConfigError: an argument cannot be had in another process, or a listener wants to hear of events.
         EngineError: no shard can start.
     """
-    if any(not hasattr(listener, "counted") for listener in listeners):
+    if not all(isinstance(listener, CountsListener) for listener in listeners):
         raise ConfigError(
             f"on_event: events stay in their shards, and with workers={count} nobody hears of them here; read the "
             "journal, or give none"

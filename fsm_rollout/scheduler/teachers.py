@@ -116,8 +116,8 @@ class Teachers:
         self._teachers = tuple(Teacher(name, clients[by.engine], by.settings) for name, by in teachers.items())
         for teacher in self._teachers:
             teacher.check(clients[POLICY])
-        # What is being asked, by trajectory, number of the stream, and teacher; and all tasks that have not ended.
-        self._asking: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        # What is being asked, by trajectory, then by number of the stream and teacher; and all tasks that go on.
+        self._asking: defaultdict[str, dict[tuple[int, str], asyncio.Task[None]]] = defaultdict(dict)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions: defaultdict[str, dict[str, EngineClient]] = defaultdict(dict)  # by trajectory, those begun
         self._warned = False
@@ -128,8 +128,15 @@ class Teachers:
         if kind is Generated:
             self._ask(trajectory)
         elif kind is Suspended:
-            asking = [self._asking.pop(key) for key in list(self._asking) if key[0] == trajectory.trajectory_id]
-            self._spawn(self._set_aside(asking, self._sessions.pop(trajectory.trajectory_id, {})))
+            self.leave([trajectory])
+
+    def leave(self, trajectories: Iterable[Trajectory]) -> None:
+        """Ask nothing more of trajectories that are set aside, or in no batch, and have nothing kept for them."""
+        for trajectory in trajectories:
+            asking = list(self._asking.pop(trajectory.trajectory_id, {}).values())
+            sessions = self._sessions.pop(trajectory.trajectory_id, {})
+            if asking or sessions:
+                self._spawn(self._set_aside(asking, sessions))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -148,12 +155,12 @@ class Teachers:
     def _ask(self, trajectory: Trajectory) -> list[asyncio.Task[None]]:
         """Ask all teachers for what they have not said of a trajectory; return what is under way."""
         asking: list[asyncio.Task[None]] = []
+        asked = self._asking[trajectory.trajectory_id]
         for number, stream in enumerate(trajectory.streams):
             for teacher in self._teachers if stream.tokens.trained_length else ():
-                key = (trajectory.trajectory_id, number, teacher.name)
-                task = self._asking.get(key)
+                task = asked.get(key := (number, teacher.name))
                 if (task is None or task.done()) and _unsaid(teacher, trajectory, stream):
-                    task = self._asking[key] = self._spawn(self._score(teacher, trajectory, number))
+                    task = asked[key] = self._spawn(self._score(teacher, trajectory, number))
                 if task is not None and not task.done():
                     asking.append(task)
         return asking
@@ -222,6 +229,7 @@ class Teachers:
             for task in asking:
                 task.result()
         for trajectory in ended:
+            self._asking.pop(trajectory.trajectory_id, None)
             _end(self._sessions.pop(trajectory.trajectory_id, {}))
             for stream in trajectory.streams:
                 for name, taught in stream.taught.items():

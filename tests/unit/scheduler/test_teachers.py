@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import fsm_rollout as fr
 from fsm_rollout.batch.rows import rows
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Request
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, SessionEnded, Turn
+from fsm_rollout.environment.rewards import GroupFilter
 from fsm_rollout.errors import ConfigError, RunStopped
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group
@@ -19,6 +21,7 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.taught_runs import split_teachers, teach
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.events import AnyEvent, Generated, TeacherScored
+from fsm_rollout.trajectory.settings import Concurrency
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
@@ -45,15 +48,16 @@ class Run:
     """A run of one trajectory, whose turns take a second each, with teachers."""
 
     def __init__(
-        self, *, failures: Failures | None = None, turns: Any = TURNS, **teachers: tuple[ScriptedEngine, dict[str, Any]]
-    ) -> None:
+        self, *, failures: Failures | None = None, turns: Any = TURNS, concurrency: Concurrency = "auto",
+        **teachers: tuple[ScriptedEngine, dict[str, Any]],
+    ) -> None:  # fmt: skip
         graph = agent(TOOLS, tools={"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}, limits=LIMITS)
         says = tuple(Turn(text=text, delay=1.0) for text in turns)
         engines = {"policy": ScriptedEngine(says, tokenizer=tokenizer()), **{n: e for n, (e, _) in teachers.items()}}
         clients = {name: EngineClient(engine) for name, engine in engines.items()}
         options = {} if failures is None else {"failures": failures}
         self.events: list[tuple[float, AnyEvent]] = []
-        self.scheduler = Scheduler({"law": graph}, clients, listeners=[self.hear], **options)
+        self.scheduler = Scheduler({"law": graph}, clients, listeners=[self.hear], concurrency=concurrency, **options)
         given = {name: {"engine": name, **own} for name, (_, own) in teachers.items()}
         taught, _ = split_teachers(given, list(engines))
         if taught:
@@ -110,6 +114,23 @@ def test_what_an_engine_fails_is_asked_again_and_then_the_row_says_why(caplog: p
     assert [version == -1 for version in failed.teacher_versions[:, 0]] == nan
     assert [count == 0 for count in failed.teacher_top_counts[:, 0]] == nan
     assert "teacher 'big' has no log-probs of" in caplog.text
+
+
+def test_of_a_group_that_no_batch_has_nothing_is_asked_or_kept_any_more() -> None:
+    engine = Teaches(score_delay=4.0)
+    run = Run(big=(engine, {}), concurrency=1)
+    run.scheduler.scoring.group_filter = GroupFilter(lambda group: False)
+
+    async def ended_while_the_run_goes_on() -> list[str]:
+        async with aclosing(run.scheduler.run(prompts(2), 1)) as groups:
+            assert (await anext(groups)).drop_reason == "filtered"
+            await asyncio.sleep(0.5)  # of virtual time; the second one takes three seconds
+            return [line.what.session for line in engine.log if isinstance(line.what, SessionEnded)]
+
+    ended = run_virtual(ended_while_the_run_goes_on())
+    first = next(line.what.session for line in engine.log if isinstance(line.what, Request))
+    assert ended == [first]
+    assert not run.at(TeacherScored), "it would have taken four seconds"
 
 
 def test_a_run_that_is_to_stop_stops_for_a_teacher_too() -> None:
