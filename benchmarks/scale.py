@@ -101,12 +101,14 @@ class Spread(overhead.InstantEngine):
 async def long_prompts(context: int, n: int) -> dict[str, float]:
     """Return how late the event loop was with ``n`` trajectories of long prompts, all at once."""
     from fsm_rollout import Rollout
+    from fsm_rollout.concurrency.loop_lag import LoopLag
 
     asked = argparse.Namespace(n=max(1, n // 16), turns=4, extra_tools=0, context=context, workload=None)
     with tempfile.TemporaryDirectory() as folder:
         work = overhead.load_work(asked, Path(folder))
     graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
     async with Rollout(graph, Spread(work, 0.0), concurrency=n) as rollout:
+        rollout.scheduler.lag = LoopLag()
         rows = [len(group.trajectories) async for group in rollout.stream(prompts, n=16)]
         (lag,) = rollout.scheduler.loop_lag().values()
     figures = {f"loop lag {name}, ms": round(1e3 * seconds, 1) for name, seconds in lag.items()}

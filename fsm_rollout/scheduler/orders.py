@@ -69,7 +69,8 @@ class SchedulerOrders(ABC):
 
     def loop_lag(self) -> dict[str, dict[str, float]]:
         """Return seconds by which event loops were late, ``p50``, ``p99`` and ``max``, by process: this one, shards."""
-        return {"run": self.lag.figures()} if self.lag is not None else {}
+        found = {} if self.lag is None else self.lag.figures()
+        return {"run": found} if found else {}
 
     async def send_to_sleep(self) -> None:
         """Let all engines give their memory back."""
