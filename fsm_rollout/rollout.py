@@ -300,8 +300,8 @@ class Rollout(TrainerOrders):
                 from fsm_rollout.report.progress import shown_where_wanted  # rich: only where somebody looks
 
                 meanwhile.enter_context(shown_where_wanted(scheduler.recorder, n * groups_in_all, self._progress))
-            run = scheduler.run(checked, n, target_groups=target_groups, listens=listens, **options)
-            async with aclosing(run) as groups:
+            options |= {"target_groups": target_groups, "listens": listens}
+            async with aclosing(scheduler.run(checked, n, **options)) as groups:
                 async for group in groups:
                     yield group
 
@@ -333,9 +333,8 @@ class Rollout(TrainerOrders):
         if batch:
             check_names("run", batch, RUN_OPTIONS)
         options: dict[str, Any] = {"over_sample": over_sample, "max_filtered": max_filtered, "resume": resume}
-        # Shards cut rows where that is asked for; who fits all of them into a width sees it here.
         options |= {"step": step, "deliver_at_end": True}
-        if batch.get("overflow", "error") != "error":
+        if batch.get("overflow", "error") != "error":  # shards cut rows; whether all fit into a width is seen here
             options["batch"] = {key: batch[key] for key in CUT & batch.keys()}
         async with aclosing(self._groups_of(self.scheduler, prompts, n, target_groups, **options)) as stream:
             groups = [group async for group in stream]

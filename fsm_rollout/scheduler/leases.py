@@ -72,7 +72,7 @@ class Leases:
             try:
                 shards.began(self.number, self)
                 if self.scheduler.evaluation is None:
-                    await shards.keep_journals(run.journal)
+                    await shards.keep_journals(*(run.journal.path, run.journal.run_id) if run.journal else (None, ""))
                 for shard in await shards.here():
                     self._begin(shard)
                 self._go_on_where_they_are()

@@ -103,7 +103,8 @@ class SampleRunner:
             if run.running >= (most if self.alone.isdisjoint(self._groups) else 1):
                 return False
             run.running += 1
-            tasks.create_task(self._run_sample(run, *self.tail.next_sample(self.to_start)))
+            found = self.tail.next_sample(self.to_start) if self.tail.probes else self.to_start.popleft()
+            tasks.create_task(self._run_sample(run, *found))
             return True
         # 2. The next group: one that waits, else that of the next prompt.
         if not self._can_open(run):
@@ -134,7 +135,7 @@ class SampleRunner:
         waiting = self._groups.by_state[GroupState.WAITING]
         if run.exhausted and not waiting:
             return False
-        if not run.has_room(self._groups):
+        if run.target is not None and not run.has_room(self._groups):
             return False
         return bool(waiting) or not isinstance(run.prompts, PromptQueue) or run.prompts.ready
 

@@ -21,7 +21,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
 from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, log
 from fsm_rollout.scheduler.shared_servers import SharedServers
-from fsm_rollout.trajectory.journal import Journal, shard_journal
+from fsm_rollout.trajectory.journal import shard_journal
 
 logger = logging.getLogger(__name__)
 
@@ -320,9 +320,9 @@ class Shards:
         if self.servers is not None and (apart := self.servers.apart()):
             await self.call_all("keep_apart", apart)
 
-    async def keep_journals(self, journal: Journal | None) -> None:
+    async def keep_journals(self, base: Path | None, run_id: str) -> None:
         """Have each keep its events in a journal of its own beside that of the run; ``None``: nowhere."""
-        self._base, self._run_id = (None, "") if journal is None else (journal.path, journal.run_id)
+        self._base, self._run_id = base, run_id
         for shard in await self.here():
             await self._keep_journal(shard)
 

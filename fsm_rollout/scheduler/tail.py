@@ -55,8 +55,6 @@ class Tail:
 
     def next_sample(self, samples: deque[tuple[Group, int]]) -> tuple[Group, int]:
         """Take out the sample to begin next: probes first, then those whose group has said most so far."""
-        if not self.probes:
-            return samples.popleft()
         best, most = 0, -1
         for at, (group, sample) in enumerate(samples):
             if sample == 0 and not group.trajectories:
