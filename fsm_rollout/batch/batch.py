@@ -174,9 +174,10 @@ class TrajectoryBatch(Learnable):
         else:
             part = joined_parts(parts, list(facts), state_names, processor, leave_out=dropped)
             check_lengths(part.rows, **widths)  # they were made before anybody knew the widths
-        kept = [fact for group_id, fact in part.facts.items() if group_id not in dropped]
+        every = part.facts.values()
+        kept = [fact for fact in every if fact.group_id not in dropped] if dropped else every
         batch = cls.from_flat(part.rows, pad_id, packed=packed, processor=processor, facts=kept, **widths)
-        batch.dropped, batch.figures = dropped, figures_of(part.facts.values(), dropped)
+        batch.dropped, batch.figures = dropped, figures_of(every, dropped)
         return batch
 
     @classmethod

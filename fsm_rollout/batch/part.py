@@ -67,15 +67,16 @@ def part_of(groups: Sequence[Group], **options: Any) -> BatchPart:
     facts: dict[str, GroupFacts] = {}
     kept: list[Trajectory] = []
     for group in groups:
-        of = facts[group.group_id] = GroupFacts(group.group_id, {"sampled_tokens": sampled_tokens(group.all)})
+        members = group.all
+        of = facts[group.group_id] = GroupFacts(group.group_id, {"sampled_tokens": sampled_tokens(members)})
         for trajectory in group.trajectories:
             of.scores.append(SampleScore(group.group_id, trajectory.sample, trajectory.score))
             if (failure := trajectory.failure) is not None:
                 of.figures[f"failed_{failure}"] = of.figures.get(f"failed_{failure}", 0) + 1
         if group.discarded:
             of.figures |= _discarded(group.discarded)
-        if not group.dropped:
-            kept += group.all
+        if group.drop_reason is None:
+            kept += members
     return BatchPart(rows_of(kept, facts, **options), facts)
 
 
@@ -109,7 +110,7 @@ def rows_of(
             if stream.row_id not in there:
                 facts[stream.trajectory.group_id].omitted.append(stream.row_id)
     # 2. What has none.
-    rowed = {stream.trajectory.trajectory_id for stream in streams}
+    rowed = set(map(attrgetter("trajectory.trajectory_id"), streams))
     for trajectory in trajectories:
         if trajectory.trajectory_id not in rowed:
             of = facts[trajectory.group_id]

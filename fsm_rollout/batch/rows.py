@@ -25,7 +25,7 @@ from fsm_rollout.batch.taught import taught_columns
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import LARGEST_SCORE, Part
 from fsm_rollout.trajectory.stream import Stream
-from fsm_rollout.trajectory.tokens import MediaSpan, NoteKind, responses
+from fsm_rollout.trajectory.tokens import MediaSpan, NoteKind, Owner, responses
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Array = npt.NDArray[Any]
@@ -391,10 +391,10 @@ def _noted(
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float | None]:
-    bad = trajectory.bad_calls
+    bad, took = trajectory.bad_calls, trajectory.time_spent.seconds
     return {
-        "generate_seconds": trajectory.generate_seconds,
-        "tool_seconds": trajectory.tool_seconds,
+        "generate_seconds": took("generate"),
+        "tool_seconds": took("tool"),
         "tool_calls": trajectory.calls_seen,
         "bad_calls": bad,
         "tool_failures": trajectory.calls_failed - bad,
@@ -424,8 +424,8 @@ def _put_scores(scores: Array, cut: Cut) -> None:
     """Put the scores of a row on its response tokens, added up in double precision."""
     trajectory, tokens = cut.trajectory, cut.stream.tokens
     last_of_turn: dict[int, int] = {}
-    for span in tokens.sampled():
-        if span.start < cut.end:
+    for span in tokens.spans:
+        if span.owner is Owner.MODEL and span.start < cut.end:
             last_of_turn[span.turn] = min(span.end, cut.end) - tokens.prompt_length - 1
     last_trained = max(last_of_turn.values())
     sums: defaultdict[int, float] = defaultdict(float)

@@ -251,7 +251,7 @@ class GlueCache:
         try:
             texts = list(map(only_text_of, messages))
             roles = list(map(itemgetter("role"), messages))
-            digest = self._tools_digest(tools)
+            digest = self._tools_digest(tools) if tools else None
         except (KeyError, TypeError, AttributeError, ValueError):
             return None
         if roles not in (["user"], ["system", "user"]) or {*map(frozenset, messages)} != {_PROMPT_KEYS}:

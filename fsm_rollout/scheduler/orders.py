@@ -56,10 +56,6 @@ class SchedulerOrders(ABC):
         """Raise ConfigError, all problems at once, for prompts that do not fit the run's agents and its reward."""
         self.agents.check(prompts, self.scoring.reward)
 
-    async def acheck(self, prompts: Sequence[Prompt]) -> None:
-        """Do what :meth:`check` does, wherever agents are bound to engines."""
-        self.agents.check(prompts, self.scoring.reward)
-
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""
         return {

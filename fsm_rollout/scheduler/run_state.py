@@ -258,10 +258,6 @@ class RunState:
             return True
         return self.counts_with(groups.by_state[GroupState.DONE].values()) + under_way < self.max_groups
 
-    def is_over(self, groups: GroupTable) -> bool:
-        """Whether no group is left, and none comes any more."""
-        return self.exhausted and not groups
-
     def deliverable(self, groups: GroupTable) -> list[Group]:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
         done: Collection[Group] = groups.by_state[GroupState.DONE].values()

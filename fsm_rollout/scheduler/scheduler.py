@@ -131,6 +131,10 @@ class Scheduler(SchedulerOrders):
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
 
+    async def acheck(self, prompts: Sequence[Prompt]) -> None:
+        """Do what :meth:`check` does, wherever agents are bound to engines."""
+        self.agents.check(prompts, self.scoring.reward)
+
     # -- the run ------------------------------------------------------------------------------------------------
 
     async def run(
@@ -325,7 +329,8 @@ class Scheduler(SchedulerOrders):
     async def _next_delivery(self, run: RunState) -> list[Group]:
         """Wait for the groups to deliver next, none of them too old, and return them; none when the run is over."""
         while True:
-            while run.feeding and not run.is_over(self.groups) and not run.deliverable(self.groups):
+            # A run is over when no group is left, and none comes any more.
+            while run.feeding and (self.groups or not run.exhausted) and not run.deliverable(self.groups):
                 await run.change()
             async with self.changing:
                 # 1. None of them is too old: those that are run again.
@@ -341,7 +346,7 @@ class Scheduler(SchedulerOrders):
                         run.feeder = asyncio.create_task(self.samples.feed(run))
                         continue
                 # 3. The caller has them from now on.
-                if groups or not run.feeding or run.is_over(self.groups):
+                if groups or not run.feeding or (run.exhausted and not self.groups):
                     for group in groups:
                         self.groups.deliver(group)
                         if run.target is not None and group.counts:

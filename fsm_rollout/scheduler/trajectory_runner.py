@@ -104,7 +104,7 @@ class TrajectoryStarter:
             agent=graph.agent,
             initial=graph.initial,
             messages=list(map(dict, prompt.messages)),
-            extra=prompt.extra,
+            extra=dict(prompt.model_extra or {}),
             limits=limits.model_dump(),
             seed=seed,
             date=datetime.now().isoformat(timespec="seconds"),

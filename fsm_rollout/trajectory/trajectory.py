@@ -310,7 +310,7 @@ class Trajectory(msgspec.Struct):
     def _context_opened(self, event: events.ContextOpened) -> None:
         if (before := self.open_streams.get(event.context)) is not None:
             before.open = False
-        number = sum(stream.context == event.context for stream in self.streams)
+        number = 0 if before is None else before.number + 1
         stream = Stream.begun(event, number, self.generations, before)
         self.streams.append(stream)
         self.open_streams[event.context] = stream
