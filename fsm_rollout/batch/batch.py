@@ -140,8 +140,7 @@ class TrajectoryBatch(Learnable):
         by_id: dict[str, Trajectory] = {}
         facts: dict[str, GroupFacts] = {}
         for trajectory in trajectories:
-            trajectory_id = trajectory.trajectory_id
-            if trajectory_id in by_id:
+            if (trajectory_id := trajectory.trajectory_id) in by_id:
                 raise BatchError(f"trajectory {trajectory_id} was given twice; each token has one row at most")
             by_id[trajectory_id] = trajectory
             facts.setdefault(trajectory.group_id, GroupFacts(trajectory.group_id))
