@@ -7,23 +7,22 @@ next one, or runs again, as a journal marks it in a run of one process.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fsm_rollout.agent.loader import recorded_agent
+from fsm_rollout.batch.part import parts_of
 from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.engines.weight_sources import Loaded, as_source
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model.folders import load_processor
-from fsm_rollout.report.tracing import RolloutTracing
-from fsm_rollout.rollout import Rollout
+from fsm_rollout.rollout import Prompts, Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.leased_group import LeasedGroup
-from fsm_rollout.scheduler.orders import Listens
 from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_state import check_numbers
@@ -34,6 +33,9 @@ from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from fsm_rollout.batch.batch import TrajectoryBatch
 
 
 class RemoteScheduler:
@@ -61,15 +63,9 @@ class RemoteScheduler:
     async def acheck(self, prompts: Sequence[Prompt]) -> None:
         """Leave it to the service, which checks a list before anything of it runs."""
 
-    async def prepare(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
-        """Know how groups are wanted."""
+    def come_back(self, *, histories: bool, batch_options: Mapping[str, object]) -> None:
+        """Say how the next run's groups come back: whether with their events, and with which rows."""
         self._options = {"histories": histories, "batch": dict(batch_options)}
-
-    @asynccontextmanager
-    async def opened(self, listens: Listens | None) -> AsyncIterator[None]:
-        """Keep connections open during a run."""
-        async with self.line.connected():
-            yield None
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
         """Return what the engines have done, as of the last answer."""
@@ -110,7 +106,7 @@ class RemoteScheduler:
     async def run(
         self, prompts: Iterable[Prompt], n: int = 1, *, target_groups: int | None = None,
         over_sample: float = OVER_SAMPLE, max_filtered: float | None = MAX_FILTERED, resume: Iterable[History] = (),
-        deliver_at_end: bool = False, step: int | None = None, trace: object = None,
+        deliver_at_end: bool = False, step: int | None = None, listens: object = None,
     ) -> AsyncGenerator[Group, None]:  # fmt: skip
         """See :meth:`fsm_rollout.scheduler.scheduler.Scheduler.run`."""
         if self.under_way:
@@ -132,33 +128,34 @@ class RemoteScheduler:
             **self._options,
         )  # fmt: skip
         self.under_way, mine = True, RemoteRun(self.line, begin, source)
-        try:
-            await self.line.ask(begin)
-            self._delivered = []
-            async for group in mine.groups():
-                if not deliver_at_end:
-                    self._delivered.append(group.group_id)
-                    yield group
-                    mine.done_with(group.group_id)
-                    self._delivered.remove(group.group_id)
-            self.weights.version, self.stats = mine.last.weight_version, mine.last.stats
-            waits = mine.last.carried
-            if self.evaluation is None:
-                known = prompts_of([each[3] for each in waits], mine.last.pictures)
-                self.carried = [
-                    LeasedGroup.of(*each[:2], prompt, each[2]) for each, prompt in zip(waits, known, strict=True)
-                ]
-            if deliver_at_end:
-                for group in mine.held.values():
-                    self._delivered.append(group.group_id)
-                    yield group
-        finally:
+        async with self.line.connected():
             try:
-                if not mine.last.ended and mine.begun:
-                    with suppress(RefusedError):
-                        await self.line.ask(End(client=self.line.client, run=begin.run))
+                await self.line.ask(begin)
+                self._delivered = []
+                async for group in mine.groups():
+                    if not deliver_at_end:
+                        self._delivered.append(group.group_id)
+                        yield group
+                        mine.done_with(group.group_id)
+                        self._delivered.remove(group.group_id)
+                self.weights.version, self.stats = mine.last.weight_version, mine.last.stats
+                waits = mine.last.carried
+                if self.evaluation is None:
+                    known = prompts_of([each[3] for each in waits], mine.last.pictures)
+                    self.carried = [
+                        LeasedGroup.of(*each[:2], prompt, each[2]) for each, prompt in zip(waits, known, strict=True)
+                    ]
+                if deliver_at_end:
+                    for group in mine.held.values():
+                        self._delivered.append(group.group_id)
+                        yield group
             finally:
-                self.under_way = False
+                try:
+                    if not mine.last.ended and mine.begun:
+                        with suppress(RefusedError):
+                            await self.line.ask(End(client=self.line.client, run=begin.run))
+                finally:
+                    self.under_way = False
 
 
 class RemoteRollout(Rollout):
@@ -188,7 +185,7 @@ class RemoteRollout(Rollout):
         self.agents = {name: recorded_agent(text) for name, text in facts.agents.items()}
         samplings = [Sampling.model_validate(sampling) for sampling in facts.evaluation_samplings]
         self._evaluation_samplings = samplings[0], samplings[1]
-        self._closed, self._progress, self._tracing = False, progress, RolloutTracing(False)
+        self._closed, self._progress, self._tracing = False, progress, None
         self._owned, self._shards, self.clients, self.engines = [], None, {}, {}
         self._weights = SimpleNamespace(version=facts.weight_version)
         scheduler = RemoteScheduler(self.line, self._weights)
@@ -202,6 +199,19 @@ class RemoteRollout(Rollout):
 
     def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
         return cast(Scheduler, RemoteScheduler(self.line, self._weights, sampling))
+
+    def _groups_of(
+        self, scheduler: Scheduler, prompts: Prompts, n: int, target_groups: int | None = None,
+        histories: bool = False, batch: Mapping[str, Any] | None = None, **options: Any,
+    ) -> AsyncGenerator[Group, None]:  # fmt: skip
+        wanted = histories or target_groups is not None
+        cast(RemoteScheduler, scheduler).come_back(histories=wanted, batch_options=batch or {})
+        return super()._groups_of(scheduler, prompts, n, target_groups, **options)
+
+    def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
+        """Return the batch of some groups, as :meth:`Rollout.batch` does; their rows were made by the service."""
+        groups = list(groups)
+        return super().batch(groups, parts=parts_of(groups), **options)
 
     async def pause_sampling(self, reason: str = "asked") -> None:
         """Have the policy sample nothing until :meth:`resume_sampling`; what runs waits."""

@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from typing import Any, cast
 
-from fsm_rollout.batch.part import BatchPart, joined_parts, part_from_bytes, part_of, part_to_bytes
+from fsm_rollout.batch.part import joined_parts, part_of, part_to_bytes, parts_of
 from fsm_rollout.jobs.shard_run import packed_events, told
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState, log_failures
-from fsm_rollout.scheduler.leased_group import LeasedGroup, packed_parts
+from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.serve.standing import waiting
@@ -159,10 +159,8 @@ class ServedRun:
             rollout.journal.persist()  # what the trainer gets is whole in it, should this process die now
         # 1. Their rows.
         if isinstance(groups[0], LeasedGroup):
-            parts = [part_from_bytes(*packed) for packed in packed_parts(groups)]
-            names, processor = known["state_names"], known["processor"]
-            rows, facts = joined_parts(parts, [group.group_id for group in groups], names, processor)
-            part = BatchPart(rows, {fact.group_id: fact for fact in facts})
+            order = [group.group_id for group in groups]
+            part = joined_parts(parts_of(groups), order, known["state_names"], known["processor"])
         else:
             part = part_of(groups, state_names=known["state_names"], processor=known["processor"], **self.asked.batch)
         answer.part = part_to_bytes(part)
