@@ -64,7 +64,7 @@ def counts(groups: int, n: int) -> list[str]:
 
 
 def cells(asked: argparse.Namespace) -> list[Cell]:
-    """Return all, the dearest first."""
+    """Return all, seed by seed, so that one that was cut off has all workloads; the dearest first."""
     policies = ["auto", "today", *counts(asked.groups, asked.n), *(f"auto+{tail}" for tail in TAILS)]
     every = [
         Cell(name, seed, policy, asked.groups, asked.n, asked.share)
@@ -72,7 +72,7 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
         for seed in range(asked.seeds)
         for policy in (asked.policies or policies)
     ]
-    return sorted(every, key=lambda cell: -turns(cell.workload))
+    return sorted(every, key=lambda cell: (cell.seed, -turns(cell.workload)))
 
 
 def turns(name: str) -> float:
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(WORKLOADS), metavar="NAME", help="workloads")
     parser.add_argument("--policies", nargs="*", help="default: all of the tables")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=48)
+    parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.25, help="of the trajectories, that fit into the memory")
     parser.add_argument("--jobs", type=int, default=1, help="simulations side by side")

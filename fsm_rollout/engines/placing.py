@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
 LINE, LINE_PART = 64, 8
-# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. Most tools are
-# quicker; a gap that has lasted so long will mostly last longer than it takes to fill the context again.
-MARK_EVERY = 2.0
+# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. A place that is
+# kept through a gap costs its share of the memory for so long, and one that is given up its share of the time to fill
+# the whole memory: on the servers of today this many seconds, about. With less (2.0) tools of ten seconds cost a third
+# more in simulations, and with more there is nothing to be gained.
+MARK_EVERY = 8.0
 
 
 class Placing:

@@ -46,8 +46,8 @@ def lengths(simulated: Simulated) -> str:
 
 def column(simulated: Simulated) -> tuple[str, ...]:
     """Return a simulation's column of the table, whose lines are the :data:`FIGURES`."""
-    first = [wait for _, wait in simulated.first_waits]
-    later = [wait for _, wait in simulated.later_waits]
+    first = [wait.seconds for wait in simulated.first_waits]
+    later = [wait.seconds for wait in simulated.later_waits]
     return (
         simulated.policy.name, clock(simulated.makespan), f"{simulated.ratio:.2f}", f"{simulated.twice:.1%}",
         clock(quantile(first, 0.5)), clock(quantile(first, 0.99)), clock(quantile(later, 0.99)),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import correlation
+from typing import NamedTuple
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.engines.pool import EnginePool
@@ -34,6 +36,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 SAMPLES = 400  # points of the courses over time, at most
 MOST_BLOCK = 64  # tokens of a block, at most: SGLang's larger pages have as many
 BATCHES, STALENESS = 8, 2  # batches of a run that trains, and how old what it trains on may be
+TIES = 1e-9  # what rounding leaves of nothing
 PARTS = 16  # blocks that a turn of mean length has, at least
 
 
@@ -58,6 +61,15 @@ class Policy:
         if tail:
             tail_of(tail)
         return cls(name, "auto" if admission == "auto" else int(number), admission == "auto", tail)
+
+
+class Wait(NamedTuple):
+    """How long a turn has waited."""
+
+    tokens: int
+    """Those that it was asked with."""
+    seconds: float
+    group: int
 
 
 @dataclass(slots=True)
@@ -94,9 +106,10 @@ class Simulated:
     retracted: int = 0
     paused: int = 0
     """How often a trajectory was paused between two turns."""
-    first_waits: list[tuple[float, float]] = field(default_factory=list)
-    """Of each first turn: the tokens of its prompt, and the seconds that it waited."""
-    later_waits: list[tuple[float, float]] = field(default_factory=list)
+    first_waits: list[Wait] = field(default_factory=list)
+    """Of the first turn of each prompt's own trajectories."""
+    later_waits: list[Wait] = field(default_factory=list)
+    """Of all others."""
     order: list[int] = field(default_factory=list)
     """The groups in the order in which they were done."""
     batches: list[list[int]] = field(default_factory=list)
@@ -118,7 +131,7 @@ class Simulated:
     @property
     def in_order(self) -> float:
         """How well groups are done in the order in which they began: the correlation of both, 1.0 is in order."""
-        return _correlation([(float(place), float(group)) for place, group in enumerate(self.order)])
+        return correlated(range(len(self.order)), self.order)
 
     @property
     def biases(self) -> list[float]:
@@ -134,20 +147,35 @@ class Simulated:
 
     @property
     def first_correlation(self) -> float:
-        """The correlation of a first turn's waiting time with the size of its prompt."""
-        return _correlation(self.first_waits)
+        """The correlation of a first turn's waiting time with the size of its prompt, its group's place taken out.
+
+        Of ranks, so that one long prompt is one of many. All prompts are there from the start, and who stands behind
+        others waits: how long those before it are, and what it is itself, are no matter of fairness.
+        """
+        sizes, waits, groups = _ranks(self.first_waits)
+        by_place = correlated(waits, groups), correlated(sizes, groups)
+        left = math.sqrt((1 - by_place[0] ** 2) * (1 - by_place[1] ** 2))
+        return (correlated(sizes, waits) - by_place[0] * by_place[1]) / left if left > TIES else 0.0
 
     @property
     def later_correlation(self) -> float:
-        """That of later turns, with the size of their context."""
-        return _correlation(self.later_waits)
+        """That of later turns, with the size of their context; no place is taken out."""
+        sizes, waits, _ = _ranks(self.later_waits)
+        return correlated(sizes, waits)
 
 
-def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
-    if len(set(xs)) < 2 or len(set(ys)) < 2:
-        return 0.0
-    return correlation(xs, ys)
+def correlated(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the correlation of two lists of numbers; 0.0 where one is all alike."""
+    return correlation(xs, ys) if len(set(xs)) > 1 and len(set(ys)) > 1 else 0.0
+
+
+def _ranks(waits: Sequence[Wait]) -> list[list[float]]:
+    """Return the ranks of sizes, waits and groups; equal ones share the middle of theirs."""
+    found = []
+    for values in zip(*waits, strict=True):
+        ordered = sorted(values)
+        found.append([(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values])
+    return found or [[], [], []]
 
 
 def block_of(workload: Workload) -> int:
@@ -210,8 +238,11 @@ async def _run(
     def listen(trajectory: Trajectory, event: AnyEvent) -> None:
         if isinstance(event, Generated):
             length = trajectory.open_streams[event.context].tokens.length - len(event.ids)
-            waits = result.later_waits if trajectory.generations > 1 else result.first_waits
-            waits.append((float(length * block), event.queue_seconds))
+            # Sub-agents have their parents' places.
+            first = trajectory.generations == 1 and trajectory.parent_id is None
+            waits = result.first_waits if first else result.later_waits
+            group = int(trajectory.group_id[1:])
+            waits.append(Wait(length * block, event.queue_seconds, group))
 
     most = max(turn.says for group in groups for life in group for stream in streams(life) for turn in stream)
     scheduler = Scheduler(

@@ -1,6 +1,7 @@
 """Simulations run the real scheduler: nothing is quicker than the bound, and residency beats counting."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
 from fsm_rollout.simulation.bound import streams
 from fsm_rollout.simulation.servers import ServerCosts
-from fsm_rollout.simulation.simulate import Policy, block_of, simulate
+from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
 from fsm_rollout.trajectory.tokens import as_ids
 
@@ -60,8 +61,26 @@ def test_batches_that_take_what_is_quick_are_short_at_first_and_paced_ones_are_n
     )
     assert sorted(carry.order) == [*range(24)]
     assert carry.biases[0] < paced.biases[0]
-    assert paced.makespan < carry.makespan < sync.makespan
+    assert max(paced.makespan, carry.makespan) < sync.makespan
     assert sum(map(len, carry.batches)) + carry.dropped == 24
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least", "most"),
+    [
+        (lambda group, size: float(group), -1e-6, 1e-6),  # in line, whatever the sizes are
+        (lambda group, size: group + size / 300, 0.6, 1.0),  # one with a long prompt is passed
+        (lambda group, size: group - size / 300, -1.0, -0.6),  # and here one with a short one
+    ],
+)
+def test_waits_are_fair_where_they_depend_on_the_place_in_the_line_alone(
+    seconds: Callable[[int, int], float], least: float, most: float
+) -> None:
+    found = simulate(small("tools", 1, 1), ServerCosts())
+    sizes = [100 * (group * 7 % 40) + 50 * group for group in range(40)]  # who stands behind others has more to say
+    found.first_waits = [Wait(size, seconds(group, size), group) for group, size in enumerate(sizes)]
+    assert correlated(sizes, range(40)) > 0.3
+    assert least <= found.first_correlation <= most
 
 
 class Shared(SimulatedEngine):
