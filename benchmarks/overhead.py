@@ -233,7 +233,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     from fsm_rollout.trajectory.journal import Journal
 
     engine = InstantEngine(work, options.delay)
-    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0)
+    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0, batch_cpu=0.0)
     if options.turns and options.workers == 1 and options.mode == "worker":
         # A gate before the second turn, where every trajectory waits.
         engine.gate, engine.expected = 1, len(prompts)
@@ -259,6 +259,15 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         graph, spec_of(options) if shards else engine, concurrency=count, journal=journal, workers=options.workers,
         worker_placement=placement,
     )  # fmt: skip
+    make = rollout.batch
+
+    def batch_of(*groups: Any, **widths: Any) -> Any:
+        began = time.process_time()
+        made = make(*groups, **widths)
+        marks.batch_cpu = time.process_time() - began
+        return made
+
+    rollout.batch = batch_of  # type: ignore[method-assign]
     if shards:  # they learn their first glue
         first = [Prompt(prompt_id=f"{10**9 + number}", messages=prompts[0].messages) for number in range(16)]
         assert len(await rollout.arun(first)) == 16
@@ -297,6 +306,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
         "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if placement == "local" else None,
         "us_cpu_of_run": round(1e6 * own_cpu / generations, 1) if worker_cpu else None,
+        "us_cpu_of_batch": round(1e6 * marks.batch_cpu / generations, 1),
         "us_cpu_of_worker": round(1e6 * max(worker_cpu) / generations, 1) if worker_cpu else None,
         "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
         "batch_ms": None if shards else round(batch_ms, 1),

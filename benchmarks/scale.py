@@ -9,7 +9,8 @@
 ``ratio`` is generations per second of two shards over those of one process, by the wall clock: it needs two cores that
 are idle. ``ratio by CPU`` is what two idle cores would give: the CPU time of one process over that of the busiest shard
 and, behind it, of the driver, which makes the batch. ``driver`` is its CPU time per generation, from the prompts to the
-padded batch; ``512 x 0.2 s x 5`` the wall time of 512 trajectories of five generations of 0.2 s each (bound: 1.0).
+padded batch, and without the batch, which costs one process the same; ``512 x 0.2 s x 5`` the wall time of 512
+trajectories of five generations of 0.2 s each (bound: 1.0).
 
 ``--many`` takes generations of two seconds, and tells how much of a core the driver has needed while they ran and its
 batch was made. ``--long`` has 256 prompts with 16 trajectories each, of five generations, and makes no batch, which
@@ -51,7 +52,7 @@ def medians(reps: int, **options: Any) -> dict[str, float]:
         asyncio.run(overhead.run_once(asked, work, graph, prompts[:16], -1))
         runs = [asyncio.run(overhead.run_once(asked, work, graph, prompts, rep)) for rep in range(reps)]
     assert not any(run["wrong_trajectories"] for run in runs)
-    names = ("wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_worker")
+    names = ("wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_batch", "us_cpu_of_worker")
     return {name: statistics.median(run[name] for run in runs) for name in names if runs[0][name] is not None}
 
 
@@ -61,10 +62,11 @@ def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
     table = {"one process, us CPU per generation": one["us_cpu_per_gen"]}
     for count in shards:
         some = medians(reps, n=n, delay=0.0, workers=count)
-        driver, shard = some["us_cpu_of_run"], some["us_cpu_of_worker"]
+        driver, batch, shard = (some[f"us_cpu_of_{part}"] for part in ("run", "batch", "worker"))
         table |= {
             f"{count} shards, us CPU per generation of all": some["us_cpu_per_gen"],
             f"{count} shards, driver, us CPU per generation": driver,
+            f"{count} shards, driver, of that without the batch": round(driver - batch, 1),
             f"{count} shards, busiest shard, us CPU per generation": shard,
             f"{count} shards, generations per second": round(1e6 / some["us_wall_per_gen"]),
             f"{count} shards, ratio": round(one["us_wall_per_gen"] / some["us_wall_per_gen"], 2),
