@@ -107,7 +107,7 @@ class Simulated:
     paused: int = 0
     """How often a trajectory was paused between two turns."""
     first_waits: list[Wait] = field(default_factory=list)
-    """Of the first turn of each prompt's own trajectories."""
+    """Of the first turn of each prompt's own trajectories, since the run began."""
     later_waits: list[Wait] = field(default_factory=list)
     """Of all others."""
     order: list[int] = field(default_factory=list)
@@ -147,15 +147,15 @@ class Simulated:
 
     @property
     def first_correlation(self) -> float:
-        """The correlation of a first turn's waiting time with the size of its prompt, its group's place taken out.
+        """The correlation of a first turn's waiting time with what of its prompt's size does not follow from its place.
 
         Of ranks, so that one long prompt is one of many. All prompts are there from the start, and who stands behind
-        others waits: how long those before it are, and what it is itself, are no matter of fairness.
+        others waits: that chance has put longer ones behind, or before, is no matter of fairness.
         """
         sizes, waits, groups = _ranks(self.first_waits)
-        by_place = correlated(waits, groups), correlated(sizes, groups)
-        left = math.sqrt((1 - by_place[0] ** 2) * (1 - by_place[1] ** 2))
-        return (correlated(sizes, waits) - by_place[0] * by_place[1]) / left if left > TIES else 0.0
+        by_place = correlated(sizes, groups)
+        left = math.sqrt(1 - by_place**2)
+        return (correlated(sizes, waits) - by_place * correlated(waits, groups)) / left if left > TIES else 0.0
 
     @property
     def later_correlation(self) -> float:
@@ -241,8 +241,8 @@ async def _run(
             # Sub-agents have their parents' places.
             first = trajectory.generations == 1 and trajectory.parent_id is None
             waits = result.first_waits if first else result.later_waits
-            group = int(trajectory.group_id[1:])
-            waits.append(Wait(length * block, event.queue_seconds, group))
+            seconds = round(loop.time() - event.seconds, 6) if first else event.queue_seconds
+            waits.append(Wait(length * block, seconds, int(trajectory.group_id[1:])))
 
     most = max(turn.says for group in groups for life in group for stream in streams(life) for turn in stream)
     scheduler = Scheduler(

@@ -69,8 +69,8 @@ def test_batches_that_take_what_is_quick_are_short_at_first_and_paced_ones_are_n
     ("seconds", "least", "most"),
     [
         (lambda group, size: float(group), -1e-6, 1e-6),  # in line, whatever the sizes are
-        (lambda group, size: group + size / 300, 0.6, 1.0),  # one with a long prompt is passed
-        (lambda group, size: group - size / 300, -1.0, -0.6),  # and here one with a short one
+        (lambda group, size: group + size / 50, 0.6, 1.0),  # one with a long prompt is passed
+        (lambda group, size: group - size / 50, -1.0, -0.6),  # and here one with a short one
     ],
 )
 def test_waits_are_fair_where_they_depend_on_the_place_in_the_line_alone(
