@@ -7,12 +7,14 @@ feeds the last token of every row and samples the next. So requests join and lea
 one sampling path.
 
 A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new, until
-the session has ended; while it lives, its row is given to another request only when there are twice as many rows as
-requests may run, the longest idle one first. A step feeds the rows up to the last
-that runs. A few idle ones among them take part (their last token is fed again), because leaving gaps is cheaper than
-moving rows; when they are many they change places with running ones. Requests that are alike, as the samples of a
-group are, are filled once; and what most prompts begin with (instructions, tools) is held once, where
-:mod:`~fsm_rollout.engines.transformers.qwen3` decodes: it is *shared* by rows that begin so.
+the session has ended. While it lives, its row is given to another request only when there are twice as many rows as
+requests may run, by the rule of :mod:`~fsm_rollout.engines.residency`: who is away for long gives way, then the
+smallest context that nobody asks for, which costs the least to fill again. (Longest idle first would let none of many
+sessions that take turns find its row.) A step feeds the rows up to the last that runs. A few idle ones among them take
+part (their last token is fed again), because leaving gaps is cheaper than moving rows; when they are many they change
+places with running ones. Requests that are alike, as the samples of a group are, are filled once; and what most prompts
+begin with (instructions, tools) is held once, where :mod:`~fsm_rollout.engines.transformers.qwen3` decodes: it is
+*shared* by rows that begin so.
 
 After an update of the weights every row is filled again, so the logprobs of later tokens are those of the new weights
 over the whole prefix.
@@ -44,6 +46,7 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, NoteKi
 
 GAPS = 4  # of so many rows that take part in a step one may be idle
 LIKE_LENGTH = 32  # requests are filled together when the longest has at most so many tokens more than the shortest
+AWAY = 1024  # steps: a row that was idle for more is the first to be given away of those whose sessions live
 WORTH_SHARING = 16  # tokens with which most requests begin are held once for all of them if there are so many
 
 
@@ -64,6 +67,7 @@ class _Decoding:
     cached: int = 0  # how many of its tokens its row holds, those that it shares counted in
     stops: StopStrings | None = None  # looks for the request's stop strings, if it has any
     idle: bool = False  # it has ended; its row is kept for the next turn of its session
+    idle_since: int = 0  # ... after so many steps
     over: bool = False  # its session has ended, too, or it had none
 
     @property
@@ -281,16 +285,26 @@ class DecodeLoop:
             self._cache.hold(prompt[:length] if length >= WORTH_SHARING else [])
 
     def _give_row(self, running: _Decoding, kept: _Decoding | None) -> None:
-        """Give a request its row: its session's, one that is over, a new one, or (all being there) the longest idle."""
-        if kept is None and (longest := next(iter(self._idle.values()), None)) is not None:
-            kept = longest if longest.over or len(self._rows) >= self._most_rows else None
-        if kept is None:
+        """Give a request its row: its session's, one that can be spared, or a new one."""
+        if (kept := kept or self._spared()) is None:
             running.row = len(self._rows)
             self._rows.append(running)
         else:
             del self._idle[kept.request.session]
             running.row = kept.row
             self._rows[kept.row] = running
+
+    def _spared(self) -> _Decoding | None:
+        """Return an idle row for another session: one that is over, or (all rows being there) the cheapest to lose."""
+        if (first := next(iter(self._idle.values()), None)) is None or first.over:
+            return first
+        if len(self._rows) < self._most_rows:
+            return None
+        if self._steps - first.idle_since > AWAY:
+            return first
+        asked = {queued.request.session for queued in (*self._unfilled, *self._waiting)}
+        # Of those that are alike the latest: so the others find theirs.
+        return min(reversed(self._idle.values()), key=lambda row: (row.request.session in asked, row.cached))
 
     def _fill_together(self, together: list[_Decoding]) -> None:
         """Fill rows in one forward pass, after what they hold."""
@@ -371,7 +385,7 @@ class DecodeLoop:
             self._lay_aside(running, over=not running.request.session)
 
     def _lay_aside(self, running: _Decoding, *, over: bool) -> None:
-        running.over = over
+        running.over, running.idle_since = over, self._steps
         self._idle[running.request.session] = running
         if over:
             self._idle = {running.request.session: running, **self._idle}

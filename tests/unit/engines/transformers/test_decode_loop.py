@@ -1,6 +1,7 @@
 """The decode loop against plain forward passes: requests of all lengths that join, leave and are cut."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
+from fsm_rollout.engines.transformers import decode_loop
 from fsm_rollout.engines.transformers.checkpoints import copy_weights
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.engines.transformers.key_value_rows import Filling
@@ -393,6 +395,44 @@ def test_the_rows_of_ended_sessions_are_given_away_first_and_those_of_live_ones_
         run(decode, {0: [Request(f"{name}!", as_ids([*texts[name], 7]), SamplingParams(1), session=name)]})
     assert passes == [1, 1], "nothing but the token that is new"
     assert len(decode._rows) == 4
+
+
+def test_of_more_sessions_than_rows_the_longest_find_theirs_until_they_are_away(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven take turns, and there are four rows: with the longest idle one given away first, none would find its own."""
+    decode = loop_of(model, max_running=2)
+    texts = {str(number): prompt(number, 10 + 5 * number) for number in (6, 0, 4, 1, 5, 2, 3)}
+
+    def filled(names: Iterable[str]) -> list[str]:
+        """Let sessions take a turn each; return those of which more was filled than was new."""
+        whole = []
+        for name in names:
+            passes, ids = counted(decode), [*texts[name], 7]
+            run(decode, {0: [Request(name, as_ids(ids), SamplingParams(1), session=name)]})
+            whole += [name] if sum(passes) > 10 else []
+        return whole
+
+    assert filled(texts) == list(texts)
+    assert filled(texts) == ["0", "1", "2", "3"]
+    decode.end_sessions(["4"])
+    assert filled("012356") == ["0", "1", "2"]
+    monkeypatch.setattr(decode_loop, "AWAY", 6)
+    assert filled("232326") == []
+    assert filled("15") == ["1", "5"], "who was away for seven steps has given way, and is longer than the others"
+    texts |= {name: prompt(ord(name), 60) for name in "abcdef"}
+    assert filled("abcdef") == [*"abcdef"]
+    assert len(filled("abcdef")) == 2, "of those that are alike the others find theirs"
+
+
+def test_a_row_that_is_asked_for_is_not_given_to_another(model: Any) -> None:
+    decode, texts = loop_of(model, max_running=2), {name: prompt(ord(name), ord(name) - 80) for name in "abcdef"}
+    requests = {name: Request(name, as_ids(ids), SamplingParams(1), session=name) for name, ids in texts.items()}
+    for name in "abcd":
+        run(decode, {0: [requests[name]]})
+    passes = counted(decode)
+    run(decode, {0: [requests[name] for name in "efa"]})
+    assert passes == [2 * 21, 2, 1]
 
 
 def test_a_row_that_holds_nothing_yet_changes_places_with_an_idle_one(model: Any) -> None:
