@@ -400,7 +400,7 @@ def test_the_rows_of_ended_sessions_are_given_away_first_and_those_of_live_ones_
 def test_of_more_sessions_than_rows_the_longest_find_theirs_until_they_are_away(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven take turns, and there are four rows: with the longest idle one given away first, none would find its own."""
+    """Seven take turns, and there are four rows: with the longest idle one given away first, none would find its."""
     decode = loop_of(model, max_running=2)
     texts = {str(number): prompt(number, 10 + 5 * number) for number in (6, 0, 4, 1, 5, 2, 3)}
 
