@@ -106,11 +106,11 @@ class Placing:
         room = 0
         for replica in up:
             replica.waiting = 0
-            if not replica.in_flight and replica.asked:
+            if not replica.in_flight and replica.asked_by == self.share:
                 # What an engine does that has nothing of ours says nothing of how much it can do.
                 replica.allowed, room = FIRST, room + FIRST
                 continue
-            replica.asked, load = True, replica.busy()
+            replica.asked_by, load = self.share, replica.busy()
             replica.allowed = replica.may_have(load, alone) if replica.in_flight else FIRST
             room += max(0, replica.allowed - replica.in_flight)
             if load.capacity:

@@ -141,6 +141,35 @@ def test_a_replica_that_does_not_say_yet_how_much_it_holds_is_given_its_part() -
     run(place := Place(lambda _: Quiet()), body, 2)
 
 
+@given(capacity=st.integers(1000, 10**6), beside=st.floats(0, 1), shards=st.integers(2, 8))
+def test_shards_of_a_server_give_way_to_its_other_users_and_take_one_another_for_none(
+    capacity: int, beside: float, shards: int
+) -> None:
+    """None knows how much of what others hold is another shard's: that all have their whole parts is the guess."""
+
+    class Used(ScriptedEngine):
+        others = 0
+
+        def load(self) -> Load:
+            return Load(capacity=capacity, others=self.others)
+
+    engine, theirs = Used([Turn(text=TEXT)], tokenizer=tokenizer()), int(beside * capacity / 2)
+    pool = EnginePool(LocalPlacement(lambda name: engine))
+    pool.placing.share, parts = shards, [0] * shards
+    pool.placing.look(pool.replicas, True)
+    assert pool.placing.residency is not None
+    (memory,) = pool.placing.residency.memories.values()
+    assert memory.capacity == capacity // shards, "before anything of ours runs there"
+    pool.replicas[0].in_flight = 1
+    for held in (0, theirs):
+        for turn in range(40 * shards):  # each fills its part, and looks again
+            engine.others = held + sum(parts) - parts[turn % shards]
+            pool.placing.look(pool.replicas, True)
+            parts[turn % shards] = memory.capacity
+        assert max(parts) - min(parts) <= shards
+        assert sum(parts) == pytest.approx(capacity - held * shards / (2 * shards - 1), abs=2 * shards)
+
+
 class Broken:
     """Fails requests by their names."""
 
