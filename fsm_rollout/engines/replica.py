@@ -172,7 +172,7 @@ class Replica(ReplicaView):
     worked: float = 0.0  # seconds of work in which it sampled `sampled` tokens, the older ones counted less
     sampled: float = 0.0
     mixed: frozenset[str] | None = frozenset()  # tensors that it may have of an update that failed; `None`: any
-    asked_by: int = 0  # how many pools shared its memory when its present engine was asked how busy it is; 0: it was not
+    asked_by: int = 0  # when its present engine was asked how busy it is, so many pools shared it; 0: it was not
     load_failed: bool = False  # whether it was logged that its engine does not say how busy it is
 
     @property
