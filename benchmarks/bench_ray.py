@@ -22,7 +22,7 @@ from fsm_rollout import Prompt, load_agent
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine, Request
-from fsm_rollout.engines.ray import RayOptions, RayPlacement
+from fsm_rollout.engines.ray_placement import RayOptions, RayPlacement
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.model.folders import load_tokenizer, model_folder
 from fsm_rollout.scheduler.scheduler import Scheduler

@@ -310,7 +310,7 @@ class Rollout(TrainerOrders):
         if self._tracing is None:
             return None
         lasts = scheduler is self.scheduler
-        return partial(self._tracing.listens, scheduler.recorder, self.description, lasts=lasts, **of_driver)
+        return partial(self._tracing.listens, scheduler, self.description, lasts=lasts, **of_driver)
 
     async def arun(
         self,

@@ -82,7 +82,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "engines.broadcast",
     ),
     "tensordict": ("batch",),
-    "ray": ("concurrency.ray_session", "engines.ray"),
+    "ray": ("concurrency.ray_session", "engines.ray", "engines.ray_placement"),
     "sglang": ("engines.sglang",),
     "transitions": ("agent.graph", "agent.machine"),
     "typer": ("cli",),

@@ -87,7 +87,7 @@ def build_engine(
         build = partial(_build_replica, engine_keys, base.absolute(), looked_in())
         placement: Placement = LocalPlacement(build, urls if isinstance(urls, list) else None)
         if checked.placement == "ray":
-            on_ray = import_module("fsm_rollout.engines.ray")  # Ray may not be installed
+            on_ray = import_module("fsm_rollout.engines.ray_placement")  # Ray may not be installed
             options = on_ray.RayOptions(
                 cpus=checked.cpus, gpus=checked.gpus, **(checked.ray.model_dump() if checked.ray else {})
             )

@@ -22,7 +22,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RaySpec(StrictModel):
-    """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray.RayOptions`."""
+    """Where Ray is and how it places replicas; see :class:`fsm_rollout.engines.ray_placement.RayOptions`."""
 
     address: str | None = None
     """`auto`, host:port or ray://host:port; default: RAY_ADDRESS, else a Ray of our own"""

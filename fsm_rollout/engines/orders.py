@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from fsm_rollout.concurrency.durations import Durations
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, failure_of
 from fsm_rollout.errors import EngineError
@@ -35,6 +37,8 @@ class Orders(ABC):
         self.up: list[Replica] = []  # those that take part; a new list whenever that changes
         self.held: set[str] = set()  # why nothing is sampled; empty: it is
         self.fallen: EngineError | None = None  # the error when no replica will ever come back
+        # How long updates of weights took, by phase: "check" goes before, "paused" is the others together.
+        self.update_times: defaultdict[str, Durations] = defaultdict(Durations)
         self._holder = holder
         self._asleep = False
         self._loop: asyncio.AbstractEventLoop | None = None

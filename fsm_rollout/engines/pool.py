@@ -68,7 +68,7 @@ class EnginePool:
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
         self.placing = Placing(router or StickyRouter(), self.tries, self.replicas_changed)
         self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
-        self.replicas = self._lives.all
+        self.replicas, self.update_times = self._lives.all, self._lives.update_times
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_anew()
         if placement.restarts:

@@ -364,6 +364,15 @@ class Process(Protocol):
         """Wait for an answer; ReplicaLost if none can come."""
 
 
+@runtime_checkable
+class OverWire(Protocol):
+    """What an engine has beside, whose requests and answers travel to another process."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """How many bytes they have had so far."""
+
+
 def facts_of(engine: TokenSource) -> EngineFacts:
     """Return the facts of an engine, as far as it says them."""
     return engine.facts if isinstance(engine, Described) else basic_facts(engine)

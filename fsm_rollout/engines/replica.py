@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from fsm_rollout.concurrency.threads import DaemonThreads
-from fsm_rollout.engines.protocol import Load, Process, ReplicaLost, SessionKeeper, TokenSource, WeightSource
+from fsm_rollout.engines.protocol import Load, OverWire, Process, ReplicaLost, SessionKeeper, TokenSource, WeightSource
 from fsm_rollout.engines.router import FIRST, ReplicaView, allowance
 from fsm_rollout.errors import EngineError
 
@@ -43,6 +43,11 @@ async def ping(engine: TokenSource) -> None:
         await engine.ping()
         if engine.failure is not None:
             raise ReplicaLost(str(engine.failure))
+
+
+def model_of(engine: TokenSource) -> tuple[object, ...]:
+    """Return what tells an engine's model from others."""
+    return engine.max_context, *sorted(engine.eos_ids)
 
 
 def describe(error: BaseException) -> str:
@@ -163,6 +168,7 @@ class Replica(ReplicaView):
     keeper: SessionKeeper | None = None  # the engine again, if it keeps something for sessions
     requests: int = 0  # sent to it
     tokens: int = 0  # got from it
+    earlier_bytes: int = 0  # that its earlier engines have moved
     restarts: int = 0
     moved: int = 0  # requests that it failed and that went on at another replica, or in its next life
     cause: str = ""  # why it was last lost
@@ -181,8 +187,14 @@ class Replica(ReplicaView):
         assert self.engine is not None
         return self.engine
 
+    @property
+    def wire_bytes(self) -> int:
+        """How many bytes of requests and answers its engines have moved to other processes and back."""
+        return self.earlier_bytes + (self.engine.wire_bytes if isinstance(self.engine, OverWire) else 0)
+
     def live_on(self, engine: TokenSource | None) -> None:
         """Have another engine, or none."""
+        self.earlier_bytes = self.wire_bytes
         self.engine, self.process, self.asked_by = engine, engine if isinstance(engine, Process) else None, 0
         self.keeper = engine if isinstance(engine, SessionKeeper) else None
 

@@ -18,9 +18,10 @@ from anyio import CancelScope
 from anyio.from_thread import start_blocking_portal
 
 from fsm_rollout.concurrency.cancellation import wait_for
+from fsm_rollout.concurrency.durations import Phases
 from fsm_rollout.engines.orders import Orders, first_of
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
-from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, ping
+from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, model_of, ping
 from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
 from fsm_rollout.errors import EngineError, did_you_mean
 
@@ -78,8 +79,7 @@ class Replicas(Orders):
         """Belong to an event loop; what an earlier one has left of their lives goes on here."""
         self._loop, self.looks = loop, 0
         self._tasks.clear()
-        self._change = asyncio.Lock()
-        self._news = asyncio.Event()
+        self._change, self._news = asyncio.Lock(), asyncio.Event()
         for replica in self.all:
             replica.begin(loop.time())
             if replica.state == "starting":
@@ -101,17 +101,24 @@ class Replicas(Orders):
         return await asyncio.shield(self._spawn(self._update(source, version)))
 
     async def _update(self, source: WeightSource, version: int | None) -> int:
+        phases = Phases(self.update_times)
         shared = await asyncio.to_thread(self.placement.share, source)  # checked once, while all go on
+        phases.end("check")
         first: ReplicaLost | None = None
         for last_try in (False, True):
             await self._until(lambda: bool(self.up or self._unfilled) or self._asleep or self.fallen is not None)
             try:
                 async with self._change:
+                    phases.start()
                     await self._hold("update")
+                    phases.end("hold")
                     try:
-                        return await self._load_everywhere(shared, version)
+                        number = await self._load_everywhere(shared, version)
+                        phases.end("load")
                     finally:
                         await self._release("update")
+                    phases.end("release", whole="paused")
+                    return number
             except ReplicaLost as error:
                 if last_try or not shared.again or self.fallen is not None:
                     raise
@@ -144,8 +151,7 @@ class Replicas(Orders):
         if failed and len(failed) == len(replicas):
             if not self.placement.restarts:
                 raise next(iter(failed.values()))
-            lost = all(isinstance(error, ReplicaLost) for error in failed.values())
-            kind = ReplicaLost if lost else EngineError
+            kind = ReplicaLost if all(isinstance(error, ReplicaLost) for error in failed.values()) else EngineError
             half = any(isinstance(error, HalfLoaded) for error in failed.values())
             left = "and what has a part samples nothing until it has whole ones" if half else "so nothing has changed"
             raise kind(f"no replica took the weights, {left}: {first_of(failed)}")
@@ -325,12 +331,14 @@ class Replicas(Orders):
         return await self._spawn(self._come(replica))
 
     async def _come(self, replica: Replica) -> str:
-        models = {_model(other.engine) for other in self.all if other.engine is not None}
+        models = {model_of(other.engine) for other in self.all if other.engine is not None}
         try:
             await self._until(lambda: not self._asleep)  # others use its memory until then
             await replica.open(self.placement, self.times.start)
-            if models and _model(replica.live) not in models:
-                raise EngineError(f"{replica.name} does not serve the same model: {_model(replica.live)}, not {models}")
+            if models and model_of(replica.live) not in models:
+                raise EngineError(
+                    f"{replica.name} does not serve the same model: {model_of(replica.live)}, not {models}"
+                )
             if not self._weights.updates and replica.live.weight_version != self._version:
                 raise EngineError(
                     f"{replica.name} has weights of version {replica.live.weight_version}, the others of "
@@ -440,8 +448,3 @@ class Replicas(Orders):
             failed = await self._on_each(ping, self.times.ping)
             for replica, error in failed.items():
                 self.lose(replica, replica.engine, f"it does not answer: {describe(error)}")
-
-
-def _model(engine: TokenSource) -> tuple[object, ...]:
-    """Return what tells an engine's model from others."""
-    return engine.max_context, *sorted(engine.eos_ids)

@@ -40,6 +40,7 @@ from fsm_rollout.jobs.tracking import Tracking, build_tracker, check_tracker
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.report.readers import Tracker
 from fsm_rollout.report.report import write_report
+from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.recorder import Listener
@@ -332,7 +333,7 @@ def _write(
         trajectories += [each for each in read(folder) if each.group_id in carried]
         bias = {"length_bias": length_bias(trained, trajectories)}
     summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked, **bias}
-    summary["event_loop_lag"] = rollout.scheduler.loop_lag()
+    summary |= running_of(rollout.scheduler)
     if errors := [error for group in groups for error in group.reward_errors]:
         summary["reward_errors"] = errors
     discarded = [trajectory for group in groups for trajectory in group.discarded if trajectory.parent_id is None]

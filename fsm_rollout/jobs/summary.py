@@ -17,6 +17,8 @@ from rich.text import Text
 from fsm_rollout.batch.advantages import scores_of
 from fsm_rollout.batch.branches import tree_token_ratio
 from fsm_rollout.batch.table import standard_error
+from fsm_rollout.concurrency.durations import Durations
+from fsm_rollout.report.running import running_costs
 from fsm_rollout.report.spans import PARTS, parts_of
 from fsm_rollout.report.texts import number, shortened, visible
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
@@ -59,7 +61,9 @@ def summarize(
     ``timing`` is in seconds per trajectory: waiting for the engine (``queue``), generating, in tools (sub-agents among
     them), in interactions, and ``other``, when none of these was under way. Two tools side by side for a second are one
     second of ``tools``; a tool beside a generation is time of both. Its ``slowest`` is the one that
-    took longest from its start to its end. A mean over nothing is ``None``, as is ``score_mean`` where nothing was
+    took longest from its start to its end. ``waits`` are seconds per generation (``p50``, ``p99``, ``max``): from the
+    end of what came before until it was asked for (``ours``), and until the engine began with it (``engine``). A mean
+    over nothing is ``None``, as is ``score_mean`` where nothing was
     scored.
     """
     everything = list(trajectories)
@@ -98,6 +102,7 @@ def summarize(
             **{"tools" if name == "tool" else name: _spread([part[name] for part in parts]) for name in PARTS},
             "slowest": _slowest(samples),
         },
+        "waits": _waits(everything),
         "engine": dict(engine or {}),
     }
 
@@ -150,6 +155,15 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _spread(seconds: Sequence[float]) -> dict[str, float | None]:
     return {"min": min(seconds, default=None), "mean": _mean(seconds), "max": max(seconds, default=None)}
+
+
+def _waits(trajectories: Sequence[Trajectory]) -> Summary:
+    seen = {"ours": Durations(), "engine": Durations()}
+    for trajectory in trajectories:
+        for ours, engine in trajectory.time_spent.waits(trajectory.started_at):
+            seen["ours"].add(ours)
+            seen["engine"].add(engine)
+    return {whose: waits.figures() for whose, waits in seen.items()}
 
 
 def _slowest(trajectories: Sequence[Trajectory]) -> Summary | None:
@@ -214,11 +228,8 @@ def summary_table(summary: Summary) -> Table:
         if name != "slowest" and (spread["max"] or 0.0) >= SHOWN_FROM:
             seconds = " / ".join(_number(spread[key], digits=2) for key in ("min", "mean", "max"))
             row(f"{name} (s)", f"{seconds} (min / mean / max per trajectory)")
-    if lags := summary.get("event_loop_lag"):
-        name, late = max(lags.items(), key=lambda item: item[1]["p99"])
-        if late["p99"] >= SHOWN_FROM:
-            seconds = " / ".join(_number(late[key], digits=2) for key in ("p50", "p99", "max"))
-            row("event loop (s)", f"late by {seconds} (p50 / p99 / max, {name})")
+    for name, text in running_costs(summary):
+        row(name, text)
     if (slowest := timing["slowest"]) is not None:
         spent = {name: slowest[f"{name}_seconds"] for name in PARTS}
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds >= SHOWN_FROM)

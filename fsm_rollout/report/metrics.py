@@ -65,8 +65,33 @@ LASTED = Metric("fsm_rollout.trajectory.duration", "histogram", "s", "How long t
 SCORE = Metric(
     "fsm_rollout.score", "histogram", "1", "Scores of trajectories", ("agent",), tuple(i / 10 for i in range(11))
 )
+OURS = Metric(
+    "fsm_rollout.ours.duration", "histogram", "s", "How long generations waited for us before they were asked for",
+    ("engine",), SECONDS,
+)  # fmt: skip
+LAG = Metric("fsm_rollout.event_loop.lag", "gauge", "s", "How late event loops were", ("process", "quantile"))
+WIRE = Metric("fsm_rollout.bytes_per_token", "gauge", "By", "Bytes moved between processes per token", ("wire",))
+UPDATED = Metric(
+    "fsm_rollout.weight_update.duration", "gauge", "s", "How long updates of weights took", ("phase", "quantile")
+)
 MOST_HEARD = 4096  # so many generations are added up at a time
-METRICS = (DURATION, USAGE, QUEUED, SAMPLED, VERSION, CALLS, CALLED, ENDED, ACTIVE, LASTED, SCORE)
+METRICS = (
+    DURATION,
+    USAGE,
+    QUEUED,
+    SAMPLED,
+    VERSION,
+    CALLS,
+    CALLED,
+    ENDED,
+    ACTIVE,
+    LASTED,
+    SCORE,
+    OURS,
+    LAG,
+    WIRE,
+    UPDATED,
+)
 
 
 def names_of_engines(description: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -79,9 +104,15 @@ def names_of_engines(description: Mapping[str, Any]) -> tuple[dict[str, str], di
 
 
 class RunMetrics:
-    """Listens to the trajectories of runs; ``description`` is what a journal is told of these."""
+    """Listens to the trajectories of runs.
 
-    def __init__(self, description: Mapping[str, Any]) -> None:
+    Args:
+        description: what a journal is told of these.
+        running: says what they cost, as :func:`fsm_rollout.report.running.running_of`.
+    """
+
+    def __init__(self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]] = dict) -> None:
+        self._running = running
         self._models, self._kinds = names_of_engines(description)
         self._values: dict[Metric, dict[Labels, list[float]]] = {metric: {} for metric in METRICS}
         self._active: set[str] = set()  # the trajectories under way
@@ -96,6 +127,15 @@ class RunMetrics:
         with self._adding:
             for generations in self._generations.values():
                 generations.add_up()
+        running = self._running()
+        for metric, key in ((LAG, "event_loop_lag"), (UPDATED, "weight_updates")):
+            self._values[metric] = {
+                (of, name): [float(seconds)]
+                for of, figures in running.get(key, {}).items()
+                for name, seconds in figures.items()
+                if name != "count"
+            }
+        self._values[WIRE] = {(name,): [count] for name, count in running.get("bytes_per_token", {}).items()}
         return self._values
 
     def hearer(self, kind: type[AnyEvent]) -> Listener | None:
@@ -130,9 +170,9 @@ class RunMetrics:
         found = self._generations.get((engine, trajectory.agent, aborted))
         if found is None:
             chat = self._chat(engine)
-            labels = (*chat, "abort" if aborted else ""), (*chat, "output"), (*chat, "input"), (engine,)
+            labels = (*chat, "abort" if aborted else ""), (*chat, "output"), (*chat, "input"), (engine,), (engine,)
             series = (
-                *map(self._series, (DURATION, USAGE, USAGE, QUEUED), labels),
+                *map(self._series, (DURATION, USAGE, USAGE, QUEUED, OURS), labels),
                 self._series(SAMPLED, (trajectory.agent,)),
             )
             found = self._generations[engine, trajectory.agent, aborted] = _Generations(series)
@@ -140,6 +180,7 @@ class RunMetrics:
                 self._series(VERSION, (engine,))
         found.heard.append((
             event.seconds, tokens, nan if stream is None else stream.tokens.length - tokens, event.queue_seconds,
+            trajectory.time_spent.idle_until(event.at - event.seconds - event.queue_seconds, trajectory.started_at),
         ))  # fmt: skip
         if event.versions:
             self._values[VERSION][engine,] = [event.versions[-1][1]]
@@ -190,7 +231,7 @@ class _Generations:
 
     def __init__(self, series: Sequence[list[float]]) -> None:
         self._series = series
-        self.heard: list[tuple[float, int, float, float]] = []  # seconds, tokens out and in, wait
+        self.heard: list[tuple[float, int, float, float, float]] = []  # seconds, tokens out and in, waits
 
     def add_up(self) -> None:
         """Count those that are not counted yet; the event loop may hear of more meanwhile."""
@@ -199,7 +240,9 @@ class _Generations:
             return
         del self.heard[: len(heard)]
         columns = np.array(heard, dtype=np.float64).T
-        for numbers, values, bounds in zip(self._series, columns, (SECONDS, TOKENS, TOKENS, SECONDS), strict=False):
+        for numbers, values, bounds in zip(
+            self._series, columns, (SECONDS, TOKENS, TOKENS, SECONDS, SECONDS), strict=False
+        ):
             known = values[~np.isnan(values)]
             counts = np.bincount(np.searchsorted(bounds, known), minlength=len(bounds) + 1)
             numbers[0] += float(known.sum())

@@ -17,6 +17,7 @@ from fsm_rollout.report.flow import Flow, traffic_picture
 from fsm_rollout.report.pages import REPORT, Links, page_path, render_page, write_page
 from fsm_rollout.report.pictures import picture_data, words_of
 from fsm_rollout.report.recording import EndKind, RunFolder, open_run
+from fsm_rollout.report.running import running_costs
 from fsm_rollout.report.spans import PARTS
 from fsm_rollout.report.texts import duration, number, visible
 from fsm_rollout.report.trajectory import page_of_run
@@ -129,6 +130,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         score_mean=sum(scores) / len(scores) if scores else None,
         groups=_groups(samples),
         length_bias=(run.summary or {}).get("length_bias"),
+        running=list(running_costs(run.summary or {})),
         dropped=(run.summary or {}).get("groups_dropped", 0),
         group_count=len({line.group_id for line in samples}),
         ends=_ends(samples),

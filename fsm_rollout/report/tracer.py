@@ -87,13 +87,15 @@ class Tracer:
             book = self._process.book(maker)
         return TracedRun(maker.ids, book, None if journal is None else history)
 
-    def metrics_of(self, description: Mapping[str, Any]) -> RunMetrics | None:
-        """Return what listens to all trajectories of runs that are described so; ``None``: nobody takes metrics."""
+    def metrics_of(self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]]) -> RunMetrics | None:
+        """Return what listens to all trajectories of runs, as :class:`RunMetrics`; ``None``: nobody takes metrics."""
         spans, to = self._process, self.tracing.destination(checked=False).metrics
         if self._meter is None and spans is not None and to is not None:
             headers = {**self.tracing.destination().headers}
             exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
-            self._meter = Meter(RunMetrics(description), exporter, _resource(self.tracing), lambda: spans.is_down)
+            self._meter = Meter(
+                RunMetrics(description, running), exporter, _resource(self.tracing), lambda: spans.is_down
+            )
         return None if self._meter is None else self._meter.metrics
 
     def close(self) -> None:

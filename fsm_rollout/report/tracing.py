@@ -9,12 +9,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.readers import Tracing, tracing_of
-from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.report.running import running_of
+from fsm_rollout.scheduler.orders import SchedulerOrders
 from fsm_rollout.trajectory.trace_ids import TraceIds
 
 if TYPE_CHECKING:
@@ -66,23 +69,26 @@ class RolloutTracing:
 
     @contextmanager
     def listens(
-        self, recorder: Recorder, description: Mapping[str, Any], *, lasts: bool, run_id: str = "",
+        self, scheduler: SchedulerOrders, description: Mapping[str, Any], *, lasts: bool, run_id: str = "",
         times: Callable[[Times], None] | None = None,
     ) -> Iterator[TraceIds]:  # fmt: skip
         """Listen to a run that is traced; yields how its spans are called.
 
         Args:
-            recorder: of the run.
+            scheduler: of the run.
             description: of the rollout.
             lasts: whether what is open afterwards goes on in a later run of the same recorder.
             run_id: the run's, in a shard, which its driver has said.
             times: hears when it was, in a shard, whose driver sends the run's own span.
         """
         assert self._tracer is not None
-        journal, run = recorder.journal, self._run
+        scheduler.lag = scheduler.lag or LoopLag()
+        recorder, run = scheduler.recorder, self._run
+        journal = recorder.journal
         run_id = run_id or (journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex)
         if run is None or not lasts or run.ids.run_id != run_id:
-            run, metrics = self._tracer.of_run(run_id, description, journal), self._tracer.metrics_of(description)
+            run = self._tracer.of_run(run_id, description, journal)
+            metrics = self._tracer.metrics_of(description, partial(running_of, scheduler))
             others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
             recorder.listeners = (*others, run) if metrics is None else (*others, metrics, run)
         if lasts:

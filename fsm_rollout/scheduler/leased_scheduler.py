@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.concurrency.durations import Durations, Phases
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Weights, WeightSource
@@ -83,6 +85,7 @@ class LeasedScheduler(Scheduler):
         self._delivered: list[str] = []
         self.marks = True
         self.changing = asyncio.Lock()
+        self._update_times: defaultdict[str, Durations] = defaultdict(Durations)
         self._run: RunState | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -104,6 +107,15 @@ class LeasedScheduler(Scheduler):
         """See there; of shards as of their last run."""
         shards = {f"shard {shard.number}": shard.lag for shard in self.shards.all if shard.lag}
         return super().loop_lag() | shards
+
+    def update_times(self) -> dict[str, dict[str, float]]:
+        """See there: until all shards hold, have the weights, and go on."""
+        return {phase: {"count": seen.count} | seen.figures() for phase, seen in self._update_times.items()}
+
+    @property
+    def link_bytes(self) -> int:
+        """See there."""
+        return self.shards.wire_bytes
 
     async def send_to_sleep(self) -> None:
         """See there."""
@@ -180,15 +192,19 @@ class LeasedScheduler(Scheduler):
 
     async def _update(self, weights: Weights | WeightSource, version: int | None) -> int:
         async with self.changing:
+            phases = Phases(self._update_times)
             try:
                 await self.shards.order("hold", UPDATE)
+                phases.end("hold")
                 if self._client is None:
                     version = self.shards.version + 1 if version is None else version
                     await self.shards.take_weights("load", weights, version)
                 else:
                     version = await self._load_servers(self._client, weights, version)
+                phases.end("load")
             finally:
                 await self.shards.undo("hold", UPDATE)
+            phases.end("release", whole="paused")
             self.shards.version = version
             for group in list(self.groups.by_state[GroupState.DONE].values()):
                 self._renew(group)

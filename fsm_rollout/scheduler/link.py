@@ -39,6 +39,7 @@ class Link(ABC):
         self.receive: Receive = _nobody
         self.lost: Callable[[], None] = _nobody
         self.open = True
+        self.wire_bytes = 0  # of messages, in both directions
         self._unsent: list[tuple[Any, ...]] = []
 
     def send(self, *message: Any) -> None:
@@ -54,11 +55,14 @@ class Link(ABC):
         """Let what was sent go out now."""
         if self.open and self._unsent:
             messages, self._unsent = self._unsent, []
-            self._write(_encode(messages) if self._shard else pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+            block = _encode(messages) if self._shard else pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
+            self.wire_bytes += len(block)
+            self._write(block)
 
     def _take(self, block: bytes | bytearray | memoryview) -> None:
         if not self.open:
             return
+        self.wire_bytes += len(block)
         try:
             messages = pickle.loads(block) if self._shard else _decode(block)
         except msgspec.DecodeError as error:

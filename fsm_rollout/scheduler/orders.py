@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import GroupTable, RunState
@@ -34,6 +36,7 @@ class SchedulerOrders(ABC):
     scoring: Scoring
     samples: SampleRunner
     groups: GroupTable
+    recorder: Recorder
     _run: RunState | None
 
     @abstractmethod
@@ -57,11 +60,33 @@ class SchedulerOrders(ABC):
         self.agents.check(prompts, self.scoring.reward)
 
     def engine_stats(self) -> dict[str, dict[str, int]]:
-        """Return per engine: requests, dispatches, and the version of its weights; of shards as of their last run."""
+        """Return what engines have done, by name; of shards as of their last run.
+
+        ``requests``, ``dispatches``, ``weight_version`` (how many updates the weights have had), ``tokens`` that were
+        sampled, and ``wire_bytes``: those of requests and answers that went to other processes and came back.
+        """
         return {
-            name: {"requests": c.pool.requests, "dispatches": c.pool.dispatches, "weight_version": c.weight_version}
-            for name, c in self.clients.items()
-        }
+            name: {
+                "requests": client.pool.requests, "dispatches": client.pool.dispatches,
+                "weight_version": client.weight_version,
+                "tokens": sum(replica.tokens for replica in client.pool.replicas),
+                "wire_bytes": sum(replica.wire_bytes for replica in client.pool.replicas),
+            }
+            for name, client in self.clients.items()
+        }  # fmt: skip
+
+    def update_times(self) -> dict[str, dict[str, float]]:
+        """Return seconds that updates of the policy's weights took, by phase: ``count``, ``p50``, ``p99``, ``max``.
+
+        ``check`` goes before; ``hold``, ``load`` and ``release`` follow each other, ``paused`` is the three together.
+        """
+        times = self.clients[POLICY].pool.update_times if POLICY in self.clients else {}
+        return {phase: {"count": seen.count} | seen.figures() for phase, seen in times.items()}
+
+    @property
+    def link_bytes(self) -> int:
+        """How many bytes of messages shards and their driver have exchanged."""
+        return 0
 
     def loop_lag(self) -> dict[str, dict[str, float]]:
         """Return seconds by which event loops were late, ``p50``, ``p99`` and ``max``, by process: this one, shards."""

@@ -63,6 +63,7 @@ class Shards:
         self._numbers, self._calls, self.run_numbers = count(1), count(), count()
         self.deaths = 0
         """How many have died since a group last came to its end."""
+        self._earlier_bytes = 0  # of messages that those who died have exchanged with the driver
         self.present: tuple[Any, ...] | None = None
         """What has shards take the policy's present weights; ``None``: they are the first."""
         self.standing: dict[tuple[str, ...], None] = {}
@@ -252,6 +253,11 @@ class Shards:
                     before[key] = max(before[key], number) if key == "weight_version" else before[key] + number
         return added
 
+    @property
+    def wire_bytes(self) -> int:
+        """How many bytes of messages they and the driver have exchanged."""
+        return self._earlier_bytes + sum(shard.started.link.wire_bytes for shard in self.alive)
+
     # -- what all are told ------------------------------------------------------------------------------------------
 
     async def call(self, shard: ShardHandle, name: str, *arguments: Any) -> Any:
@@ -384,6 +390,7 @@ class Shards:
         if not shard.alive:
             return
         shard.alive = False
+        self._earlier_bytes += shard.started.link.wire_bytes
         shard.gone.set()
         shard.started.end()
         self.deaths += 1

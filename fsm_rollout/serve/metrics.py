@@ -17,10 +17,17 @@ from prometheus_client.registry import Collector
 
 from fsm_rollout.report import metrics
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Metrics", "page_of"]
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+def page_of(listener: metrics.RunMetrics) -> bytes:
+    """Return what a listener has heard in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Heard(listener))
+    return generate_latest(registry)
 
 
 class Metrics:

@@ -18,12 +18,14 @@ from datetime import UTC, datetime
 from functools import partial
 
 from fsm_rollout.chat.reference import Opening
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.environment import users
 from fsm_rollout.environment.users import Reply
 from fsm_rollout.errors import ChatTemplateError, ConfigError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.report import metrics
+from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
@@ -92,7 +94,8 @@ class Service:
         self._waiting: dict[str, ServedConversation] = {}
         self._by_history: dict[Chain, list[ServedConversation]] = {}  # the same by the hash of their history
         self._closing = False
-        listener = metrics.RunMetrics(rollout.description)
+        rollout.scheduler.lag = LoopLag()
+        listener = metrics.RunMetrics(rollout.description, partial(running_of, rollout.scheduler))
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting, listener)
         rollout.scheduler.starter.live_user = self
         recorder = rollout.scheduler.recorder

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,13 +19,17 @@ import msgspec
 from aiohttp import web
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import RolloutError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.jobs.shard_run import KeptEvents, told
+from fsm_rollout.report.metrics import RunMetrics
+from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.serve.guarded import Guarded
+from fsm_rollout.serve.metrics import CONTENT_TYPE, page_of
 from fsm_rollout.serve.served_run import ServedRun
 from fsm_rollout.serve.standing import DROPPED, Earlier, Standing
 from fsm_rollout.serve.training_wire import (
@@ -76,6 +81,9 @@ class TrainingService(Guarded):
         self._orders: dict[int, asyncio.Future[Any]] = {}
         self._kept = KeptEvents(self._events)
         rollout.scheduler.marks = False  # the trainer says what it has
+        rollout.scheduler.lag, recorder = LoopLag(), rollout.scheduler.recorder
+        self.heard = RunMetrics(rollout.description, partial(running_of, rollout.scheduler))
+        recorder.listeners = (*recorder.listeners, self.heard)
         self.standing = Standing.read(folder)
 
     # -- over HTTP ----------------------------------------------------------------------------------------------------
@@ -84,6 +92,7 @@ class TrainingService(Guarded):
         """See there."""
         app = super().app()
         app.router.add_get(PATH, self._status)
+        app.router.add_get("/metrics", self._metrics)
         questions: dict[type[Question], Callable[[Any], Awaitable[Any]]] = {
             Open: self._open, Begin: self._begin, Next: self._next, End: self._end, Do: self._order,
         }  # fmt: skip
@@ -124,6 +133,9 @@ class TrainingService(Guarded):
                 "groups": {str(state): len(table[state]) for state in GroupState if table[state]},
             }  # fmt: skip
         return web.json_response(facts | {"engines": self.rollout.engine_stats()})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=page_of(self.heard), headers={"Content-Type": CONTENT_TYPE})
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 

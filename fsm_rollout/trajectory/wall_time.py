@@ -6,7 +6,7 @@ all say what it says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 import msgspec
@@ -32,6 +32,26 @@ class TimeSpent(msgspec.Struct):
     """Seconds until it was resumed, by kind, and in ``any`` of the kinds."""
     intervals: list[tuple[str, float, float]] = []
     """``(kind, start, end)`` of what it has spent time in since then, in the order in which it was recorded."""
+
+    def waits(self, since: float) -> Iterator[tuple[float, float]]:
+        """Yield for each generation how long it waited for us, and then for the engine to begin with it.
+
+        It waits for us from the end of what came before (``since``: when the trajectory began) until it is asked for:
+        what is done meanwhile is rendering, rules, records, and the work of other trajectories.
+        """
+        asked_at, ended_at = None, since
+        for kind, start, end in self.intervals:
+            if kind == "queue":
+                asked_at = start
+                continue
+            if kind == "generate":
+                asked, asked_at = start if asked_at is None else asked_at, None
+                yield max(0.0, asked - ended_at), start - asked
+            ended_at = max(end, ended_at)
+
+    def idle_until(self, asked_at: float, since: float) -> float:
+        """Return how long nothing was under way before a generation was asked for, as :meth:`waits` has it."""
+        return asked_at - next((end for _, _, end in reversed(self.intervals) if end <= asked_at), since)
 
     def settle(self) -> None:
         """Count what was spent so far: another process's clock may go on from here."""

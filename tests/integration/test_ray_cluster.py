@@ -21,7 +21,7 @@ from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
-from fsm_rollout.engines.ray import RayOptions, RayPlacement
+from fsm_rollout.engines.ray_placement import RayOptions, RayPlacement
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
 from fsm_rollout.engines.transformers.engine import TransformersEngine

@@ -24,7 +24,7 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Engine
-from fsm_rollout.engines.ray import RayOptions, RayPlacement, fitting
+from fsm_rollout.engines.ray_placement import RayOptions, RayPlacement, fitting
 from fsm_rollout.engines.replica import PoolTimes
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.errors import ConfigError, EngineError
@@ -119,7 +119,8 @@ def test_rays_client_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "fsm_rollout.engines.ray")
+    for module in ("ray", "ray_placement"):
+        monkeypatch.delitem(sys.modules, f"fsm_rollout.engines.{module}")
     with pytest.raises(EngineError, match=r"pip install 'fsm-rollout\[ray\]', or use placement 'local'"):
         build_engine(spec(), Path())
 

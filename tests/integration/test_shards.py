@@ -13,6 +13,7 @@ import torch
 from fsm_rollout import Rollout, Tensors, TrajectoryBatch, load_agent, read_prompts
 from fsm_rollout.errors import ConfigError, EngineError, RunStopped, TargetNotReached
 from fsm_rollout.names.objects import load_object
+from fsm_rollout.report.running import running_of
 from fsm_rollout.scheduler import shard_placement
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shards import MOST_DEATHS, Shards
@@ -65,6 +66,8 @@ def test_batches_are_the_same_whatever_the_number_of_shards(packed: bool) -> Non
         with Rollout(agent(), spec(), seed=7, workers=workers, reward=reward, teachers=teachers) as rollout:
             batch = rollout.run(prompts(COUNT), n=2, packed=packed)
             assert rollout.engine_stats()["policy"]["requests"] == COUNT * 2 * 4
+            moved = running_of(rollout.scheduler)["bytes_per_token"]
+            assert set(moved) == ({"shards"} if workers > 1 else set()), "engines are in the shards"
             again = rollout.run(prompts(2), n=2)
             evaluated = rollout.evaluate(prompts(2))
             batches.append([plain(batch), plain(again), plain(evaluated), batch.sample_scores, batch.figures])

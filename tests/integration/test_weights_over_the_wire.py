@@ -28,6 +28,7 @@ from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.engines.updating import updating
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
+from fsm_rollout.report.running import running_of
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import CONFIGS
@@ -275,6 +276,10 @@ def test_shards_share_servers_that_the_driver_loads_once(pool: EnginePool, how: 
                 await load_into_all("final")
             assert are_of(await rollout.arun(prompts, n=2), {version + 1: "final"})
             assert {s["weight_version"] for s in rollout.engine_stats().values()} == {version + 1}
+            costs = running_of(rollout.scheduler)
+            assert all(count > 1 for count in costs["bytes_per_token"].values()), costs
+            assert {*costs["bytes_per_token"]} == {"policy", "shards"}
+            assert {costs["weight_updates"][phase]["count"] for phase in ("load", "paused")} == {3}
             # 4. A server that somebody else has loaded is left alone, also by a shard that takes another's place.
             stranger, shards = pool.replicas[1].live, rollout.scheduler.shards
             body = {"new_version": "77", "abort_all_requests": False}

@@ -107,6 +107,7 @@ class Endpoint(ABC):
             if api_key is None:
                 raise EngineError(f"api_key: the environment has no {name}; set it where the run is started")
         self.url, self.api_key = url.rstrip("/"), api_key
+        self.wire_bytes = 0  # of requests for tokens and their answers, without headers
         self.max_context = 0  # the longest input plus output, in tokens
         self.capacity = 0  # how many tokens it has room for, all requests and what it keeps together; 0: unknown
         self.processor: Any = None  # of a model that sees, where the server can be sent pictures
@@ -234,13 +235,15 @@ class Endpoint(ABC):
                 fails, or is no such server.
         """
         answered = finished = read = False
-        headers = {"traceparent": trace} if trace else None
+        headers, data = {"traceparent": trace} if trace else None, encode(body)
+        self.wire_bytes += len(data)
         try:
-            async with self._client.post(self.url + self.generate, data=encode(body), headers=headers) as answer:
+            async with self._client.post(self.url + self.generate, data=data, headers=headers) as answer:
                 if answer.status >= HTTPStatus.BAD_REQUEST:
                     kind = EngineError if answer.status in REFUSALS else ReplicaLost
                     raise kind(self._refused(self.generate, answer.status, await answer.read()))
                 async for line in answer.content:
+                    self.wire_bytes += len(line)
                     if not line.startswith(b"data: {"):
                         continue
                     part = self.read_part(line[6:], body)

@@ -77,6 +77,11 @@ class HTTPEngine:
         """Why the server, or our trust in it, is gone; only another engine can go on then."""
         return self._link.failure
 
+    @property
+    def wire_bytes(self) -> int:
+        """How many bytes of requests and answers went to the server and back, without headers."""
+        return self._endpoint.wire_bytes
+
     async def ping(self) -> None:
         """Return if the server is there; ReplicaLost if it is not."""
         await asyncio.wrap_future(self._link.do(self._link.ping()))

@@ -410,6 +410,33 @@ async def test_weights_that_come_while_a_replica_loads_older_ones_are_loaded_too
     assert place.last().weight_version == 2
 
 
+def test_how_long_an_update_holds_everything_is_known_by_phase() -> None:
+    class Deliberate(Fragile):
+        async def pause(self) -> None:
+            await asyncio.sleep(0.5)
+            await super().pause()
+
+        async def update_weights(self, weights: Any, version: int | None = None) -> int:
+            await asyncio.sleep(5.0)
+            return await super().update_weights(weights, version)
+
+        async def resume(self) -> None:
+            await asyncio.sleep(0.25)
+            await super().resume()
+
+    async def main(client: EngineClient) -> None:
+        under_way = soon(client, *map(str, range(4)))
+        for _ in range(2):
+            await asyncio.sleep(1.5)
+            await client.update_weights("a folder")
+        await under_way
+        assert {phase: (seen.count, seen.figures()["max"]) for phase, seen in client.pool.update_times.items()} == {
+            "check": (2, 0.0), "hold": (2, 0.5), "load": (2, 5.0), "release": (2, 0.25), "paused": (2, 5.75)
+        }  # fmt: skip
+
+    run(Place(lambda _: Deliberate()), main, 2)
+
+
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
 @pooled(2)
 async def test_weights_that_nobody_takes_change_nothing(client: EngineClient, place: Place, bad: float | None) -> None:

@@ -36,7 +36,7 @@ from tests.kit import on_screen, under_way
 KEYS = (
     "trajectories groups wall_seconds transitions states stop_reasons failure_classes sub_agents "
     "turns_mean generations_mean tokens trained_tokens tree_token_ratio tool_calls bad_calls tool_failures "
-    "scored score_mean score_error timing engine"
+    "scored score_mean score_error timing waits engine"
 )
 
 
@@ -168,6 +168,31 @@ def test_the_parts_of_a_time_make_up_the_whole() -> None:
     assert "0/0: answered after 4.00 s (queue 2.50, generate 0.50, other 1.00)" in table
     assert "queue (s) 2.50 / 2.50 / 2.50 (min / mean / max per trajectory)" in table
     assert "interact (s)" not in table
+
+
+def test_what_generations_wait_for_is_said_of_us_and_of_the_engine() -> None:
+    """Asked for after 1 s, begun 2.5 s later; after the tool, asked for and begun at once."""
+    first = generated(sampled=1, at=4.0, state="PENDING", queue_seconds=2.5, seconds=0.5)
+    call = Called(at=6.0, state="PENDING", id="c", name="t", arguments={}, result="", seconds=1.5)
+    told = [prompted("0/0"), opened(at=0.0), first, call, generated(sampled=1, at=6.5, state="PENDING", seconds=0.5)]
+    trajectory = Trajectory.fold(told)
+    assert [*trajectory.time_spent.waits(trajectory.started_at)] == [(1.0, 2.5), (0.0, 0.0)]
+    assert trajectory.time_spent.idle_until(1.0, 0.0) == 1.0
+    assert trajectory.time_spent.idle_until(4.25, 0.0) == 0.25
+    summary = summarize([trajectory], wall_seconds=6.5)
+    assert {whose: waits["max"] for whose, waits in summary["waits"].items()} == {"ours": 1.0, "engine": 2.5}
+    assert "waits (s) 0.00 / 1.00 / 1.00 for us, 0.00 / 2.50 / 2.50 for the engine" in printed(summary)
+
+
+def test_what_running_cost_is_said_where_it_is_felt() -> None:
+    lag = {"run": {"p50": 0.0, "p99": 0.001, "max": 0.4}, "shard 2": {"p50": 0.01, "p99": 0.2, "max": 0.3}}
+    paused = {"count": 3, "p50": 0.5, "p99": 0.75, "max": 0.75}
+    updates = {"check": paused, "hold": paused | {"p50": 0.125}, "load": paused | {"p50": 0.25}, "paused": paused}
+    found = {"event_loop_lag": lag, "bytes_per_token": {"policy": 61.7, "shards": 20.2}, "weight_updates": updates}
+    table = printed(summarize([], wall_seconds=0.0) | found)
+    assert "event loop (s) late by 0.01 / 0.20 / 0.30 (p50 / p99 / max, shard 2)" in table
+    assert "bytes per token policy 62, shards 20" in table
+    assert "updates (s) 3: paused 0.50 / 0.75 / 0.75 (p50 / p99 / max; hold 0.12, load 0.25)" in table
 
 
 def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:

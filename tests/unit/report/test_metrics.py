@@ -10,8 +10,9 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.report.metrics import DURATION, METRICS, SECONDS, TOKENS, USAGE
+from fsm_rollout.report.metrics import DURATION, LAG, METRICS, SECONDS, TOKENS, UPDATED, USAGE, WIRE, RunMetrics
 from fsm_rollout.report.readers import Tracing
+from fsm_rollout.serve.metrics import page_of
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
 from tests.cases import table
 from tests.collector import Collector
@@ -63,7 +64,8 @@ def test_they_are_those_of_the_trajectories() -> None:
         seen = run({"endpoint": collector.url, "sample": 0.0})  # all are counted, also those that nobody traces
         found = points(collector)
     assert not any(span.name == "invoke_agent a" for span in collector.spans)
-    assert {*found} == {metric.name for metric in METRICS}
+    here = {metric.name for metric in METRICS} - {WIRE.name, UPDATED.name}  # nothing moves, no weights change
+    assert {*found} - {LAG.name} == here - {LAG.name}
     generations = [event for event in seen if isinstance(event, Generated)]
     chat = "chat", "fsm_rollout", "final"
     output = found[USAGE.name][*chat, "output"]
@@ -84,6 +86,19 @@ def test_they_are_those_of_the_trajectories() -> None:
     assert (score.count, score.sum, score.bucket_counts[5]) == (2, 1.0, 2)
     inputs = found[USAGE.name][*chat, "input"]
     assert inputs.sum > output.sum
+
+
+def test_what_running_costs_is_read_when_it_is_shown() -> None:
+    figures = {"p50": 0.25, "p99": 0.5, "max": 0.5}
+    heard = RunMetrics({}, lambda: {
+        "event_loop_lag": {"shard 1": figures}, "bytes_per_token": {"policy": 24.0},
+        "weight_updates": {"paused": {"count": 2} | figures},
+    })  # fmt: skip
+    page = page_of(heard).decode()
+    assert 'fsm_rollout_event_loop_lag_seconds{process="shard 1",quantile="p99"} 0.5' in page
+    assert 'fsm_rollout_bytes_per_token{wire="policy"} 24.0' in page
+    assert 'fsm_rollout_weight_update_duration_seconds{phase="paused",quantile="p50"} 0.25' in page
+    assert '"count"' not in page
 
 
 def test_who_takes_none_is_sent_none_or_not_warned_of(

@@ -62,6 +62,7 @@ class Obedient:
         self.told, self._refuses = list[tuple[Any, ...]](), refuses
         self.receive: Any = None
         self.lost: Any = None
+        self.wire_bytes = 0
 
     def send(self, kind: str, *parts: Any) -> None:
         if kind == "call":

@@ -47,6 +47,21 @@ def test_a_wrong_question_is_told_what_is_wrong(tmp_path: Path) -> None:
             fr.RemoteRollout(url, api_key="another")
 
 
+def test_its_metrics_say_what_runs_and_updates_cost(tmp_path: Path) -> None:
+    async def page(url: str) -> str:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
+            return await answer.text()
+
+    with serving(rollout(), tmp_path) as url, fr.RemoteRollout(url) as remote:
+        remote.run(["one"], n=2)
+        remote.update_weights(str(CONFIGS))
+        shown = asyncio.run(page(url))
+    assert 'fsm_rollout_trajectories_ended_total{agent="single_turn",stop_reason="answered"} 2.0' in shown
+    assert 'fsm_rollout_ours_duration_seconds_count{engine="policy"} 2.0' in shown
+    for phase in ("check", "hold", "load", "release", "paused"):
+        assert f'fsm_rollout_weight_update_duration_seconds{{phase="{phase}",quantile="p50"}}' in shown
+
+
 def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path) -> None:
     with serving(rollout(), tmp_path) as url:
         first, second = fr.RemoteRollout(url), fr.RemoteRollout(url)
