@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsm_rollout.engines.scripted.memory import Memory
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import STALENESS, Policy, Simulated, simulate
@@ -40,8 +41,10 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
     """Simulate a run under one policy after another, pass each result on, and return all.
 
     Raises:
-        ConfigError: there is no such policy or workload, or lengths cannot be read.
+        ConfigError: there is no such policy or workload, lengths cannot be read, or the run has shards.
     """
+    if config is not None and config.workers > 1:
+        raise ConfigError(f"workers: {config.workers} shards are not simulated, one scheduler is; add workers=1")
     policies = [Policy.of(name) for name in asked.policies or _policies(config)]
     server = server_of(config, asked.memory)
     replicas = asked.replicas or (int(str(config.engine.get("replicas", 1))) if config is not None else 1)

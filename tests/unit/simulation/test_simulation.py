@@ -1,10 +1,12 @@
 """Simulations run the real scheduler: nothing is quicker than the bound, and residency beats counting."""
 
+import importlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
-from fsm_rollout.simulation.bound import streams
+from fsm_rollout.simulation.bound import bound, streams
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
@@ -206,6 +208,15 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert picture.read_text().count("<polyline") == 4
 
 
+def test_a_run_with_shards_is_refused_with_what_can_be_simulated() -> None:
+    words = ["simulate", str(Path(__file__).parents[3] / "configs/runs/scripted.yaml"), "--workload", "tools"]
+    small = ["--groups", "2", "--n", "1", "--policy", "auto"]
+    refused, one = (CliRunner().invoke(app, [*words, *given, *small]) for given in (["workers=3"], ["workers=1"]))
+    assert refused.exit_code == 2
+    assert "workers: 3 shards are not simulated, one scheduler is; add workers=1" in refused.output
+    assert one.exit_code == 0, one.output
+
+
 def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     config = load_run(root / "configs/runs/scripted.yaml", [f"out={tmp_path / 'run'}"])
@@ -216,3 +227,35 @@ def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
     found = simulate(workload, ServerCosts(), policy=AUTO)
     assert all(early <= late for early, late in pairwise(found.course.times))
     assert found.ratio >= 0.9
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The search for the quickest schedule of a small instance."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("exact_schedule")
+
+
+def test_no_schedule_that_can_be_found_is_quicker_than_the_bound_and_some_are_as_quick(exact: Any) -> None:
+    times = []
+    for workload, server in map(exact.instance, (0, 1, 2, 3, 4, 8, 12, 14, 15, 21)):
+        lives = tuple(life for (life,) in workload.groups)
+        times.append(exact.Search(lives, server).seconds() / bound(workload, server, 1).seconds)
+    assert 1.0 <= min(times) < 1.01
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gap", "seconds"),
+    [
+        (10, 1.0, 9.0),  # both fit: six tokens are filled, two steps, and the gap
+        (8, 0.0, 9.0),  # both fit until their second turns, which are sampled one after the other
+        (5, 0.0, 10.0),  # one after the other
+        (5, 9.0, 22.0),  # in the gap of one the other begins, and both contexts are filled again
+    ],
+)
+def test_the_search_finds_what_a_few_lines_of_arithmetic_find(
+    exact: Any, tokens: int, gap: float, seconds: float
+) -> None:
+    life = (TurnLengths(2, 1, gap), TurnLengths(1, 1))
+    server = ServerCosts(tokens=tokens, fill=1.0, step=1.0, step_request=0.0, step_token=0.0)
+    assert exact.Search((life, life), server).seconds() == seconds
