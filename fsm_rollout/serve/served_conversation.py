@@ -7,18 +7,18 @@ lines; so the history that it re-sends names the conversation, whatever tools, c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 
-from fsm_rollout.agent.graph import MAIN, AgentGraph
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.pending import PendingRequest
-from fsm_rollout.environment.users import Reply
-from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.states.bound_agent import BoundContext, users_context, users_tools
 from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError, refuse
 from fsm_rollout.states.external.responding import Answer, Exchange
-from fsm_rollout.states.external.sameness import Chain, chains_of, extend_chain
+from fsm_rollout.states.external.sameness import Chain, chains_of, extend_chain, placed
 from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
-from fsm_rollout.trajectory.events import AnyEvent, Generated, Message, UserReplied
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Message, UserReplied
 from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -27,15 +27,9 @@ BETWEEN_TURNS = "\n\n"
 CUT_BY = (StopReason.TRUNCATED, *map(StopReason.of_limit, (LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS)))
 
 
-def chain_of(caller: str, model: str, sampling: object, messages: Iterable[Message]) -> Chain:
-    """Return what stands for a history of a caller's with one agent, sampled in one way."""
-    return chains_of([caller, model, sampling], messages)[-1]
-
-
-def shown_context(graph: AgentGraph) -> str:
-    """Return the context that users talk to: that of the state that interacts, else ``main``."""
-    states = (state for state in graph.working_states if graph.handler_of(state) == "interact")
-    return next((graph.states[state].context for state in states), MAIN)
+def chain_of(caller: str, model: str, settings: Mapping[str, object], messages: Iterable[Message]) -> Chain:
+    """Return what stands for a history of a caller's with one agent, sampled in one way and with the same tools."""
+    return chains_of([caller, model, settings], messages)[-1]
 
 
 class ServedConversation:
@@ -45,24 +39,29 @@ class ServedConversation:
         group_id: names it.
         model: the agent's name in the run.
         graph: the agent.
-        asked: stands for all messages before its next answer, which are at first ``messages``.
+        messages: those before its first answer.
         caller: whom it is with.
+        settings: the sampling that the caller has asked for, and its tools.
         instructions: whether the first of the messages is one that later calls do not inherit.
     """
 
     def __init__(
-        self, group_id: str, model: str, graph: AgentGraph, asked: Chain, messages: Iterable[Message], caller: str,
-        instructions: bool,
+        self, group_id: str, model: str, graph: AgentGraph, messages: Sequence[Message], caller: str,
+        settings: Mapping[str, object], instructions: bool,
     ) -> None:  # fmt: skip
         self.group_id, self.model = group_id, model
-        self.context = shown_context(graph)
-        self.asked = asked
+        self.context = users_context(graph)
+        self.asked = chain_of(caller, model, settings, messages)  # stands for all messages before the next answer
         self.caller = caller
         self.instructions = instructions  # whether the first message is one that later calls do not inherit
+        self._tools = frozenset(tool["function"]["name"] for tool in users_tools(settings))  # the names of its own
+        self._calls: list[Message] = []  # those of the latest turn that its caller is to carry out
         self._told = list(messages)  # all messages before its next answer
-        self._opening = len(self._told)
+        self._heard: list[Message] = []  # those that have come for it since the latest answer
+        self._ends: list[int] = []  # where the answers among all messages end
         self.exchange: Exchange | None = None
-        self.waiter: asyncio.Future[Reply] | None = None  # takes the caller's next message, until it has come
+        # Takes the caller's next messages, until they have come; none: it has nothing more to say.
+        self.waiter: asyncio.Future[list[Message]] | None = None
         self.trajectory_id: str | None = None  # that of the attempt that runs, once it has begun
         self.abandoned = False  # whether nobody waits for its answer any more
         self._texts: list[str] = []
@@ -75,21 +74,41 @@ class ServedConversation:
         return BETWEEN_TURNS.join(filter(None, self._texts))
 
     @property
+    def answer(self) -> Message:
+        """The present answer, with the calls that its caller is to carry out."""
+        said: Message = {"role": "assistant", "content": self.text}
+        return said | {"tool_calls": self._calls} if self._calls else said
+
+    @property
     def answered(self) -> Chain:
         """What stands for all messages, the present answer among them."""
-        return extend_chain(self.asked, {"role": "assistant", "content": self.text})
+        return extend_chain(self.asked, self.answer)
 
     @property
     def answers(self) -> int:
         """How many answers there were before the present one."""
-        return (len(self._told) - self._opening) // 2
+        return len(self._ends)
 
     def history(self, answer: int) -> list[Message] | None:
         """Return all messages up to an answer, itself the last; ``None``: it was not given yet."""
-        end = self._opening + 2 * answer + 1
-        told = [*self._told, {"role": "assistant", "content": self.text}]
+        if answer < len(self._ends):
+            return self._told[: self._ends[answer]]
         answers = self.exchange is not None and self.waiter is None
-        return told[:end] if end <= len(told) - answers else None
+        return None if answers or answer > len(self._ends) else [*self._told, self.answer]
+
+    def results(self, messages: Sequence[Message], theirs: Sequence[Message]) -> list[Message] | None:
+        """Return what a caller answers with, by our names of calls; ``None``: it is not what is waited for.
+
+        ``theirs`` are the calls of the latest answer as the caller names them. A conversation waits for the results of
+        all calls that it has handed over, else for one message of the user's.
+        """
+        if not self._calls:
+            return list(messages) if [message["role"] for message in messages] == ["user"] else None
+        ours = {call["id"]: own["id"] for call, own in zip(theirs, self._calls, strict=False)}
+        named = [ours.get(message.get("tool_call_id")) for message in messages if message["role"] == "tool"]
+        if not len(named) == len(messages) == len(ours) or {*named} != {*ours.values()}:
+            return None
+        return [message | {"tool_call_id": name} for message, name in zip(messages, named, strict=True)]
 
     def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
         """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
@@ -103,7 +122,7 @@ class ServedConversation:
 
     def take(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Take in what happened."""
-        if isinstance(event, UserReplied):
+        if isinstance(event, UserReplied | Called):
             self.waiter = None
         match event:
             case Generated():
@@ -114,13 +133,27 @@ class ServedConversation:
                     if event.continued and self._texts:
                         self._texts.pop()
                     self._texts.append(text_of(event.message))
+                    if self._tools:
+                        calls = event.said().get("tool_calls") or ()
+                        self._calls = [call for call in calls if call["function"]["name"] in self._tools]
                     if self.exchange is not None:
                         self.exchange.show(self.text)
+            case Called() if any(call["id"] == event.id for call in self._calls):
+                self._heard.append({"role": "tool", "content": event.content, "tool_call_id": event.id})
+                if len(self._heard) == len(self._calls):
+                    self._go_on()
             case UserReplied() if event.content is not None and event.context == self.context:
-                said = {"role": "user", "content": event.content}
-                self.asked = extend_chain(self.answered, said)
-                self._told += [{"role": "assistant", "content": self.text}, said]
-                self._texts, self._prompt_tokens, self._sampled_tokens = [], 0, 0
+                self._heard.append({"role": "user", "content": event.content})
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Take the present answer, and what its caller has said to it, into the history."""
+        _, *heard = placed([self.answer, *self._heard])
+        self.asked = functools.reduce(extend_chain, heard, self.answered)
+        self._told.append(self.answer)
+        self._ends.append(len(self._told))
+        self._told += self._heard
+        self._heard, self._calls, self._texts, self._prompt_tokens, self._sampled_tokens = [], [], [], 0, 0
 
     def end_exchange(self, ending: FinishReason | ProtocolError, stop_reason: str | None = None) -> None:
         """Answer the exchange that waits, if there is one."""
@@ -132,7 +165,7 @@ class ServedConversation:
             return
         reply = ChatReply(
             model=exchange.chat.model,
-            message={"role": "assistant", "content": self.text},
+            message=self.answer,
             finish_reason=ending,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._sampled_tokens,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,8 +30,8 @@ from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
-from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of, shown_context
-from fsm_rollout.states.bound_agent import BoundContext
+from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
+from fsm_rollout.states.bound_agent import CALLERS_TOOLS, BoundContext, check_shown, users_context
 from fsm_rollout.states.external.chat_request import (
     ChatRequest,
     ProtocolError,
@@ -58,7 +59,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Recorded
 from fsm_rollout.trajectory.pictures import is_picture
 from fsm_rollout.trajectory.prompt import as_prompt
-from fsm_rollout.trajectory.stream import media_of
+from fsm_rollout.trajectory.stream import media_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Service:
         self.seeing = {
             name
             for name, agent in rollout.scheduler.agents.by_name.items()
-            if agent.contexts[shown_context(agent.graph)].chat.sees
+            if agent.contexts[users_context(agent.graph)].chat.sees
         }
         self._prompts = PromptQueue()
         self._conversations: dict[str, ServedConversation] = {}  # those that have not ended, by group
@@ -108,11 +109,12 @@ class Service:
             histories.append(history)
             model = str(trajectory.extra.get("model"))
             if trajectory.parent_id is None and not trajectory.ended and model in self.models:
-                caller, sampling = str(trajectory.extra.get("caller")), dict(trajectory.sampling)
-                messages = trajectory.prompt_messages
+                settings = dict(trajectory.sampling)
+                if CALLERS_TOOLS in trajectory.extra:
+                    settings[CALLERS_TOOLS] = trajectory.extra[CALLERS_TOOLS]
                 conversation = ServedConversation(
-                    trajectory.group_id, model, self.models[model], chain_of(caller, model, sampling, messages),
-                    messages, caller, bool(trajectory.extra.get("instructions")),
+                    trajectory.group_id, model, self.models[model], trajectory.prompt_messages,
+                    str(trajectory.extra.get("caller")), settings, bool(trajectory.extra.get("instructions")),
                 )  # fmt: skip
                 conversation.trajectory_id = trajectory.trajectory_id
                 so_far = Trajectory.fold(history[:1])
@@ -155,8 +157,8 @@ class Service:
             ProtocolError: there is no such agent, or no such prompt.
         """
         self._check_model(chat)
-        agent = self.rollout.scheduler.agents.by_name[chat.model]
-        bound, messages = agent.contexts[shown_context(agent.graph)], [cleaned(message) for message in chat.messages]
+        bound = self.rollout.scheduler.agents.by_name[chat.model].showing(chat.tools)
+        messages = [cleaned(message) for message in chat.messages]
         if bound.spec.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": bound.spec.system})
         try:
@@ -169,14 +171,29 @@ class Service:
             hint = did_you_mean(chat.model, self.models) or f"; there are {', '.join(self.models)}"
             raise ProtocolError(404, "model_not_found", f"there is no agent '{chat.model}'{hint}")
 
+    def _check_tools(self, chat: ChatRequest) -> None:
+        """Raise ProtocolError for tools that their caller cannot be handed the calls of."""
+        agent = self.rollout.scheduler.agents.by_name[chat.model]
+        names = [tool["function"]["name"] for tool in chat.tools]
+        if own := [name for name in names if agent.toolbox.tool(name) is not None]:
+            raise unsupported("tools", f"is not supported with {', '.join(own)}, which the agent has; leave that out")
+        if "call_tools" not in map(agent.graph.handler_of, agent.graph.working_states):
+            raise unsupported("tools", "needs an agent with a state that carries out calls (PROCESSING_TOOLS)")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise refuse(f"`tools` names {', '.join(twice)} twice", param="tools")
+        bound = agent.showing(chat.tools)
+        system = "\n".join(text_of(message) for message in chat.messages if message["role"] == "system")
+        try:
+            check_shown(bound.chat, system or bound.spec.system, bound.tools)
+        except ChatTemplateError as error:
+            raise refuse(str(error), param="tools") from None
+
     def ask(self, chat: ChatRequest, caller: str = "") -> Exchange:
         """Begin to answer a request; ProtocolError if it asks for what is not here, or too many are under way."""
         # 1. What is wrong with it.
         if self._closing:
             raise CLOSING
         self._check_model(chat)
-        if chat.tools:
-            raise unsupported("tools", "is not supported: the agent has its own, which run here; leave them out")
         if chat.form is not None:
             raise unsupported(chat.form.param, "is not supported: an agent answers here, in turns; ask it in words")
         if chat.seed is not None:
@@ -195,21 +212,23 @@ class Service:
         chat = chat.with_earlier(partial(self._history, caller))
         if chat.model not in self.seeing and any(map(media_of, chat.messages)):
             raise refuse(f"the model of agent '{chat.model}' reads text only", "unsupported_content")
+        if any(message["role"] == "tool" and media_of(message) for message in chat.messages):
+            agent = self.rollout.scheduler.agents.by_name[chat.model]
+            if why := agent.contexts[users_context(agent.graph)].chat.drops_results_pictures:
+                raise refuse(why, "unsupported_content")
         messages = [cleaned(message) for message in chat.messages]
         if chat.compacts:
             messages.append(COMPACT)
         sampling = chat.sampling.model_dump(exclude_none=True)
-        history = chain_of(caller, chat.model, sampling, messages[:-1])
+        settings = sampling | ({CALLERS_TOOLS: chat.tools} if chat.tools else {})
         observe = self.metrics.first_text.labels(chat.model).observe
         # 2. The conversation that waits for it, or a new one.
-        waiting = self._by_history.get(history) if messages[-1]["role"] == "user" else None
-        if waiting:
-            conversation = waiting[-1]
-            assert conversation.waiter is not None
+        conversation = self._awaited(caller, chat.model, settings, messages)
+        if conversation is not None:
             answer = conversation.answers + 1
-            conversation.waiter.set_result(Reply(content_of(messages[-1], "")))
-            self._forget(conversation)
         else:
+            if chat.tools:
+                self._check_tools(chat)
             fields: dict[str, object] = {
                 "messages": messages,
                 "agent": chat.model,
@@ -220,6 +239,8 @@ class Service:
                 fields["instructions"] = True
             if sampling:
                 fields["sampling"] = sampling
+            if chat.tools:
+                fields[CALLERS_TOOLS] = chat.tools
             group_id = f"chat-{secrets.token_hex(6)}"
             try:
                 prompt = as_prompt(fields | {"prompt_id": group_id}, 0)
@@ -227,9 +248,9 @@ class Service:
                 raise refuse(
                     "; ".join(problem.message.removeprefix("prompts[0]: ") for problem in error.problems)
                 ) from None
-            asked = chain_of(caller, chat.model, sampling, messages)
+            graph = self.models[chat.model]
             conversation = ServedConversation(
-                group_id, chat.model, self.models[chat.model], asked, messages, caller, chat.instructions
+                group_id, chat.model, graph, messages, caller, settings, chat.instructions
             )
             answer = 0
             self._conversations[group_id] = conversation
@@ -239,6 +260,23 @@ class Service:
         conversation.exchange = exchange
         self._exchanges[exchange] = conversation
         return exchange
+
+    def _awaited(
+        self, caller: str, model: str, settings: Mapping[str, object], messages: Sequence[Message]
+    ) -> ServedConversation | None:
+        """Return the conversation that waits for what a history ends with, and give it that."""
+        end = len(messages)
+        while end and messages[end - 1]["role"] != "assistant":
+            end -= 1
+        waiting = self._by_history.get(chain_of(caller, model, settings, messages[:end])) if end else None
+        theirs = messages[end - 1].get("tool_calls") or ()
+        for conversation in reversed(waiting or ()):
+            if (heard := conversation.results(messages[end:], theirs)) is not None:
+                assert conversation.waiter is not None
+                conversation.waiter.set_result(heard)
+                self._forget(conversation)
+                return conversation
+        return None
 
     def _history(self, caller: str, reply_id: str) -> tuple[list[Message], bool]:
         """Return the messages up to an answer that a caller has had, and whether the first of them was instructions."""
@@ -299,8 +337,23 @@ class Service:
 
     async def reply(self, conversation: users.Conversation) -> Reply:
         """Answer the request whose turn has come to its end, and wait for the caller's next message."""
-        served = self._conversations[conversation.trajectory.group_id]
-        _notes(served, conversation.trajectory, None)
+        heard = await self._heard(conversation.trajectory)
+        return Reply(content_of(heard[0], "")) if heard else Reply(None, done=True)
+
+    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> list[Called]:
+        """Hand calls over to the caller, and wait for the results."""
+        by_id = {call.id: call for call in calls}
+        results = await self._heard(trajectory)
+        return [
+            Called.of(call, text_of(result), tries=1, shown=_shown(result))
+            for result in results
+            if (call := by_id.get(result["tool_call_id"])) is not None
+        ]
+
+    async def _heard(self, trajectory: Trajectory) -> list[Message]:
+        """Answer the request, and wait for what its caller has to say; none: nothing more."""
+        served = self._conversations[trajectory.group_id]
+        _notes(served, trajectory, None)
         served.end_exchange(FinishReason.STOP)
         while len(self._waiting) >= self.serving.waiting:
             self._give_up(next(iter(self._waiting.values())))
@@ -318,7 +371,10 @@ class Service:
     def _give_up(self, conversation: ServedConversation) -> None:
         """End a conversation that has waited long enough."""
         if conversation.waiter is not None and not conversation.waiter.done():
-            conversation.waiter.set_result(Reply(None, done=True))
+            if conversation.answer.get("tool_calls"):
+                self._cancel(conversation)
+            else:
+                conversation.waiter.set_result([])
         self._forget(conversation)
 
     def _forget(self, conversation: ServedConversation) -> None:
@@ -328,6 +384,12 @@ class Service:
             same.remove(conversation)
             if not same:
                 del self._by_history[conversation.answered]
+
+
+def _shown(result: Message) -> list[Message]:
+    """Return a result's parts where it shows pictures."""
+    content = content_of(result, "")
+    return content if isinstance(content, list) else []
 
 
 def _notes(conversation: ServedConversation, trajectory: Trajectory, event: AnyEvent | None) -> None:

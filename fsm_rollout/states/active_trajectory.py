@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsm_rollout.agent.graph import MAIN, InteractionSpec
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import GlueMismatchError, JournalError, describe
-from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
+from fsm_rollout.states.bound_agent import BoundAgent, BoundContext, users_tools
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.event_bytes import encode
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Snapshotted, Suspended
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Snapshotted, Suspended, ToolCall
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from fsm_rollout.engines.pending import PendingRequest
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _unkept: set[str] = set()  # interactions of which it was logged that their state is not kept
 CLOSE_SECONDS = 30.0  # how long an interaction may take to close
@@ -64,8 +66,8 @@ WAITS = "waits for its user"  # the `reason` of `Suspended` while a `LiveUser` h
 class LiveUser(Protocol):
     """A real user of a running trajectory: reads the tokens as they come, and answers in place of its interactions.
 
-    The time until it answers counts against no limit, as if the trajectory were suspended. Trajectories of sub-agents
-    have no live user.
+    It may bring tools (the prompt's ``callers_tools``), whose calls it carries out. The time until it answers counts
+    against no limit, as if the trajectory were suspended. Trajectories of sub-agents have no live user.
     """
 
     def sampled(self, trajectory: Trajectory, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
@@ -73,6 +75,9 @@ class LiveUser(Protocol):
 
     async def reply(self, conversation: Conversation) -> Reply:
         """Answer the latest assistant turn."""
+
+    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> list[Called]:
+        """Carry out calls of tools that it has brought."""
 
 
 class Kept(Protocol):
@@ -117,8 +122,14 @@ class ActiveTrajectory:
             _ = self.tools  # which checks them
         # Called when it is closed; a worker process may hold something open for it.
         self.on_close: Callable[[], None] | None = None
-        # The further contexts that a foreign agent has opened, bound to the tools that it sent.
+        # The further contexts that a foreign agent has opened, bound to the tools that it sent; the one that shows a
+        # live user's tools.
         self.branches: dict[str, BoundContext] = {}
+        self.users_tools: frozenset[str] = frozenset()  # the names of these
+        if (brought := users_tools(trajectory.extra)) and (self.live_user or self.replayed) is not None:
+            bound = self.agent.showing(brought)
+            self.branches[bound.name] = bound
+            self.users_tools = frozenset(tool["function"]["name"] for tool in brought)
         trace = self.run.trace
         # How its spans are called; `None`: nobody traces it.
         self.trace = None if trace is None else trace.of(trajectory.group_id, trajectory.trajectory_id)
@@ -144,6 +155,7 @@ class ActiveTrajectory:
             seed=trajectory.seed,
             tools_kwargs=trajectory.extra.get("tools_kwargs") or {},
             extra=trajectory.extra,
+            elsewhere=self.users_tools,
             run_agent=self.run_agent,
             keeps=self.kept is not None and self.kept.journal is not None,
         )
@@ -209,15 +221,14 @@ class ActiveTrajectory:
             logger.log(level, told, interaction.name, describe(error))
             return None
 
-    async def live_reply(self, conversation: Conversation, deadline: Deadline) -> Reply:
+    async def by_user(self, answer: Awaitable[T], deadline: Deadline) -> T:
         """Wait for its user, who may take hours; the trajectory is suspended meanwhile, so that no time counts."""
-        assert self.live_user is not None
         clock = asyncio.get_running_loop().time
         since = clock()
         self.emit(Suspended(at=since, reason=WAITS))
         try:
             with deadline.away():
-                return await self.live_user.reply(conversation)
+                return await answer
         finally:
             now, version = clock(), self.agent.contexts[MAIN].client.weight_version
             self.emit(self.run.resumed(now, now - since, version))

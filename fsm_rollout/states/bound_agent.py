@@ -5,8 +5,9 @@ Invariant: nothing here changes while trajectories run, apart from caches.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from secrets import token_hex
 from typing import Any
@@ -31,6 +32,7 @@ from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import pictures_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
+CALLERS_TOOLS = "callers_tools"  # the prompt's field for tools that its user brings, and carries out
 _PICTURE = f"\0picture {token_hex(8)} "  # where a template has written a picture; nobody else can know it
 
 
@@ -97,6 +99,7 @@ class BoundAgent:
         problems: list[Problem] = []
         self.contexts: dict[str, BoundContext] = {}
         self._engines: dict[str, BoundContext] = {}
+        self._showing: dict[str, BoundContext] = {}  # what shows the tools of users, by these
         for name in dict.fromkeys([MAIN, *graph.contexts, *(spec.context for spec in states.values())]):
             try:
                 self.contexts[name] = self._bind(name)
@@ -161,6 +164,16 @@ class BoundAgent:
             )
         return self._engines[name]
 
+    def showing(self, tools: Sequence[Mapping[str, Any]]) -> BoundContext:
+        """Return the context that users talk to, with tools of a user's beside its own; for the same ones the same."""
+        key = json.dumps(tools)
+        if key not in self._showing:
+            if len(self._showing) >= 256:
+                self._showing.clear()
+            bound = self.contexts[users_context(self.graph)]
+            self._showing[key] = showing(bound, (*bound.tools, *map(dict, tools)))
+        return self._showing[key]
+
     def _client(self, spec: Context) -> Client:
         if spec.engine not in self.clients:
             raise ConfigError(
@@ -191,6 +204,26 @@ class BoundAgent:
             name,
             spec.trained and not text_only,
         )
+
+
+def users_tools(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of the tools that a user brings, of the fields of its prompt."""
+    tools: Sequence[Mapping[str, Any]] = facts.get(CALLERS_TOOLS) or ()
+    return tools
+
+
+def users_context(graph: AgentGraph) -> str:
+    """Return the context that users talk to: that of the state that interacts, else ``main``."""
+    states = (state for state in graph.working_states if graph.handler_of(state) == "interact")
+    return next((graph.states[state].context for state in states), MAIN)
+
+
+def showing(bound: BoundContext, tools: tuple[dict[str, Any], ...]) -> BoundContext:
+    """Return a context that shows such tools."""
+    shown = tools or bound.client.facts.text_only
+    return replace(
+        bound, tools=tools, tool_format=shown_format(bound.spec, bound.chat, bound.client) if shown else None
+    )
 
 
 def check_shown(chat: ChatTemplate, system: str | None, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -45,7 +45,8 @@ class CallTools(State):
     """PROCESSING_TOOLS: runs the attempted calls, at most ``parallel`` at once, and writes one message for each.
 
     The messages stand in the calls' order. Broken calls are answered too, so nothing that looks like a call is ever
-    passed over. Calls that an earlier visit has finished are not made again.
+    passed over. Calls that an earlier visit has finished are not made again. Those of tools that a user has brought are
+    handed over to it when all others are done.
     """
 
     triggers = (Trigger.TOOLS_DONE,)
@@ -66,12 +67,18 @@ class CallTools(State):
             finished_here = {event.id for event in trajectory.visit_events if isinstance(event, Called)}
             finished_before = {called.id for called in trajectory.called} - finished_here
             open_calls = [attempt for attempt in open_calls if attempt.id not in finished_before]
+        theirs: list[ToolCall] = []
+        if names := ctx.active.users_tools:
+            theirs = [call for call in open_calls if isinstance(call, ToolCall) and call.name in names]
+            open_calls = [call for call in open_calls if call not in theirs]
         if len(open_calls) == 1:  # the usual case; a task for it would cost as much as all else here
             await ctx.call_tool(open_calls[0], prepaid=True)
         else:
             async with asyncio.TaskGroup() as calls:
                 for attempt in open_calls:
                     calls.create_task(call(attempt))
+        if theirs:
+            await ctx.hand_over(theirs)
         self._write_results(trajectory, ctx)
         ctx.check(LimitName.BAD_CALLS)
         return Outcome(Trigger.TOOLS_DONE)

@@ -259,12 +259,9 @@ class HandlerContext:
             self.charge(LimitName.ASSISTANT_TURNS)
 
     async def _sample(
-        self,
-        bound: BoundContext,
-        sampling: Sampling | None,
-        earlier: Iterable[Generation],
+        self, bound: BoundContext, sampling: Sampling | None, earlier: Iterable[Generation],
         on_tokens: OnTokens | None = None,
-    ) -> Generated:
+    ) -> Generated:  # fmt: skip
         """Sample a turn that is paid for; ``earlier``: the generations that are recorded before it."""
         if bound.name in self._generations:
             raise StreamError(f"two generations at once in context '{bound.name}'; give each a context of its own")
@@ -324,6 +321,13 @@ class HandlerContext:
             error.failure = FailureClass.INFRASTRUCTURE if died else FailureClass.TOOL
             raise error
         return called
+
+    async def hand_over(self, calls: Sequence[ToolCall]) -> None:
+        """Have the trajectory's user carry out calls of tools that it has brought, which are paid for."""
+        calls = [call for call in calls if self._recorded(Called, call.id) is None]
+        if calls and (user := self.active.live_user) is not None:
+            for called in await self.active.by_user(user.carry_out(self.trajectory, calls), self.deadline):
+                self.record_here(called)
 
     def _recorded(self, kind: type[E], key: object) -> E | None:
         """Return what was recorded for ``key``: by the visit before it was interrupted, or by the run that is replayed.
@@ -396,18 +400,14 @@ class HandlerContext:
             reply = await work
             state = await self.active.state_of_user(self.state)
         else:
-            reply, state = await self.active.live_reply(conversation, self.deadline), None
+            reply, state = await self.active.by_user(self.active.live_user.reply(conversation), self.deadline), None
         self.take_in(
             events.UserReplied(
-                at=self.clock(),
-                state=self.state,
-                context=context,
+                at=self.clock(), state=self.state, context=context,
                 seconds=self.clock() - started - (self.trajectory.suspended_seconds - away_before),
-                content=reply.content,
-                score=reply.score,
-                done=reply.done,
+                content=reply.content, score=reply.score, done=reply.done,
             )
-        )
+        )  # fmt: skip
         if state is not None:
             self.active.keep(self.active.user_of(self.state)[0], state)
         return reply

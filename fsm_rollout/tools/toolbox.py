@@ -10,7 +10,7 @@ A :class:`Toolbox` is shared by all trajectories; a :class:`ToolSession` is one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -177,6 +177,7 @@ class ToolSession:
     extra: Mapping[str, object]  # the prompt's other fields, for tools that ask
     # Runs an agent used as a tool. `None` once released, so that this session and who runs agents come apart.
     run_agent: RunAgent | None
+    elsewhere: Collection[str] = ()  # tools that the model may call, too, and that others carry out
     keeps: bool = False  # whether the state of tools is kept after each call, in `snapshots`
 
     def __post_init__(self, tools_kwargs: object) -> None:
@@ -225,7 +226,7 @@ class ToolSession:
         tools = self.toolbox.tools_of(context)
         tool = tools.get(attempt.name)
         if tool is None:
-            text = tool_messages.unknown_tool(attempt.name, list(tools))
+            text = tool_messages.unknown_tool(attempt.name, [*tools, *self.elsewhere])
             return Called.of(attempt, text, "unknown_tool", bad=True)
         self.under_way[attempt.id] = attempt.name
         turn: AbstractAsyncContextManager[None] = _NO_TURN

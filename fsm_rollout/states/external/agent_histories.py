@@ -26,7 +26,7 @@ from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
-from fsm_rollout.states.bound_agent import BoundContext, check_shown
+from fsm_rollout.states.bound_agent import BoundContext, check_shown, showing
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.external.agent_history import (
     AgentHistory,
@@ -35,7 +35,6 @@ from fsm_rollout.states.external.agent_history import (
     continued,
     ends_of,
     logprobs_of,
-    showing,
     turns_of,
     was_shown,
 )

@@ -6,7 +6,7 @@ Invariant: a branch's chains stand for its messages as its caller sees them; whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +14,7 @@ from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.chat.thinking import ThinkingTags
 from fsm_rollout.errors import ChatTemplateError
-from fsm_rollout.states.bound_agent import BoundContext, shown_format
+from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.external.chat_request import THOUGHT
 from fsm_rollout.states.external.sameness import Chain, chains_of
 from fsm_rollout.states.external.text_stream import split_thought, until_stop
@@ -90,14 +90,6 @@ class CallersView:
         """Return what stands for the prefixes of a stream's messages, as their caller sees them."""
         seen = {turn.before: self.seen(stream, turn, stream.messages[turn.before]) for turn in turns}
         return self.chains(seen.get(place, message) for place, message in enumerate(stream.messages))
-
-
-def showing(bound: BoundContext, tools: tuple[dict[str, Any], ...]) -> BoundContext:
-    """Return a context that shows such tools."""
-    shown = tools or bound.client.facts.text_only
-    return replace(
-        bound, tools=tools, tool_format=shown_format(bound.spec, bound.chat, bound.client) if shown else None
-    )
 
 
 def turns_of(stream: Stream, *, delivered: bool) -> list[HistoryTurn]:

@@ -525,9 +525,8 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
         error = await refused(server, model="chating")
         assert error.status_code == 404
         assert "did you mean 'chatting'?" in str(error)
-        function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         for param, value, why in (
-            ("tools", [function], "run here"), ("seed", 0, "by its trajectory's id"),
+            ("seed", 0, "by its trajectory's id"),
             ("logprobs", True, "in the journal"), ("top_logprobs", 2, "sampled alone"), ("n", 2, "ask again"),
             ("stop", "x", "leave it out"), ("response_format", {"type": "json_object"}, "in words"),
         ):  # fmt: skip

@@ -1,0 +1,279 @@
+"""Tools that callers bring to a served agent: they are handed its calls, and it goes on with the results."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anthropic
+import pytest
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+
+from fsm_rollout.tools import tool_schema
+from fsm_rollout.trajectory.journal import read
+from tests.foreign import CALL
+from tests.unit.serve.test_serve import SINGLE, Served, refused, served
+
+
+def look_up(word: str) -> str:
+    """Look a word up."""
+    return f"{word}: forty-two"
+
+
+TOOL: Any = tool_schema(look_up)
+LOOK_UP = '<tool_call>\n{"name": "look_up", "arguments": {"word": "WORD"}}\n</tool_call>'
+TURNS = [
+    f"Let me see. {CALL}\n{LOOK_UP.replace('WORD', 'six')}\n{LOOK_UP.replace('WORD', 'seven')}",
+    f"And more. {CALL}",
+    LOOK_UP.replace("WORD", "eight"),
+    "It is 42.",
+    "You are welcome.",
+]
+
+
+class Turn(NamedTuple):
+    """An answer as a caller sees it."""
+
+    text: str
+    calls: dict[str, Any]  # by their ids
+    ended: str  # why, in the protocol's words
+
+
+class Caller:
+    """Somebody who speaks one protocol, and sends the whole history each time unless the protocol keeps it."""
+
+    def __init__(self, server: Served, way: str, model: str) -> None:
+        self.protocol, _, self.how = way.partition(" ")
+        self.history: list[Any] = []
+        self.previous: str | None = None
+        self.openai = server.openai()
+        self.anthropic = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+        self.model = model
+
+    async def say(self, text: str) -> Turn:
+        return await self._send([{"role": "user", "content": text}])
+
+    async def answer(self, results: Sequence[tuple[str, str]]) -> Turn:
+        """Send the results of calls."""
+        if self.protocol == "chat":
+            return await self._send([{"role": "tool", "tool_call_id": id, "content": text} for id, text in results])
+        if self.protocol == "responses":
+            return await self._send(
+                [{"type": "function_call_output", "call_id": id, "output": text} for id, text in results]
+            )
+        told = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
+        return await self._send([{"role": "user", "content": told}])
+
+    async def _send(self, new: list[Any]) -> Turn:
+        self.history += new
+        return await getattr(self, f"_{self.protocol}")(new)  # type: ignore[no-any-return]
+
+    async def _chat(self, new: list[Any]) -> Turn:
+        asked: Any = {"model": self.model, "messages": self.history, "tools": [TOOL]}
+        if self.how == "streamed":
+            message: dict[str, Any] = {"role": "assistant", "content": ""}
+            async for chunk in await self.openai.chat.completions.create(**asked, stream=True):
+                (choice,) = chunk.choices
+                message["content"] += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    message.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
+        else:
+            (choice,) = (await self.openai.chat.completions.create(**asked)).choices
+            message = choice.message.model_dump(exclude_none=True)
+        self.history.append(message)
+        calls = {call["id"]: json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())}
+        return Turn(message.get("content", ""), calls, choice.finish_reason)
+
+    async def _responses(self, new: list[Any]) -> Turn:
+        tool = {"type": "function", "strict": False, **TOOL["function"]}
+        asked: Any = {"model": self.model, "input": self.history, "tools": [tool]}
+        if self.how == "by id" and self.previous:
+            asked |= {"input": new, "previous_response_id": self.previous}
+        if self.how == "streamed":
+            async with self.openai.responses.stream(**asked) as stream:
+                response: Any = await stream.get_final_response()
+        else:
+            response = await self.openai.responses.create(**asked)
+        self.previous = response.id
+        self.history += [item.model_dump(exclude_none=True) for item in response.output]
+        for item in self.history:
+            item.pop("parsed_arguments", None)
+        calls = {item.call_id: json.loads(item.arguments) for item in response.output if item.type == "function_call"}
+        return Turn(response.output_text, calls, response.status)
+
+    async def _anthropic(self, new: list[Any]) -> Turn:
+        function = TOOL["function"]
+        tool = {k: function[k] for k in ("name", "description")} | {"input_schema": function["parameters"]}
+        asked: Any = {"model": self.model, "max_tokens": 200, "messages": self.history, "tools": [tool]}
+        if self.how == "streamed":
+            async with self.anthropic.messages.stream(**asked) as stream:
+                message: Any = await stream.get_final_message()
+        else:
+            message = await self.anthropic.messages.create(**asked)
+        self.history.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
+        text = "".join(block.text for block in message.content if block.type == "text")
+        calls = {block.id: block.input for block in message.content if block.type == "tool_use"}
+        return Turn(text, calls, message.stop_reason)
+
+
+@asynccontextmanager
+async def calling(server: Served, way: str, model: str = "chatting") -> AsyncIterator[Caller]:
+    caller = Caller(server, way, model)
+    async with caller.openai, caller.anthropic:
+        yield caller
+
+
+ENDS = {"chat": ("tool_calls", "stop"), "responses": ("completed",) * 2, "anthropic": ("tool_use", "end_turn")}
+WAYS = [
+    "chat whole", "chat streamed", "responses whole", "responses streamed", "responses by id", "anthropic whole",
+    "anthropic streamed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_calls_of_a_caller_s_tools_are_handed_to_it_and_the_trajectory_goes_on_with_the_results(way: str) -> None:
+    async with served(TURNS) as server, calling(server, way) as caller:
+        calling_, ending = ENDS[caller.protocol]
+        # 1. Of three calls in a turn one is the agent's own, and done by then.
+        first = await caller.say("What is it?")
+        assert (first.text, first.ended) == ("Let me see.", calling_)
+        assert list(first.calls.values()) == [{"word": "six"}, {"word": "seven"}]
+        (trajectory,) = server.trajectories.values()
+        assert [called.result for called in trajectory.called] == ["42"]
+        assert trajectory.suspended == "waits for its user"
+        # 2. Then a turn with its own alone, of which the caller sees the text, and one with the caller's alone.
+        second = await caller.answer([(id, look_up(**arguments)) for id, arguments in reversed(first.calls.items())])
+        assert (second.text, list(second.calls.values()), second.ended) == ("And more.", [{"word": "eight"}], calling_)
+        third = await caller.answer([(id, look_up(**arguments)) for id, arguments in second.calls.items()])
+        assert third == ("It is 42.", {}, ending)
+        assert await caller.say("Thanks.") == ("You are welcome.", {}, ending)
+        # 3. All that is one trajectory and one stream, of which the engine's own turns are trained.
+        assert list(server.trajectories.values()) == [trajectory]
+        (stream,) = trajectory.streams
+        assert [(m["role"], m["content"]) for m in stream.messages if m["role"] != "assistant"] == [
+            ("user", "What is it?"), ("tool", "42"), ("tool", "six: forty-two"), ("tool", "seven: forty-two"),
+            ("tool", "42"), ("tool", "eight: forty-two"), ("user", "Thanks."),
+        ]  # fmt: skip
+        assert trajectory.spent["tool_calls"] == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "streamed"),
+    [(OpenAIResponsesModel, False), (OpenAIResponsesModel, True), (OpenAIChatCompletionsModel, False)],
+)
+async def test_an_agent_of_the_agents_sdk_carries_out_its_own_tools(model: Any, streamed: bool) -> None:
+    set_tracing_disabled(True)
+    async with served(TURNS) as server, server.openai() as client:
+        ours: Any = Agent("ours", "Be brief.", model=model("chatting", client), tools=[function_tool(look_up)])
+        if streamed:
+            result: Any = Runner.run_streamed(ours, "What is it?")
+            events = [event.type async for event in result.stream_events()]
+            assert "raw_response_event" in events
+        else:
+            result = await Runner.run(ours, "What is it?")
+        assert result.final_output == "It is 42."
+        (trajectory,) = server.trajectories.values()
+        assert trajectory.generations == 4
+        assert len(trajectory.streams) == 1
+
+
+async def test_a_caller_that_answers_otherwise_begins_a_new_trajectory() -> None:
+    async with served(lambda request: TURNS[0] if not request.turn else "well") as server:
+        for wrong in ("one result", "a question", "another name", "twice"):
+            before = len(server.trajectories)
+            async with calling(server, "chat whole") as caller:
+                first, second = (await caller.say("What is it?")).calls
+                match wrong:
+                    case "one result":
+                        await caller.answer([(first, "x")])
+                    case "a question":
+                        await caller.say("Well?")
+                    case "another name":
+                        await caller.answer([(first, "x"), ("c9", "x")])
+                    case "twice":
+                        await caller.answer([(first, "x"), (second, "x"), (first, "x")])
+                assert len(server.trajectories) == before + 2, wrong
+
+
+async def test_the_names_of_calls_and_their_order_are_the_caller_s() -> None:
+    async with served(TURNS) as server, calling(server, "chat whole") as caller:
+        await caller.say("What is it?")
+        for call, name in zip(caller.history[-1]["tool_calls"], ("b", "a"), strict=True):
+            call["id"] = name
+        await caller.answer([("a", "seven: x"), ("b", "six: x")])
+        (trajectory,) = server.trajectories.values()
+        assert [m["content"] for m in trajectory.messages if m["role"] == "tool"][1:3] == ["six: x", "seven: x"]
+
+
+def test_a_server_that_is_started_again_waits_for_the_results(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    kept: list[Any] = []
+
+    async def first() -> None:
+        async with served(TURNS, journal=journal) as server, calling(server, "chat whole") as caller:
+            calls = (await caller.say("What is it?")).calls
+            await caller.answer([(id, look_up(**arguments)) for id, arguments in reversed(calls.items())])
+            kept.extend(caller.history)
+
+    async def second() -> None:
+        async with served(TURNS, journal=journal) as server, calling(server, "chat whole") as caller:
+            await server.until(lambda: server.service.waiting)
+            caller.history = kept[:]
+            assert (await caller.answer([(kept[-1]["tool_calls"][0]["id"], "x")])).text == "It is 42."
+
+    asyncio.run(first())
+    asyncio.run(second())
+    (trajectory,) = read(journal)
+    assert len(trajectory.streams) == 1
+    assert [len(turn.calls) for turn in trajectory.assistant_turns] == [3, 1, 1, 0]
+
+
+async def test_calls_that_nobody_carries_out_end_their_trajectory() -> None:
+    async with served(TURNS, wait_seconds=0.01) as server, calling(server, "chat whole") as caller:
+        await caller.say("What is it?")
+        (trajectory,) = server.trajectories.values()
+        await server.until(lambda: trajectory.ended)
+        assert trajectory.stop_reason == "cancelled"
+
+
+async def test_calls_that_are_wrong_are_answered_here() -> None:
+    """Of a tool that nobody has, and one that cannot be read: their caller sees the others alone."""
+    broken = '<tool_call>\n{"name": "look_up", "argum\n</tool_call>'
+    nobody = LOOK_UP.replace("look_up", "look_down")
+    async with served([f"{broken}\n{nobody}\n{LOOK_UP}", "well"]) as server, calling(server, "chat whole") as caller:
+        ((id, arguments),) = (await caller.say("?")).calls.items()
+        assert arguments == {"word": "WORD"}
+        assert (await caller.answer([(id, "x")])).text == "well"
+        (trajectory,) = server.trajectories.values()
+        (_, unknown, own) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+        assert own == "x"
+        assert "calculate, look_up" in unknown
+
+
+async def test_tools_that_cannot_be_handed_over_are_refused_with_the_reason() -> None:
+    own = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object"}}}
+    async with served(lambda request: "well") as server:
+        for tools, why in (([own, TOOL], "calculate, which the agent has"), ([TOOL, TOOL], "look_up twice")):
+            error = await refused(server, tools=tools)
+            assert (error.status_code, error.param) == (400, "tools")  # type: ignore[attr-defined]
+            assert why in str(error)
+        error = await refused(server, tools=[TOOL], tool_choice="required")
+        assert error.param == "tool_choice"  # type: ignore[attr-defined]
+        answer = await server.ask("?", tools=[own, TOOL], tool_choice="none")
+        assert answer.choices[0].message.content == "well"
+    async with served(lambda request: "well", agents=SINGLE) as server:
+        error = await refused(server, model="single", tools=[TOOL])
+        assert "PROCESSING_TOOLS" in str(error)
+
+
+async def test_what_a_count_counts_is_the_prompt_with_all_tools() -> None:
+    async with served(TURNS) as server, calling(server, "anthropic whole") as caller:
+        await caller.say("What is it?")
+        function = TOOL["function"]
+        tool: Any = {"name": "look_up", "description": function["description"], "input_schema": function["parameters"]}
+        messages: Any = caller.history[:1]
+        counted = await caller.anthropic.messages.count_tokens(model="chatting", messages=messages, tools=[tool])
+        (trajectory,) = server.trajectories.values()
+        assert counted.input_tokens == trajectory.streams[0].tokens.prompt_length
