@@ -4,7 +4,8 @@ Invariant: before each step, the row of each running request in the cache holds 
 but the last, at the columns of their positions, under the present weights. A request is *filled* (what of its tokens
 is not in its row yet goes through the model, but for the last) and from then on it is like every other: each step
 feeds the last token of every row and samples the next. So requests join and leave between any two steps, and there is
-one sampling path.
+one sampling path. A request for log-probs of its ids ends with being filled: the last tokens go through the model in
+a pass whose logits are looked at (:mod:`~fsm_rollout.engines.transformers.prefill`).
 
 A row whose request has ended stays, *idle*, for the next turn of its session, which then fills only what is new, until
 the session has ended. While it lives, its row is given to another request only when there are twice as many rows as
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +37,9 @@ from transformers import PreTrainedModel
 
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.stop_strings import StopStrings
-from fsm_rollout.engines.transformers.key_value_rows import Filling, KeyValueRows, Rows
+from fsm_rollout.engines.transformers.key_value_rows import Filling, KeyValueRows, Rows, common_ids
 from fsm_rollout.engines.transformers.picture_rows import PictureRows, common_media
-from fsm_rollout.engines.transformers.prefill import Prefill
+from fsm_rollout.engines.transformers.prefill import scored
 from fsm_rollout.engines.transformers.qwen3 import Qwen3Rows, serves
 from fsm_rollout.engines.transformers.sampling import Sampler
 from fsm_rollout.trajectory.enums import FinishReason
@@ -47,6 +48,7 @@ from fsm_rollout.trajectory.tokens import Ids, Logprobs, MediaSpan, Note, NoteKi
 GAPS = 4  # of so many rows that take part in a step one may be idle
 LIKE_LENGTH = 32  # requests are filled together when the longest has at most so many tokens more than the shortest
 AWAY = 1024  # steps: a row that was idle for more is the first to be given away of those whose sessions live
+NOT_NUMBERS = "EngineError: the model's logits are not numbers (NaN); look at its weights"
 WORTH_SHARING = 16  # tokens with which most requests begin are held once for all of them if there are so many
 
 
@@ -71,9 +73,14 @@ class _Decoding:
     over: bool = False  # its session has ended, too, or it had none
 
     @property
+    def context(self) -> int:
+        """How many of its first tokens are filled with nothing asked of them: all but the last, or but the scored."""
+        return (self.request.scored_from or len(self.tokens)) - 1
+
+    @property
     def missing(self) -> list[int]:
-        """The tokens to fill: not in its row yet, but for the last."""
-        return self.tokens[self.cached : -1]
+        """The tokens to fill: those of its context that are not in its row yet."""
+        return self.tokens[self.cached : self.context]
 
 
 class DecodeLoop:
@@ -117,8 +124,6 @@ class DecodeLoop:
         self._processor = processor
         self._waiting: deque[_Decoding] = deque()
         self._unfilled: deque[_Decoding] = deque()
-        self._unscored: deque[_Decoding] = deque()  # what asks for log-probs of its own ids
-        self._prefill = Prefill(model, self._most_rows)
         self._rows: list[_Decoding] = []  # what is in each row of the cache: running requests, and idle ones
         self._idle: dict[str, _Decoding] = {}  # the idle rows by session: those that are over, then the longest idle
         self._steps = 0
@@ -127,7 +132,7 @@ class DecodeLoop:
     @property
     def running(self) -> int:
         """How many requests are admitted."""
-        return len(self._rows) - len(self._idle) + len(self._unfilled) + len(self._unscored)
+        return len(self._rows) - len(self._idle) + len(self._unfilled)
 
     @property
     def waiting(self) -> int:
@@ -159,7 +164,7 @@ class DecodeLoop:
             if running.request.sampling.stop:
                 running.stops = StopStrings.of(running.request, self._tokenizer)
             running.room = min(running.request.sampling.max_tokens, self._max_context - len(running.tokens))
-            (self._unscored if running.request.scored_from else self._unfilled).append(running)
+            self._unfilled.append(running)
             chunks.append(self._chunk(running))
         return chunks
 
@@ -167,9 +172,7 @@ class DecodeLoop:
         """End these requests; return their last chunks, with all that was sampled and not yet sent."""
         names = set(request_ids)
         decoding = [r for r in self._decoding if r.request.request_id in names]
-        queued = (*self._waiting, *self._unfilled, *self._unscored)
-        ended = [r for r in queued if r.request.request_id in names] + decoding
-        self._unscored = deque(r for r in self._unscored if r.request.request_id not in names)
+        ended = [r for r in (*self._waiting, *self._unfilled) if r.request.request_id in names] + decoding
         self._waiting = deque(r for r in self._waiting if r.request.request_id not in names)
         self._unfilled = deque(r for r in self._unfilled if r.request.request_id not in names)
         self._rest(decoding)
@@ -177,7 +180,6 @@ class DecodeLoop:
 
     def end_sessions(self, sessions: Sequence[str]) -> None:
         """Let the rows of these sessions be the first that others are given."""
-        self._prefill.end_sessions(sessions)
         for session in sessions:
             if (row := self._idle.pop(session, None)) is not None:
                 self._lay_aside(row, over=True)
@@ -191,7 +193,6 @@ class DecodeLoop:
         self._unfilled.extendleft(reversed(self._decoding))
         self._rows, self._idle = [], {}
         self._cache.hold([])
-        self._prefill.forget()
         self._sampler: Sampler | None = None
 
     def release(self) -> None:
@@ -204,31 +205,22 @@ class DecodeLoop:
         self.forget()
 
     def step(self) -> list[Chunk]:
-        """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request.
-
-        Of those that ask for log-probs of their ids one is answered, so that the others do not wait for all of them.
-        """
-        chunks = [self._score(self._unscored.popleft())] if self._unscored else []
+        """Fill what is not filled, within ``fill_tokens``; then sample one token for every filled request."""
+        self._steps += 1
         with torch.no_grad():  # not inference_mode: its tensors could not be touched between two steps
-            self._fill()
+            chunks = self._fill()
             if len(self._rows) == len(self._idle):
                 return chunks
             chunks += self._decode()
-        self._steps += 1
         if self._steps % self._send_every == 0:
             chunks += self.flush()
         return chunks
 
-    def _score(self, running: _Decoding) -> Chunk:
-        """Return the one chunk that answers a request for log-probs of its ids."""
-        scores = self._prefill.scores(running.request)
-        if any(map(math.isnan, scores.logprobs)):
-            error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
-            return self._chunk(running, FinishReason.ABORT, error=error)
-        return replace(self._chunk(running, FinishReason.LENGTH), scores=scores)
+    def _fill(self) -> list[Chunk]:
+        """Take requests in their order, as many as fit; those of like length go through the model together.
 
-    def _fill(self) -> None:
-        """Take requests in their order, as many as fit; those of like length go through the model together."""
+        Returns the chunks of those that ask for no more than log-probs of their ids.
+        """
         # 1. What the budget allows, and one request in any case; each in a row, after what its session left there.
         if self._unfilled:
             self._share()
@@ -237,20 +229,22 @@ class DecodeLoop:
         while self._unfilled:
             running = self._unfilled[0]
             if (kept := self._idle.get(running.request.session)) is None:
-                running.cached = running.shared = _common(self._cache.prefix, running.tokens[:-1])
+                running.cached = running.shared = common_ids(self._cache.prefix, running.tokens[: running.context])
             else:
-                running.cached = _common(kept.tokens[: kept.cached], running.tokens[:-1])
+                running.cached = common_ids(kept.tokens[: kept.cached], running.tokens[: running.context])
                 running.cached = common_media(kept.request.media, running.request.media, running.cached)
                 running.shared = min(kept.shared, running.cached)
-            if fresh and len(running.missing) > budget:
+            new = len(running.tokens) - 1 - running.cached
+            if fresh and new > budget:
                 break
-            budget -= len(running.missing)
+            budget -= new
             self._give_row(self._unfilled.popleft(), kept)
             fresh.append(running)
         if not fresh:
-            return
+            return []
         self._sampler = None
-        self._reserve(max(r.cached + LIKE_LENGTH + len(r.missing) for r in fresh))
+        self._reserve(max(len(r.tokens) + LIKE_LENGTH for r in fresh))
+        self._copy_contexts(fresh)
         # 2. What is alike, as the samples of a group begin, is filled in one row and copied to the others.
         first: dict[tuple[int, tuple[int, ...], tuple[MediaSpan, ...]], _Decoding] = {}
         alike = []
@@ -261,16 +255,44 @@ class DecodeLoop:
                     alike.append((source, running))
         # 3. One forward pass for each set of like lengths; requests without anything in their rows apart.
         further = [r for r in fresh if r.cached != r.shared]
-        for filled in (sorted((r for r in some if r.missing), key=_missing) for some in (first.values(), further)):
-            while filled:
-                count = sum(len(r.missing) <= len(filled[0].missing) + LIKE_LENGTH for r in filled)
-                together, filled = filled[:count], filled[count:]
-                self._fill_together(together)
+        for filled in (first.values(), further):
+            for together in _alike([(r, r.missing) for r in filled]):
+                self._cache.fill(_filling(together))
         if alike:
             sources, targets = zip(*((source.row, running.row) for source, running in alike), strict=True)
             self._cache.copy(sources, targets, [len(running.missing) for _, running in alike])
         for running in fresh:
-            running.cached = len(running.tokens) - 1
+            running.cached = running.context
+        # 4. What is asked of the tokens after that.
+        return self._score([running for running in fresh if running.request.scored_from])
+
+    def _copy_contexts(self, fresh: Iterable[_Decoding]) -> None:
+        """Copy what requests for log-probs begin with from rows of their groups; nobody else has a sample's prompt."""
+        for running in fresh:
+            request, ids = running.request, running.tokens[: running.context]
+            if request.scored_from and request.group_id and running.cached == running.shared:
+                others = (row for row in self._rows if row.idle and row.request.group_id == request.group_id)
+                same = [
+                    (common_ids(row.tokens[: row.cached], ids), row) for row in others if row.shared == running.shared
+                ]
+                length, source = max(same, key=lambda each: each[0], default=(0, running))
+                if length > running.cached:
+                    self._cache.copy([source.row], [running.row], [length - running.shared])
+                    running.cached = length
+
+    def _score(self, asking: list[_Decoding]) -> list[Chunk]:
+        """Return the one chunk of each request for log-probs of its ids; its row is filled and idle then."""
+        chunks = []
+        for together in _alike([(r, r.tokens[r.cached : -1]) for r in asking]):
+            said = [(running.tokens[running.cached + 1 :], running.request.score_top) for running, _ in together]
+            for (running, fed), scores in zip(together, scored(self._cache, _filling(together), said), strict=True):
+                running.cached += len(fed)
+                if any(map(math.isnan, scores.logprobs)):
+                    chunks.append(self._chunk(running, FinishReason.ABORT, error=NOT_NUMBERS))
+                else:
+                    chunks.append(replace(self._chunk(running, FinishReason.LENGTH), scores=scores))
+        self._rest(asking)
+        return chunks
 
     def _reserve(self, columns: int) -> None:
         self._cache.reserve([running.cached for running in self._rows], columns, self._max_context)
@@ -280,7 +302,7 @@ class DecodeLoop:
         if self._cache.shares and len(self._unfilled) > 1 and not any(running.shared for running in self._rows):
             prompts = sorted(running.tokens[:-1] for running in self._unfilled)
             pairs = zip(prompts, prompts[len(prompts) // 2 :], strict=False)
-            length, prompt = max((_common(*pair), pair[0]) for pair in pairs)
+            length, prompt = max((common_ids(*pair), pair[0]) for pair in pairs)
             self._reserve(length)
             self._cache.hold(prompt[:length] if length >= WORTH_SHARING else [])
 
@@ -306,14 +328,6 @@ class DecodeLoop:
         # Of those that are alike the latest: so the others find theirs.
         return min(reversed(self._idle.values()), key=lambda row: (row.request.session in asked, row.cached))
 
-    def _fill_together(self, together: list[_Decoding]) -> None:
-        """Fill rows in one forward pass, after what they hold."""
-        ids = _rectangle([running.missing for running in together])
-        cached, shared = (torch.tensor([[r.cached, r.shared] for r in together])).unbind(1)
-        positions = cached[:, None] + torch.arange(ids.shape[1])
-        media = [running.request.media for running in together]
-        self._cache.fill(Filling(ids, [running.row for running in together], positions, shared, media))
-
     def _decode(self) -> list[Chunk]:
         """Sample a token for each row; return the last chunks of the requests that end with it."""
         # 1. One forward pass over the last token of the rows that take part.
@@ -336,8 +350,7 @@ class DecodeLoop:
                 continue
             running.cached = len(running.tokens)
             if math.isnan(logprob):
-                error = "EngineError: the model's logits are not numbers (NaN); look at its weights"
-                chunks.append(self._chunk(running, FinishReason.ABORT, error=error))
+                chunks.append(self._chunk(running, FinishReason.ABORT, error=NOT_NUMBERS))
                 ended.append(running)
                 continue
             running.tokens.append(token)
@@ -420,21 +433,16 @@ class DecodeLoop:
         return chunk
 
 
-def _common(cached: list[int], tokens: list[int]) -> int:
-    """Return how many tokens two lists begin with alike."""
-    if tokens[: len(cached)] == cached:
-        return len(cached)
-    return next(
-        (i for i, pair in enumerate(zip(cached, tokens, strict=False)) if pair[0] != pair[1]),
-        min(len(cached), len(tokens)),
-    )
+def _alike(fed: Iterable[tuple[_Decoding, list[int]]]) -> Iterator[list[tuple[_Decoding, list[int]]]]:
+    """Yield requests with the tokens that they are fed, if any, those of like lengths together."""
+    left = sorted((each for each in fed if each[1]), key=lambda each: len(each[1]))
+    while left:
+        count = sum(len(ids) <= len(left[0][1]) + LIKE_LENGTH for _, ids in left)
+        yield left[:count]
+        left = left[count:]
 
 
-def _missing(running: _Decoding) -> int:
-    return len(running.missing)
-
-
-def _rectangle(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return sequences as rows, padded on the right with 0, where causal attention does not see it."""
-    width = max(map(len, sequences))
-    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences], dtype=torch.int64)
+def _filling(together: Sequence[tuple[_Decoding, list[int]]]) -> Filling:
+    rows = [running for running, _ in together]
+    ids, numbers, media = [ids for _, ids in together], [r.row for r in rows], [r.request.media for r in rows]
+    return Filling.of(ids, numbers, [r.cached for r in rows], [r.shared for r in rows], media)

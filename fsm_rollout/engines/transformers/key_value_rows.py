@@ -39,6 +39,20 @@ class Filling(NamedTuple):
     media: Sequence[Sequence[MediaSpan]] = ()
     """All pictures of each row; none of a model that reads text only."""
 
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        cached: Sequence[int],
+        shared: Sequence[int],
+        media: Sequence[Sequence[MediaSpan]],
+    ) -> Filling:
+        """Return that of rows after their first ``cached`` tokens, padded on the right, where nothing sees the 0."""
+        width = max(map(len, sequences))
+        ids = torch.tensor([[*sequence, *[0] * (width - len(sequence))] for sequence in sequences], dtype=torch.int64)
+        return cls(ids, rows, torch.tensor(cached)[:, None] + torch.arange(width), torch.tensor(shared), media)
+
 
 class Rows(Protocol):
     """What the decode loop needs of a model and its cache.
@@ -66,8 +80,21 @@ class Rows(Protocol):
     def fill(self, filling: Filling) -> None:
         """Fill rows after what they hold."""
 
+    def score(self, filling: Filling, asked: torch.Tensor) -> torch.Tensor:
+        """Fill rows after what they hold; return the logits ``[k, V]`` of the k places ``asked`` ``[n, q]``, by row."""
+
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """Feed a token to each of the first n rows, at ``positions`` ``[n]``; return its logits ``[n, V]``."""
+
+
+def common_ids(cached: list[int], tokens: list[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    if tokens[: len(cached)] == cached:
+        return len(cached)
+    return next(
+        (i for i, pair in enumerate(zip(cached, tokens, strict=False)) if pair[0] != pair[1]),
+        min(len(cached), len(tokens)),
+    )
 
 
 def roomier(rows: int, columns: int, used: Sequence[int], wanted: int, limit: int) -> tuple[int, int]:
@@ -209,9 +236,16 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
         """See :class:`Rows`."""
         self._forward(filling.ids, torch.tensor(filling.rows), filling.positions, first_rows=False)
 
+    def score(self, filling: Filling, asked: torch.Tensor) -> torch.Tensor:
+        """See :class:`Rows`."""
+        ids, rows, positions = filling[:3]
+        asked = asked.to(self.model.device)
+        keep = asked.any(0).nonzero()[:, 0]
+        return self._forward(ids, torch.tensor(rows), positions, first_rows=False, keep=keep)[asked[:, keep]]
+
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""
-        return self._forward(ids[:, None], torch.arange(len(ids)), positions[:, None], first_rows=True)
+        return self._forward(ids[:, None], torch.arange(len(ids)), positions[:, None], first_rows=True)[:, -1]
 
     def _forward(
         self,
@@ -221,9 +255,13 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
         *,
         first_rows: bool,
         position_ids: torch.Tensor | None = None,
+        keep: int | torch.Tensor = 1,
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the logits of the last column, ``[n, V]``; ``position_ids``: where they are not the columns."""
+        """Return the logits ``[n, k, V]`` of the last ``keep`` columns, or of those that it names.
+
+        ``position_ids``: where they are not the columns.
+        """
         device, width, fresh = self.model.device, int(positions.max()) + 1, not first_rows and not positions[:, 0].any()
         self.place = _Place(rows.to(device), positions.to(device), width, first_rows, fresh)
         logits: torch.Tensor = self.model(
@@ -232,7 +270,7 @@ class KeyValueRows(Cache):  # type: ignore[misc]  # transformers is not typed
             attention_mask=self.place.mask(self.model.dtype),
             past_key_values=self,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
             **inputs,
         ).logits
-        return logits[:, -1]
+        return logits

@@ -92,7 +92,7 @@ class PictureRows(KeyValueRows):
         turned = positions[:, None] if self._rope is None else (positions + self._ahead[: len(ids)])[:, None]
         return self._forward(
             ids[:, None], torch.arange(len(ids)), positions[:, None], first_rows=True, position_ids=turned
-        )
+        )[:, -1]
 
     def _seen(self, span: MediaSpan) -> Seen:
         return looker_of(self._processor).seen(span.picture, self._tokenizer.decode([span.placeholder]))

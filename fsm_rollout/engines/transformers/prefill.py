@@ -1,104 +1,48 @@
-"""The log-probs of given ids under a model: prefill, and nothing sampled.
+"""What a model makes of given ids: rows are filled with them, and the logits of each place are looked at.
 
 Invariant: what is said of a token is the log-softmax of the model's own forward pass over all the tokens before it,
-rounding apart. What a session's earlier ids have left in its cache is not computed again, and neither is what another
-session's ids begin with; caches of other weights are forgotten (:meth:`Prefill.forget`).
+rounding apart.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
-from fsm_rollout.engines.protocol import Request
+from fsm_rollout.engines.transformers.key_value_rows import Filling, Rows
 from fsm_rollout.trajectory.tokens import TokenScores, as_ids, as_logprobs
 
-PIECE = 1024  # so many tokens go through the model at once: a logit for each token of the vocabulary is in memory
-WORTH_COPYING = 32  # tokens that another session's ids begin with, from which on their cache is copied
+PLACES = 1024  # that go through the model at once: a logit for each of them and each token of the vocabulary is there
+COLUMNS = 256  # ... of one row: a score for each pair of tokens is there
 
 
-class Prefill:
-    """Scores ids, one request at a time.
+def scored(rows: Rows, filling: Filling, said: Sequence[tuple[Sequence[int], int]]) -> list[TokenScores]:
+    """Fill rows, and return of each what the model makes of the tokens that follow those that it is filled with.
 
     Args:
-        model: a causal language model in evaluation mode.
-        sessions: of so many the caches are kept.
+        rows: of a model.
+        filling: without pictures; what pads a row is not looked at.
+        said: of each row, as many tokens as it is filled with, each the one that follows, and how many of the likeliest
+            tokens in its place are asked for.
     """
-
-    def __init__(self, model: PreTrainedModel, sessions: int) -> None:
-        self._model, self._most = model, sessions
-        self._kept: OrderedDict[str, tuple[list[int], DynamicCache]] = OrderedDict()  # ids and their cache, by session
-
-    def forget(self) -> None:
-        """Keep nothing of what was computed."""
-        self._kept.clear()
-
-    def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Let what these sessions have left be forgotten first; until then others may begin with it."""
-        for session in sessions:
-            if session in self._kept:
-                self._kept.move_to_end(session, last=False)
-
-    @torch.no_grad()
-    def scores(self, request: Request) -> TokenScores:
-        """Return what the model makes of a request's ids from ``scored_from`` on."""
-        # 1. What is computed already: at most the tokens before the first whose successor is asked for.
-        ids, asked = list(request.ids), request.scored_from
-        cache, start = self._begun(request.session, ids[: asked - 1])
-        # 2. The rest, but for the last token, which nothing follows.
-        logprobs: list[float] = []
-        top_ids: list[int] = []
-        top_logprobs: list[float] = []
-        for begin in range(start, len(ids) - 1, PIECE):
-            end = min(begin + PIECE, len(ids) - 1)
-            first = max(begin, asked - 1)  # whose logits are the first that are asked for
-            logits = self._logits(ids[begin:end], cache, max(1, end - first))
-            if first >= end:
-                continue
-            given = torch.log_softmax(logits.float(), -1)
-            said = torch.tensor(ids[first + 1 : end + 1], device=given.device)
-            logprobs += given.gather(-1, said[:, None])[:, 0].clamp(max=0.0).tolist()
-            if request.score_top:
-                top = given.topk(min(request.score_top, given.shape[-1]))
-                top_ids += top.indices.flatten().tolist()
-                top_logprobs += top.values.clamp(max=0.0).flatten().tolist()
-        # 3. What the session's next request begins with.
-        if request.session:
-            self._kept[request.session] = ids[:-1], cache
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        return TokenScores(as_logprobs(logprobs), as_ids(top_ids), as_logprobs(top_logprobs))
-
-    def _begun(self, session: str, ids: list[int]) -> tuple[DynamicCache, int]:
-        """Return a cache that holds the first tokens of ``ids``, and how many; it is the caller's to change."""
-        known, cache = self._kept.pop(session, ([], None))
-        length = _common(known, ids)
-        if cache is None or length < WORTH_COPYING:
-            longest = max(((_common(other, ids), name) for name, (other, _) in self._kept.items()), default=(0, ""))
-            if longest[0] >= max(WORTH_COPYING, length + 1):
-                length, (known, cache) = longest[0], copy.deepcopy(self._kept[longest[1]])
-        if cache is None or not length:
-            return DynamicCache(config=self._model.config.get_text_config()), 0
-        if length < len(known):
-            cache.crop(length)
-        return cache, length
-
-    def _logits(self, ids: list[int], cache: Any, count: int) -> torch.Tensor:
-        """Return the logits ``[count, V]`` after each of the last of ``ids``, which go on from the cache."""
-        fed = torch.tensor([ids], device=self._model.device)
-        logits: torch.Tensor = self._model(
-            input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=count
-        ).logits
-        return logits[0]
-
-
-def _common(known: list[int], ids: list[int]) -> int:
-    """Return how many tokens two lists begin with alike."""
-    if known == ids[: len(known)]:
-        return len(known)
-    return next((at for at, pair in enumerate(zip(known, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+    lengths = torch.tensor([len(ids) for ids, _ in said])
+    found: list[tuple[list[float], list[int], list[float]]] = [([], [], []) for _ in said]
+    width = min(COLUMNS, max(1, PLACES // len(said)))
+    for start in range(0, filling.ids.shape[1], width):
+        # 1. A pass over so many columns, and the logits of those of its places that are no padding.
+        ids, positions = (each[:, start : start + width] for each in (filling.ids, filling.positions))
+        asked = start + torch.arange(ids.shape[1]) < lengths[:, None]
+        logits = rows.score(filling._replace(ids=ids, positions=positions), asked)
+        given = torch.log_softmax(logits.float(), -1)
+        # 2. What they say, row by row.
+        ends = asked.sum(1).cumsum(0).tolist()
+        for first, end, (ids_said, top), of_row in zip([0, *ends], ends, said, found, strict=False):
+            own, (logprobs, top_ids, top_logprobs) = given[first:end], of_row
+            follow = torch.tensor(ids_said[start : start + len(own)], dtype=torch.int64, device=own.device)
+            logprobs += own.gather(-1, follow[:, None])[:, 0].clamp(max=0.0).tolist()
+            if top:
+                likeliest = own.topk(min(top, own.shape[-1]))
+                top_ids += likeliest.indices.flatten().tolist()
+                top_logprobs += likeliest.values.clamp(max=0.0).flatten().tolist()
+    return [TokenScores(as_logprobs(own), as_ids(ids), as_logprobs(tops)) for own, ids, tops in found]

@@ -6,8 +6,8 @@ present ones.
 
 A small model on a CPU waits for its cache: a step reads the keys and values of every row. So tokens with which rows
 begin alike (a system prompt, the tools) are held once and attended to in one matrix product for all rows; each
-operation is one call; and where rows are filled, the last layer stops at its keys and values, since nobody asks what
-comes next.
+operation is one call; and where rows are only filled, the last layer stops at its keys and values, since nobody asks
+what comes next.
 """
 
 from __future__ import annotations
@@ -82,18 +82,32 @@ class Qwen3Rows:
         """See :class:`Rows`."""
         for start in range(0, filling.ids.shape[1], PIECE):
             piece = slice(start, start + PIECE)
-            self._forward(filling.ids[:, piece], filling.rows, filling.positions[:, piece], filling.shared)
+            self._forward(filling.ids[:, piece], filling.rows, filling.positions[:, piece], filling.shared, last=False)
+
+    def score(self, filling: Filling, asked: torch.Tensor) -> torch.Tensor:
+        """See :class:`Rows`."""
+        return self._logits(self._forward(*filling[:4])[asked.flatten()])
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """See :class:`Rows`."""
-        hidden = self._forward(ids[:, None], None, positions[:, None], shared)
-        assert hidden is not None
+        return self._logits(self._forward(ids[:, None], None, positions[:, None], shared))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.linear(self._norm(hidden, self.model.model.norm.weight), self.model.lm_head.weight)
 
     def _forward(
-        self, ids: torch.Tensor, rows: Sequence[int] | None, positions: torch.Tensor, shared: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Write the keys and values of tokens; where they are those of a step, return its hidden states ``[n, h]``."""
+        self,
+        ids: torch.Tensor,
+        rows: Sequence[int] | None,
+        positions: torch.Tensor,
+        shared: torch.Tensor,
+        *,
+        last: bool = True,
+    ) -> torch.Tensor:
+        """Write the keys and values of tokens; return their hidden states ``[n · q, h]``.
+
+        ``rows`` None: the first n. Not ``last``: nobody asks what comes next, and the last layer is not finished.
+        """
         # 1. The place of each token's keys and values, and what each token sees.
         n, q = ids.shape
         columns = positions - shared[:, None]
@@ -123,8 +137,8 @@ class Qwen3Rows:
             cache[1].view(-1, self._dim).index_copy_(
                 0, places, functional.linear(normed, layer.value).view(-1, self._dim)
             )
-            if layer is self._layers[-1] and rows is not None:
-                return None
+            if layer is self._layers[-1] and not last:
+                break
             queries = self._turned(
                 functional.linear(normed, layer.query).view(n, q, -1, self._dim), layer.query_norm, *scaled
             )

@@ -323,9 +323,9 @@ def test_a_long_prompt_is_filled_in_pieces(model: Any, monkeypatch: pytest.Monke
     widths: list[int] = []
     forward = Qwen3Rows._forward
 
-    def measured(rows: Qwen3Rows, ids: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+    def measured(rows: Qwen3Rows, ids: torch.Tensor, *rest: Any, **keys: Any) -> torch.Tensor:
         widths.append(ids.shape[1])
-        return forward(rows, ids, *rest)
+        return forward(rows, ids, *rest, **keys)
 
     monkeypatch.setattr(Qwen3Rows, "_forward", measured)
     long = prompt(1, 600)
