@@ -74,8 +74,10 @@ async def _done(name: str, words: list[str]) -> None:
 def program_in(folder: Path, name: str) -> str:
     """Return where a native program of a folder of npm's is behind the walls."""
     for path in sorted(folder.glob(f"node_modules/**/bin/{name}")):
-        if not path.is_symlink() and path.is_file() and path.open("rb").read(4) == b"\x7fELF":
-            return f"/program/{path.relative_to(folder)}"
+        if not path.is_symlink() and path.is_file():
+            with path.open("rb") as file:
+                if file.read(4) == b"\x7fELF":
+                    return f"/program/{path.relative_to(folder)}"
     raise ToolError(f"npm has installed no program {name} for this machine into {folder}")
 
 

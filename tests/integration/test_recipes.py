@@ -11,15 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import fsm_rollout as fr
 from fsm_rollout.batch.rows import rows
+from fsm_rollout.cli import app
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.errors import ToolError
+from fsm_rollout.states.bound_agent import CALLERS_TOOLS
+from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
 from fsm_rollout.tools.sandbox.images import unpacked
+from fsm_rollout.trajectory.journal import read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import EngineLog
+from tests.integration.test_serve import serving
 from tests.kit import ROOT, script
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
@@ -157,6 +163,40 @@ def test_a_recipe_runs_as_it_is_and_each_agent_is_one_row(name: str, forks: dict
     first, second = fr.TrajectoryBatch.load(tmp_path / "run/batch").rows()
     assert first.context == second.context == "main"
     assert first.metrics["trained_tokens"] == second.metrics["trained_tokens"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("name", "forks"), RECIPES.items())
+def test_a_served_agent_hands_a_program_its_calls_and_is_one_row(
+    name: str, forks: dict[str, int], tmp_path: Path
+) -> None:
+    """Each of the programs as its recipe starts it, but that the model is where `fsm-rollout serve` is."""
+    if name in ("codex", "opencode") and shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    run, options = ROOT / f"examples/{name}/serve.yaml", ["serve.keep=false"]
+    if not run.exists():
+        said = (ROOT / f"examples/{name}/script.yaml").read_text()
+        (tmp_path / "script.yaml").write_text(said.replace(f"{name}/main:", "coder/main:"))
+        run, options = ROOT / "examples/codex/serve.yaml", [*options, f"engine.script={tmp_path / 'script.yaml'}"]
+    task = json.loads((ROOT / "examples/recipes/tasks.jsonl").read_text().splitlines()[0])
+    says, program = task["messages"][0]["content"], getattr(script("examples/recipes/harness.py"), name)
+    with serving(tmp_path, *options, run=run) as url:
+        visit = ForeignVisit(f"{url}/v1", "none", "coder", says, task["messages"], task)
+        try:
+            assert asyncio.run(program(visit)) == 1.0
+        except ToolError as error:
+            if "could not be installed" in str(error):
+                pytest.skip(str(error)[-300:])
+            raise
+    trajectories = list(read(tmp_path / "chat-serve/journal.sqlite"))
+    work = [trajectory for trajectory in trajectories if CALLERS_TOOLS in trajectory.extra]
+    assert len(trajectories) == 1 + bool(forks)
+    (trajectory,) = work or trajectories
+    assert (len(trajectory.streams), trajectory.generations) == (1, 3)
+    answers = "tool" if work else "user"
+    assert [message["role"] for message in trajectory.messages][-5:] == ["assistant", answers] * 2 + ["assistant"]
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "chat-serve")])
+    assert f"{len(trajectories)} trajectories replayed, 0 of them differ" in done.output
 
 
 @pytest.mark.real

@@ -23,12 +23,12 @@ DEMO = ROOT / "configs" / "runs" / "demo.yaml"
 
 
 @contextmanager
-def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTERM) -> Iterator[str]:
-    """Serve the demo's agent; at the end a signal ends it, with exit code 0 and nothing but its own words."""
+def serving(place: Path, *overrides: str, ends_by: signal.Signals = signal.SIGTERM, run: Path = DEMO) -> Iterator[str]:
+    """Serve a run's agent; at the end a signal ends it, with exit code 0 and nothing but its own words."""
     code = f"import signal; signal.signal({int(ends_by)}, signal.SIG_DFL)\n"  # a shell ignores it in the background
     code += "from fsm_rollout.cli import main; main()"
     options = ["--port", "0", "sampling.temperature=0", f"out={place / 'chat'}", *overrides]
-    with started(code, "serve", DEMO, *options, cwd=place, searched=()) as (process, output, errors):
+    with started(code, "serve", run, *options, cwd=place, searched=()) as (process, output, errors):
         first = output.readline()
         assert first.startswith("http://127.0.0.1:"), (first, errors.read())
         yield first.split()[0]
