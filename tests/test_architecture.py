@@ -50,6 +50,7 @@ ORDER = (
         "engines.replica",
         "engines.orders",
         "engines.replicas",
+        "engines.following",
         "engines.engine_ids",
         "engines.retries",
         "engines.sessions",

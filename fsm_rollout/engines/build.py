@@ -91,7 +91,8 @@ def build_engine(
             options = on_ray.RayOptions(
                 cpus=checked.cpus, gpus=checked.gpus, **(checked.ray.model_dump() if checked.ray else {})
             )
-            placement = on_ray.RayPlacement(build, checked.replica_count, options)
+            count = None if checked.replicas == "auto" else checked.replica_count
+            placement = on_ray.RayPlacement(build, count, options)
     else:
         placement = Placement(_build(checked, base))
     # 2. How patient the pool is with them.
@@ -104,7 +105,7 @@ def build_engine(
     )
     pool = EnginePool(
         placement,
-        checked.replica_count,
+        placement.count or checked.replica_count,
         router=build_router(checked.router),
         tries=replace(tries, attempts=keys.attempts or tries.attempts),
         restarts=keys.restarts,

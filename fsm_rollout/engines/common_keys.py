@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import local_folder, model_folder
 from fsm_rollout.trajectory.config_errors import ConfigPath
-from fsm_rollout.trajectory.settings import Price, StrictModel
+from fsm_rollout.trajectory.settings import CountOrAuto, Price, StrictModel
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -59,8 +59,8 @@ class EngineSpec(StrictModel):
 
     kind: str
     """which engine: a built-in kind, or your own `module:Class`"""
-    replicas: Count = 1
-    """how many copies of the engine share the requests"""
+    replicas: CountOrAuto = 1
+    """how many copies of the engine share the requests; `auto` (Ray): as many as the cluster has room for"""
     placement: Literal["local", "ray"] = "local"
     """where the replicas run: on this machine, or on a Ray cluster"""
     gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -85,10 +85,19 @@ class EngineSpec(StrictModel):
             raise ValueError(f"{', '.join(mine)}: for placement 'ray' only; set that, or leave them out")
         return self
 
+    @model_validator(mode="after")
+    def _auto_fills_a_cluster(self) -> EngineSpec:
+        if self.replicas == "auto" and self.placement != "ray":
+            raise ValueError("replicas: auto is for placement 'ray'; set that, or give a number")
+        ray = self.ray or RaySpec()
+        if self.replicas == "auto" and (ray.nodes or ray.strategy not in ("DEFAULT", "SPREAD")):
+            raise ValueError("replicas: auto fills all nodes: leave ray.nodes out; strategies are DEFAULT and SPREAD")
+        return self
+
     @property
     def replica_count(self) -> int:
-        """How many replicas there are."""
-        return self.replicas
+        """How many replicas there are; of ``auto`` at least."""
+        return 1 if self.replicas == "auto" else self.replicas
 
     @property
     def starts_again(self) -> bool:

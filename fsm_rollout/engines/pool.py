@@ -24,6 +24,7 @@ from itertools import chain
 
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
+from fsm_rollout.engines.following import FollowingReplicas
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.placing import Placing
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
@@ -67,7 +68,8 @@ class EnginePool:
         self.dispatches = self.requests = 0  # engine calls and requests so far; the ratio is the mean batch
         self.before_dispatch: dict[object, Callable[[], object]] = {}  # what is called before requests go out
         self.placing = Placing(router or StickyRouter(), self.tries, self.replicas_changed)
-        self._lives = Replicas(placement, count, restarts, times or PoolTimes(), self)
+        lives = FollowingReplicas if placement.follows else Replicas
+        self._lives = lives(placement, count, restarts, times or PoolTimes(), self)
         self.replicas, self.update_times = self._lives.all, self._lives.update_times
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin_anew()

@@ -60,6 +60,10 @@ class ReplicaActor:
         facts = facts_of(engine)
         return facts if with_tokenizer else replace(facts, tokenizer=None), engine.weight_version
 
+    async def node(self) -> str:
+        """Return the id of the node that it is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     async def tell(self, number: int, message: bytes | tuple[str, Sequence[str]]) -> None:
         """Take requests, or what to end, in the order of ``number``: Ray may bring a small one before a large one."""
         self._early[number] = message
@@ -155,6 +159,10 @@ class RayEngine:
         self._load = Load()
         self._streams: dict[str, ChunkStream] = {}  # the dispatch of each request under way
         self._listener: asyncio.Task[None] | None = None
+
+    async def node(self) -> str:
+        """Wait until the actor has found a place, and return the id of its node."""
+        return str(await _answer(self.actor.node.remote()))
 
     async def start(self, tokenizer: object) -> None:
         """Build the engine in the actor; ``tokenizer`` is another replica's, if there is one, and is not sent again."""

@@ -6,7 +6,9 @@ Invariant: nothing outlives :meth:`RayPlacement.close`: no actor, no placement g
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from fsm_rollout.concurrency.cancellation import pause
@@ -41,7 +43,7 @@ class RayPlacement(LocalPlacement):
 
     Args:
         build: must survive cloudpickle.
-        count: how many replicas there will be at once.
+        count: how many replicas there will be at once; ``None``: as many as there is room for, at any time.
         options: where, and with what.
 
     Raises:
@@ -49,21 +51,28 @@ class RayPlacement(LocalPlacement):
             :data:`fsm_rollout.concurrency.ray_session.CONNECT` seconds.
     """
 
-    def __init__(self, build: Callable[[str], TokenSource], count: int, options: RayOptions | None = None) -> None:
+    def __init__(
+        self, build: Callable[[str], TokenSource], count: int | None, options: RayOptions | None = None
+    ) -> None:
         super().__init__(build)
         self._options = options or RayOptions()
-        self._count = count
+        self.follows, self.count = count is None, count or 1
+        self._waiting = set[str]()
+        self._at: dict[str, str] = {}  # the node of each replica, by name
+        self._declined = Counter[str]()  # by node: places that are to stay empty
         self._group: Remote = None
         self._numbers: dict[str, int] = {}
         self._tokenizer: object = None
         self._started_here = connect(self._options.address)
         try:
             self._check_resources()
+            if self.follows:
+                self.count = self._first_room()
             self._nodes = [_node_id(name) for name in self._options.nodes]
             strategy = self._options.strategy
-            if not self._nodes and (self._options.gpus > 1 or strategy in ("PACK", "STRICT_SPREAD")):
+            if not (self.follows or self._nodes) and (self._options.gpus > 1 or strategy in ("PACK", "STRICT_SPREAD")):
                 strategy = "PACK" if strategy == "DEFAULT" else strategy
-                self._group = ray.util.placement_group([self._options.demand] * count, strategy=strategy)
+                self._group = ray.util.placement_group([self._options.demand] * self.count, strategy=strategy)
             self._shared_build = ray.put(build)
         except BaseException:
             self.close()
@@ -73,8 +82,13 @@ class RayPlacement(LocalPlacement):
         """Create an actor and build its engine; a start that is given up leaves no actor."""
         engine = RayEngine(name, self._create(name, self._numbers.setdefault(name, len(self._numbers))))
         try:
+            if self.follows:
+                self._waiting.add(name)
+                self._at[name] = await engine.node()
+                self._waiting.discard(name)
             await engine.start(self._tokenizer)
         except BaseException:
+            self._waiting.discard(name)
             await engine.aclose()
             raise
         self._tokenizer = engine.tokenizer
@@ -85,6 +99,22 @@ class RayPlacement(LocalPlacement):
         if self._group is not None:
             raise EngineError("these replicas have a placement group, of as many places as there were at first")
         super().admit(url)
+
+    @property
+    def waiting(self) -> AbstractSet[str]:
+        """See :class:`Placement`."""
+        return self._waiting
+
+    def room(self) -> int:
+        """See :class:`Placement`: by what is free on each node."""
+        through_client = ray.util.client.ray.is_connected()  # only the cluster's own processes know
+        nodes = ray.get(ray.remote(num_cpus=0)(_free).remote()) if through_client else _free()
+        return sum(max(0, fitting(free, self._options.demand) - self._declined[node]) for node, free in nodes.items())
+
+    def decline(self, name: str) -> None:
+        """See :class:`Placement`: for as long as its node is there."""
+        if node := self._at.get(name):
+            self._declined[node] += 1
 
     def share(self, source: WeightSource) -> WeightSource:
         """Check tensors and put them into the object store, once for all replicas.
@@ -124,7 +154,7 @@ class RayPlacement(LocalPlacement):
         strategy: object = options.strategy
         if self._group is not None:
             strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=number % self._count
+                self._group, placement_group_bundle_index=number % self.count
             )
         elif self._nodes:
             node_id = self._nodes[number % len(self._nodes)]
@@ -140,20 +170,29 @@ class RayPlacement(LocalPlacement):
         )
         return actor.remote(name, self._shared_build)
 
+    def _first_room(self) -> int:
+        """Wait, as long as nodes may take to join, until there is room for one, and return for how many."""
+        until = time.monotonic() + self._options.patience
+        while not (room := self.room()):
+            if time.monotonic() >= until:
+                raise EngineError(f"Ray has no room for a replica now: {self.advice()}")
+            pause(0.5)
+        return room
+
     def _check_resources(self) -> None:
         until = time.monotonic() + (0.0 if self._started_here else self._options.patience)
         while True:
             nodes = [node["Resources"] for node in _alive()]
-            most = 1 if self._options.strategy == "STRICT_SPREAD" else self._count
+            most = 1 if self._options.strategy == "STRICT_SPREAD" else self.count
             fit = sum(min(most, fitting(node, self._options.demand)) for node in nodes)
-            if fit >= self._count:
+            if fit >= self.count:
                 return
             if time.monotonic() >= until:
                 break
             pause(0.5)
         node_resources = "; ".join(_amounts(node) for node in nodes) or "no node at all"
         raise EngineError(
-            f"Ray has too few resources: {self._count} replica(s) take {_amounts(self._options.demand)} each, and only "
+            f"Ray has too few resources: {self.count} replica(s) take {_amounts(self._options.demand)} each, and only "
             f"{fit} fit into {len(nodes)} node(s) ({node_resources}); ask for less (replicas, cpus, gpus), or add nodes"
         )
 
@@ -161,6 +200,11 @@ class RayPlacement(LocalPlacement):
 def fitting(node: Mapping[str, float], demand: Mapping[str, float]) -> int:
     """Return how many replicas of ``demand`` fit into a node with these resources, were it empty."""
     return min((int(node.get(name, 0.0) / amount + 1e-9) for name, amount in demand.items()), default=1_000_000)
+
+
+def _free() -> dict[str, dict[str, float]]:
+    """Return what is free on each node that is there, by its id."""
+    return dict(ray._private.state.available_resources_per_node())  # Ray says it of the whole cluster only
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -62,6 +63,10 @@ class Placement:
     """Whether an engine that is lost can be started again."""
     urls: list[str] | None = None
     """Those of the replicas, where they are servers that others started."""
+    follows = False
+    """Whether there are to be as many replicas as there is room for."""
+    count = 0
+    """How many there is room for at first, where it is the placement that says so."""
 
     def __init__(self, engine: TokenSource) -> None:
         self.engine = engine
@@ -86,6 +91,18 @@ class Placement:
         A place keeps its number, and so its url, also when its replica does not come or has left.
         """
         raise EngineError("this pool is of one engine that was given; give an engine's spec to have replicas that come")
+
+    @property
+    def waiting(self) -> AbstractSet[str]:
+        """The names of those that are to start, and have no place yet."""
+        return frozenset()
+
+    def room(self) -> int:
+        """Return how many more replicas would find a place now. Blocks."""
+        return 0
+
+    def decline(self, name: str) -> None:
+        """Leave the place of a replica empty."""
 
     def advice(self) -> str:
         """Say what may keep a replica from starting in time, and what to try."""

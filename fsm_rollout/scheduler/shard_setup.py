@@ -95,6 +95,11 @@ def _check_shared(name: str, spec: object, count: int) -> None:
     if faults(spec):
         return  # said where it is built
     checked = _checked(spec)
+    if checked.replicas == "auto":
+        raise ConfigError(
+            f"engine '{name}' has replicas: auto, and each of the {count} shards (workers) would take the whole "
+            f"cluster: give it a number of replicas, {count} or more, or workers: 1"
+        )
     in_process = checked.kind != "sglang" and checked.placement == "local"
     if isinstance(checked, ServersSpec) or checked.replica_count >= count or (in_process and checked.replicas == 1):
         return
@@ -119,7 +124,7 @@ def _share(spec: Mapping[str, Any], place: int, count: int) -> Mapping[str, Any]
         return {key: value for key, value in spec.items() if key != "sleep"}  # that is the driver's to say
     if faults(spec) or (checked := _checked(spec)).replicas == 1:
         return spec
-    return {**spec, "replicas": checked.replicas // count + (place < checked.replicas % count)}
+    return {**spec, "replicas": checked.replica_count // count + (place < checked.replica_count % count)}
 
 
 def leased_scheduler(

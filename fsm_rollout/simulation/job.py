@@ -47,7 +47,10 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
         raise ConfigError(f"workers: {config.workers} shards are not simulated, one scheduler is; add workers=1")
     policies = [Policy.of(name) for name in asked.policies or _policies(config)]
     server = server_of(config, asked.memory)
-    replicas = asked.replicas or (int(str(config.engine.get("replicas", 1))) if config is not None else 1)
+    of_config = 1 if config is None else config.engine.get("replicas", 1)
+    if not asked.replicas and of_config == "auto":
+        raise ConfigError("the run has replicas: auto; say how many servers are simulated with --replicas")
+    replicas = asked.replicas or int(str(of_config))
     workload = workload_of(config, asked, replicas, min(asked.window, server.tokens // 2))
     found = []
     for policy in policies:

@@ -98,6 +98,54 @@ def test_each_on_its_own_needs_as_many_nodes(cluster: Cluster):
         RayPlacement(ByTrajectory(0.0), 4, options)
 
 
+def test_replicas_are_as_many_as_the_cluster_has_room_for(cluster: Cluster) -> None:
+    """Nodes join, one is held by others, one dies, one of them is told to leave: nothing is lost meanwhile."""
+    ray.init(address=cluster.address, log_to_driver=False)  # by the head, which stays
+    other = ray.remote(num_cpus=1.0)(ray_work.Bytes)
+    options = RayOptions(address=cluster.address, cpus=1.0, resources={"fast": 1}, patience=600)
+    grown = cluster.add_node(num_cpus=4, resources={"fast": 3}, include_log_monitor=False)
+    times = PoolTimes(start=600, ping=300, order=300, backoff=0.05, ping_every=0.2)
+    held = other.options(resources={"fast": 1}).remote()
+    ray.get(held.__ray_ready__.remote(), timeout=600)
+    placement = RayPlacement(ByTrajectory(0.5), None, options)
+    pool = EnginePool(placement, placement.count, times=times)
+    assert len(pool.replicas) == 2, "one of the three is held by others"
+
+    async def comes_to(count: int) -> list[Any]:
+        async with asyncio.timeout(600):
+            while len(up := [replica for replica in pool.replicas if replica.state == "up"]) != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return up
+
+    async def main() -> None:
+        client = EngineClient(pool)
+        answers = [client.submit(ask(i)) for i in range(100)]
+        ray.kill(held)
+        await comes_to(3)
+        second = cluster.add_node(num_cpus=2, resources={"fast": 2}, include_log_monitor=False)
+        assert [node_of(replica) for replica in await comes_to(5)] == [grown.node_id] * 3 + [second.node_id] * 2
+        answers += [client.submit(ask(i)) for i in range(100, 200)]  # four seconds each
+        await asyncio.sleep(0)
+        cluster.remove_node(grown, allow_graceful=False)
+        assert {node_of(replica) for replica in await comes_to(2)} == {second.node_id}
+        leaving, staying = await comes_to(2)
+        await pool.remove(leaving.name, within=0.0)
+        assert placement.room() == 0, "its place stays empty"
+        third = cluster.add_node(num_cpus=1, resources={"fast": 1}, include_log_monitor=False)
+        assert [node_of(replica) for replica in await comes_to(2)] == [second.node_id, third.node_id]
+        answers += [client.submit(ask(i)) for i in range(200, 224)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*(answer.done.wait() for answer in answers))
+        for answer in answers:
+            right(answer)
+        states = [replica.state for replica in pool.replicas]
+        assert (staying.state, states.count("up"), states.count("left")) == ("up", 2, len(states) - 2)
+        await pool.aclose()
+
+    asyncio.run(main())
+    ray.shutdown()
+
+
 @pytest.fixture
 def client_address(cluster: Cluster, ray_client_port: int) -> str:
     """Of the client server of the cluster's head."""

@@ -37,6 +37,43 @@ class Witnessed(Fragile):
             yield chunk
 
 
+@given(
+    places=st.lists(st.integers(0, 5), min_size=1, max_size=6), killed=st.lists(st.integers(0, 5), max_size=6),
+    told=st.booleans(),
+)  # fmt: skip
+def test_replicas_are_as_many_as_there_are_places(places: list[int], killed: list[int], told: bool) -> None:
+    """Places come and go with the replicas that have them; one replica waits where there is none at all."""
+
+    async def main(client: EngineClient) -> None:
+        pool, under_way = client.pool, []
+        for at, count in enumerate(places):
+            under_way.append(soon(client, *(f"{at}/{number}" for number in range(4))))
+            await asyncio.sleep(1.5)
+            place.places = count
+            up = [replica for replica in pool.replicas if replica.state == "up"]
+            lost = [*up[count:], *(up[number % len(up)] for number in killed[at : at + 1] if up)]
+            for replica in lost:
+                replica.engine.die()  # type: ignore[union-attr]
+            place.news.set()
+            await asyncio.sleep(60)
+            states = [replica.state for replica in pool.replicas]
+            assert (states.count("up"), states.count("starting")) == (count, 0 if count else 1)
+            assert "dead" not in states
+        if told and places[-1] > 1:
+            leaving = next(replica for replica in pool.replicas if replica.state == "up")
+            await pool.remove(leaving.name)
+            await asyncio.sleep(60)
+            assert sum(replica.state == "up" for replica in pool.replicas) == places[-1] - 1
+        place.places = 6
+        place.news.set()
+        for pending in [pending for some in under_way for pending in await some]:
+            right(pending)
+
+    place = Place()
+    place.follows = True
+    run(place, main, 3, restarts=100)
+
+
 @given(schedule=st.lists(HAPPENS, max_size=12), count=st.integers(1, 3), asked=st.integers(1, 9))
 def test_no_token_is_lost_and_none_bears_a_wrong_version(
     schedule: Sequence[tuple[str, int, float]], count: int, asked: int

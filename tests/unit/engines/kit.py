@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -96,9 +97,32 @@ class Place(LocalPlacement):
         self.lives: dict[str, list[Fragile]] = defaultdict(list)
         self.failing_starts = 0
         self.starts: Counter[str] = Counter()
+        self.places, self.news = math.inf, asyncio.Event()  # how many there are, and what is set when that changes
+        self.waits, self.declined = set[str](), 0
+
+    @property
+    def waiting(self) -> set[str]:
+        return self.waits
+
+    @property
+    def taken(self) -> int:
+        return sum(not life.stopped and life.failure is None for life in self.all)
+
+    def room(self) -> int:
+        return max(0, int(self.places) - self.taken - self.declined)
+
+    def decline(self, name: str) -> None:
+        self.declined += 1
 
     async def start(self, name: str) -> Engine:
         self.starts[name] += 1
+        self.waits.add(name)
+        try:
+            while self.taken >= self.places:
+                self.news.clear()
+                await self.news.wait()
+        finally:
+            self.waits.discard(name)
         if self.failing_starts > 0:
             self.failing_starts -= 1
             raise EngineError("no memory left")
