@@ -118,10 +118,6 @@ class ActiveTrajectory:
         self.date = datetime.fromisoformat(trajectory.date)  # what chat templates' clocks show: when it started
         # What the prompt lowers of the sampling.
         self.sampling = Sampling(**trajectory.sampling) if trajectory.sampling else None
-        if trajectory.extra.get("tools_kwargs"):
-            _ = self.tools  # which checks them
-        # Called when it is closed; a worker process may hold something open for it.
-        self.on_close: Callable[[], None] | None = None
         # The further contexts that a foreign agent has opened, bound to the tools that it sent; the one that shows a
         # live user's tools.
         self.branches: dict[str, BoundContext] = {}
@@ -130,6 +126,8 @@ class ActiveTrajectory:
             bound = self.agent.showing(brought)
             self.branches[bound.name] = bound
             self.users_tools = frozenset(tool["function"]["name"] for tool in brought)
+        if trajectory.extra.get("tools_kwargs"):
+            _ = self.tools  # which checks them
         trace = self.run.trace
         # How its spans are called; `None`: nobody traces it.
         self.trace = None if trace is None else trace.of(trajectory.group_id, trajectory.trajectory_id)
@@ -241,9 +239,6 @@ class ActiveTrajectory:
     async def close(self) -> None:
         """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
         trajectory_id = self.trajectory.trajectory_id
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
         self.run_agent = None  # so that this and who runs agents come apart
         self.end_sessions()
         try:
