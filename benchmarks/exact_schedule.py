@@ -9,7 +9,7 @@ all of them are tried, but for those that cannot be quicker than one already fou
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
 from itertools import combinations, count
 from random import Random
@@ -85,13 +85,15 @@ class Search:
                 if not any(set(some) < set(more) for more in fit):  # what can be kept may as well be
                     yield took, self.after(state, took, sample, some)
 
-    def after(self, state: tuple[At, ...], took: float, sample: tuple[int, ...], kept: object) -> tuple[At, ...]:
+    def after(
+        self, state: tuple[At, ...], took: float, sample: Collection[int], kept: Collection[int]
+    ) -> tuple[At, ...]:
         """Return how far all are then."""
         found = []
         for number, (life, at) in enumerate(zip(self.lives, state, strict=True)):
             wait = max(0.0, round(at.wait - took, ROUND))
             if number not in sample:
-                at = At(at.turn, at.said, at.kept and number in kept, wait)  # type: ignore[operator]
+                at = At(at.turn, at.said, at.kept and number in kept, wait)
             elif at.said + 1 < life[at.turn].says:
                 at = At(at.turn, at.said + 1, True, 0.0)
             else:
