@@ -138,7 +138,7 @@ def instance(seed: int) -> tuple[Workload, ServerCosts]:
 def main() -> None:
     """Search in many, and print how many times the bound the quickest schedules take."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=100)
+    parser.add_argument("--instances", type=int, default=40)
     asked, times, names = parser.parse_args(), [], []
     for seed in range(asked.instances):
         workload, server = instance(seed)

@@ -148,12 +148,14 @@ def tables(found: Found) -> str:
         twice = [mid(found.values(name, policy, "twice"), ".1%") for policy in ("auto", "today")]
         bound = next(line["bound"] for (of, *_), line in found.of.items() if of == name)
         text.append(row([name, *ratios, *twice, bound]))
-    over = {policy: [r for name in found.names for r in found.values(name, policy)] for policy in ("auto", "today")}
-    best = [r for name in found.names for r in found.best(name)]
-    text.append(row(["**median of all**", mid(over["auto"]), mid(over["today"]), mid(best), "", "", ""]))
+    auto, today = ({name: found.values(name, policy) for name in found.names} for policy in ("auto", "today"))
+    best = {name: found.best(name) for name in found.names}
+    over = (mid([ratio for ratios in by_name.values() for ratio in ratios]) for by_name in (auto, today, best))
+    text.append(row(["**median of all**", *over, "", "", ""]))
     text.append("")
-    for what, other in {"today": over["today"], "the best count": best}.items():
-        times = [auto / theirs for auto, theirs in zip(over["auto"], other, strict=False)]
+    for what, other in {"today": today, "the best count": best}.items():
+        pairs = [pair for name in found.names for pair in zip(auto[name], other[name], strict=False)]
+        times = [ours / theirs for ours, theirs in pairs]
         slower, worst = sum(ratio > 1.02 for ratio in times), max(times, default=1.0)
         text.append(
             f"`auto` is slower than {what} by more than 2 % in {slower} of {len(times)}, at worst {worst:.2f} times."
@@ -167,7 +169,7 @@ def tables(found: Found) -> str:
     every = [[r for name in found.names for r in found.values(name, policy, what)] for policy, what in kinds]
     text.append(row(["**median of all**", *(mid(values, "+.2f") for values in every)]))
     first, later, _ = (f"{sum(abs(r) <= FAIR for r in values)} of {len(values)}" for values in every[::2])
-    text += ["", f"|r| of `auto` is at most {FAIR} for first turns in {first}, for later ones in {later}."]
+    text += ["", f"Under `auto`, |r| is at most {FAIR} for first turns in {first}, for later ones in {later}."]
     # 3. The long tail.
     head = ("workload", *TAILS)
     text += ["", row(head), row("---" for _ in head)]
