@@ -24,7 +24,7 @@ def serving(rollout: fr.Rollout, folder: Path, keys: frozenset[str] = frozenset(
     async def serve_it() -> None:
         journal = folder / JOURNAL
         rollout.journal = fr.Journal(journal, rollout.description, append=journal.exists())
-        service = TrainingService(rollout, folder, ServeConfig(port=0, **serve), keys)  # type: ignore[arg-type]
+        service = TrainingService(rollout, folder, ServeConfig(**{"port": 0} | serve), keys)  # type: ignore[arg-type]
         try:
             async with service.listening(service.app()) as url:
                 ready.append(url)

@@ -7,7 +7,7 @@ version that it was to be. When it has not, they are as those that have a part o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -44,8 +44,8 @@ class _Elsewhere:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.held: asyncio.Future[list[ServerAddress]] = loop.create_future()
-        self.loaded: asyncio.Future[bool] = loop.create_future()  # whether all went well
+        self.held: asyncio.Future[Sequence[Addressed]] = loop.create_future()
+        self.loaded: asyncio.Future[Collection[Addressed]] = loop.create_future()  # which were not
 
     def check(self) -> None:
         """Leave it to the trainer."""
@@ -61,17 +61,27 @@ class _Elsewhere:
         going = [engine for engine, result in zip(able, results, strict=True) if result is None]
         if not going:
             return results
-        self.held.set_result([engine.address for engine in going])
-        well = await self.loaded
-        ends: list[Any] = [HalfLoaded("the trainer's own update has failed")] * len(going)
-        if well:
-            ends = await answers([engine.end_update(version) for engine in going], seconds)
-        return list((dict(zip(able, results, strict=True)) | dict(zip(going, ends, strict=True))).values())
+        self.held.set_result(going)
+        failed = await self.loaded
+        loaded = [engine for engine in going if engine not in failed]
+        ended: dict[Any, Any] = dict(zip(able, results, strict=True))
+        ended |= dict.fromkeys(failed, HalfLoaded("the trainer's own update has failed"))
+        ended |= zip(loaded, await answers([e.end_update(version) for e in loaded], seconds), strict=True)
+        return list(ended.values())
 
 
 @asynccontextmanager
 async def updating(update: Callable[[WeightSource], Awaitable[int]]) -> AsyncGenerator[Sequence[ServerAddress]]:
-    """Hold servers, give their addresses, and have them go on when the block has ended.
+    """Do what :func:`servers_held` does, and give the servers' addresses."""
+    async with servers_held(update) as (servers, _):
+        yield [server.address for server in servers]
+
+
+@asynccontextmanager
+async def servers_held(
+    update: Callable[[WeightSource], Awaitable[int]],
+) -> AsyncGenerator[tuple[Sequence[Addressed], set[Addressed]]]:
+    """Hold servers, give them and a set for those of them that fail, and have the others go on after the block.
 
     ``update`` is what loads a source (of a rollout, or a client). A block that fails leaves servers that sample
     nothing until they are given whole weights: those from before, where these can be had again.
@@ -80,18 +90,18 @@ async def updating(update: Callable[[WeightSource], Awaitable[int]]) -> AsyncGen
         EngineError: an engine is no server, or a server did not come back well.
     """
     source = _Elsewhere()
-    task = asyncio.ensure_future(update(source))
+    task, failed = asyncio.ensure_future(update(source)), set[Addressed]()
     try:
         first: list[asyncio.Future[Any]] = [task, source.held]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
-        yield source.held.result()
+        yield source.held.result(), failed
     except BaseException:
         if not source.loaded.done():
-            source.loaded.set_result(False)
+            source.loaded.set_result(source.held.result() if source.held.done() else ())
         with suppress(EngineError):
             await task
         raise
-    source.loaded.set_result(True)
+    source.loaded.set_result(failed)
     await task

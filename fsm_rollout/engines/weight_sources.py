@@ -39,6 +39,7 @@ BUCKET_BYTES = 2**28  # that a bucket holds at most, unless one tensor alone is 
 ADAPTED = frozenset({"an adapter"})  # the name of what an adapter loads, which any other weights take away
 UPDATE_WITHIN = 600.0  # seconds that an engine has for one step
 
+PackedPiece = tuple[str, str, list[int], int, int]  # a tensor's name, dtype, shape, and where in its bucket it is
 NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 
 
@@ -86,6 +87,24 @@ class Bucket:
         self.pieces.append(Piece(name, tensor.dtype, tensor.shape, start, self._end))
         self.tensors[name] = self.flat[start:].view(tensor.dtype).view(tensor.shape)
         self.tensors[name].copy_(tensor.detach())
+
+    @classmethod
+    def of(cls, contents: Iterable[PackedPiece], data: bytearray | None = None) -> Bucket:
+        """Return one that another process has described; its tensors have no memory without its ``data``."""
+        import torch
+
+        bucket = cls()
+        for name, dtype, shape, start, end in contents:
+            kind = getattr(torch, dtype)
+            bucket.pieces.append(Piece(name, kind, torch.Size(shape), start, end))
+            flat = None if data is None else torch.frombuffer(data, dtype=torch.uint8)[start:end].view(kind)
+            bucket.tensors[name] = torch.empty(shape, dtype=kind, device="meta") if flat is None else flat.view(shape)
+        return bucket
+
+    @property
+    def contents(self) -> list[PackedPiece]:
+        """What is in it, and where, as plain data."""
+        return [(p.name, str(p.dtype).removeprefix("torch."), list(p.shape), p.start, p.end) for p in self.pieces]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -263,7 +282,7 @@ class Tensors:
             logger.warning("new weights could not be read to their end: %s: %s", type(error).__name__, error)
 
     async def _load_whole(self, engine: TokenSource, version: int) -> None:
-        await load_weights(engine, self.whole(), version)
+        await load_weights(engine, await asyncio.to_thread(self.whole), version)
 
     async def _pass(self, engines: Sequence[BucketSink], version: int, seconds: float) -> list[Exception | None]:
         self._failed = False

@@ -43,6 +43,7 @@ from fsm_rollout.trajectory.settings import (
 ENGINE_PATHS = ("model", "tokenizer", "script", "run")  # what of an engine's mapping may be a path
 API_KEY = "api_key"  # of an engine's mapping, what nobody else may read
 SERVED = "served"  # the journal's word for conversations, which are no run's
+TRAINED = "trained"  # and for trajectories that a trainer elsewhere has asked for
 
 
 class WeightedReward(StrictModel):

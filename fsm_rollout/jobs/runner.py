@@ -32,7 +32,7 @@ from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.control import taking_orders
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
-from fsm_rollout.jobs.run_config import SERVED, RunConfig, recorded_run
+from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, recorded_run
 from fsm_rollout.jobs.run_folder import SUMMARY, check_free, claimed, clear
 from fsm_rollout.jobs.run_prompts import PromptFile
 from fsm_rollout.jobs.summary import Summary, length_bias, summarize
@@ -94,9 +94,14 @@ def resume(
     """
     # 1. The config, as the journal recorded it.
     recorded = metadata(folder)
+    run_file = file or Path(recorded.get("file", "RUN.yaml"))
     if SERVED in recorded:
-        file = file or Path(recorded.get("file", "RUN.yaml"))
-        raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {file}")
+        raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {run_file}")
+    if TRAINED in recorded:
+        raise ConfigError(
+            f"'{folder}' holds what a trainer elsewhere has asked for, and goes on when that asks again: start the "
+            f"service (fsm-rollout serve --training {run_file} serve.out={folder}), then the trainer"
+        )
     config = recorded_config(folder, recorded, overrides, file, say, own)
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.

@@ -21,7 +21,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
 from fsm_rollout.errors import ConfigError, EngineError, GlueMismatchError
-from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, told
+from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, packed_error
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.names.objects import look_in
 from fsm_rollout.rollout import Rollout
@@ -108,7 +108,7 @@ class Shard:
         try:
             self.link.send("answer", number, None, await getattr(self, f"_{name}")(*arguments))
         except Exception as error:  # it is the driver's
-            self.link.send("answer", number, told(error), None)
+            self.link.send("answer", number, packed_error(error), None)
 
     async def _check(self, prompts: Sequence[Prompt]) -> None:
         self.rollout.scheduler.check(prompts)
@@ -142,6 +142,9 @@ class Shard:
 
     async def _release(self, reason: str) -> None:
         await self.rollout.clients[POLICY].resume(reason)
+
+    async def _cancel(self, trajectory_id: str) -> bool:
+        return self.rollout.scheduler.cancel(trajectory_id)
 
     async def _load(self, weights: Any, version: int) -> None:
         await self.rollout.aupdate_weights(weights, version)
@@ -244,7 +247,7 @@ def serve(connection: socket.socket) -> None:
     except (EOFError, OSError):
         raise
     except Exception as error:  # the user's code, imported here
-        kind, problems, text = told(error)
+        kind, problems, text = packed_error(error)
         if not isinstance(error, ConfigError | EngineError):
             text = f"{kind}: {text}"
         connection.sendall(framed(_encode([("failed", kind, problems, text)])))

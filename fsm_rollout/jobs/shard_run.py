@@ -153,7 +153,7 @@ class ShardRun:
             kept = {t.trajectory_id for group in scheduler.carried for t in (*group.all, *group.discarded)}
             for name in self.host.events.keys() - kept:
                 del self.host.events[name]
-        self.send("ended", None if error is None else told(error), carried,
+        self.send("ended", None if error is None else packed_error(error), carried,
                   self.host.rollout.engine_stats(), scheduler.loop_lag().get("run", {}))  # fmt: skip
         self.host.runs.pop(self.number, None)
 
@@ -318,7 +318,7 @@ class KeptEvents:
         self._events.setdefault(trajectory.trajectory_id, []).append(encode(event))
 
 
-def told(error: BaseException) -> tuple[str, list[tuple[Any, ...]], str]:
+def packed_error(error: BaseException) -> tuple[str, list[tuple[Any, ...]], str]:
     """Return an error as plain data."""
     problems = error.problems if isinstance(error, ConfigError) else ()
     listed = [(problem.message, problem.file and str(problem.file), problem.line, problem.rule) for problem in problems]

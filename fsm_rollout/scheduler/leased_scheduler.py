@@ -129,6 +129,18 @@ class LeasedScheduler(Scheduler):
             await self._client.wake()
         await self.shards.undo("sleep")
 
+    async def hold(self, reason: str) -> None:
+        """See there."""
+        await self.shards.order("hold", reason)
+
+    async def release(self, reason: str) -> None:
+        """See there."""
+        await self.shards.undo("hold", reason)
+
+    async def acancel(self, trajectory_id: str) -> bool:
+        """See there."""
+        return any(await self.shards.call_all("cancel", trajectory_id))
+
     def _resume(self, run: RunState, histories: list[History]) -> None:
         """Let the groups of some histories wait for their turn."""
         by_group: dict[str, list[Sequence[AnyEvent]]] = {}

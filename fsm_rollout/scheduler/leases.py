@@ -298,4 +298,6 @@ class Leases:
 
     def stop_one(self, trajectory_id: str, stop: Stop) -> bool:
         """Stop one trajectory soon."""
-        raise EngineError("a trajectory that runs in a shard cannot be stopped by itself; run with workers=1")
+        raise EngineError(
+            "a trajectory that runs in a shard is cancelled by `await rollout.acancel(id)`, and cannot be set aside"
+        )

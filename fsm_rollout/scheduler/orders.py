@@ -103,6 +103,14 @@ class SchedulerOrders(ABC):
         for client in self.clients.values():
             await client.wake()
 
+    async def hold(self, reason: str) -> None:
+        """Have the policy sample nothing until every reason is taken back; timeouts of what waits stand still."""
+        await self.clients[POLICY].pause(reason)
+
+    async def release(self, reason: str) -> None:
+        """Take a reason for :meth:`hold` back."""
+        await self.clients[POLICY].resume(reason)
+
     def take_up(self, histories: Sequence[History]) -> None:
         """Let groups go on in the present run, as those do that it began with; asked of a shard's."""
         assert self._run is not None
@@ -123,6 +131,10 @@ class SchedulerOrders(ABC):
     def cancel(self, trajectory_id: str) -> bool:
         """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
         return self.samples.stop_one(trajectory_id, Outcome(Trigger.CANCELLED))
+
+    async def acancel(self, trajectory_id: str) -> bool:
+        """Do what :meth:`cancel` does, wherever the trajectory runs."""
+        return self.cancel(trajectory_id)
 
     def suspend(self, trajectory_id: str, reason: str = "asked") -> bool:
         """Set one trajectory aside unfinished, keeping all it has; False when it is not running."""

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
 from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shard_placement import Started
 
 ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (BatchError, EngineError, JournalError, RunStopped, TargetNotReached)
+    error.__name__: error
+    for error in (BatchError, EngineError, HalfLoaded, JournalError, ReplicaLost, RunStopped, TargetNotReached)
 }
 
 

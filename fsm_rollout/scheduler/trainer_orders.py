@@ -1,4 +1,4 @@
-"""What a trainer asks of a rollout beside runs: new weights, sleep, and what the engines have done.
+"""What a trainer asks of a rollout beside runs: new weights, pauses, sleep, and what the engines have done.
 
 Invariant: all of it may be asked while trajectories run, which go on afterwards and notice nothing.
 """
@@ -40,6 +40,29 @@ class TrainerOrders(OwnLoop, SavedRollout):
 
     update_weights = plain(aupdate_weights)
     """Do what :meth:`aupdate_weights` does and wait for it; another thread may call it while ``run`` runs."""
+
+    async def pause_sampling(self, reason: str = "asked") -> None:
+        """Have the policy sample nothing until :meth:`resume_sampling`; what runs waits, and its timeouts stand still.
+
+        ``reason``: it goes on when every reason has been taken back.
+        """
+        await self.scheduler.hold(reason)
+
+    async def resume_sampling(self, reason: str = "asked") -> None:
+        """Take a reason for :meth:`pause_sampling` back; the policy samples again when it was the last."""
+        await self.scheduler.release(reason)
+
+    pause = plain(pause_sampling)
+    """Do what :meth:`pause_sampling` does and wait for it; another thread may call it while ``run`` runs."""
+    resume = plain(resume_sampling)
+    """Do what :meth:`resume_sampling` does and wait for it."""
+
+    async def acancel(self, trajectory_id: str) -> bool:
+        """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
+        return await self.scheduler.acancel(trajectory_id)
+
+    cancel = plain(acancel)
+    """Do what :meth:`acancel` does and wait for it; another thread may call it while ``run`` runs."""
 
     async def send_to_sleep(self) -> None:
         """Let all engines give their memory back (say while the policy is trained on the same GPU)."""

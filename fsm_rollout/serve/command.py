@@ -20,7 +20,7 @@ from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.control import taking_orders
-from fsm_rollout.jobs.run_config import SERVED, RunConfig
+from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
 from fsm_rollout.jobs.runner import (
     check_parts,
@@ -38,7 +38,6 @@ from fsm_rollout.serve.training import TrainingService
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, JournalFolder, Recorded, is_journal, metadata, recordings
 from fsm_rollout.trajectory.settings import most_at_once
 
-TRAINED = "trained"  # the journal's word for trajectories that a trainer elsewhere has asked for
 WORDS = {SERVED: "conversations", TRAINED: "trajectories of a training service"}
 Ready = Callable[[str, list[str]], object]
 

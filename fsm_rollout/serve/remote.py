@@ -7,17 +7,20 @@ next one, or runs again, as a journal marks it in a run of one process.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.batch.part import parts_of
-from fsm_rollout.concurrency.loop_thread import close_at_exit, plain
+from fsm_rollout.concurrency.loop_thread import plain
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.protocol import Weights, WeightSource
-from fsm_rollout.engines.weight_sources import Loaded, as_source
+from fsm_rollout.engines.weight_sources import Loaded, PresentWeights, WeightsGone, as_source
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model.folders import load_processor
 from fsm_rollout.rollout import Prompts, Rollout
@@ -28,6 +31,7 @@ from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_state import check_numbers
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, OVER_SAMPLE, Scheduler
 from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RefusedError, RemoteRun, ServiceLine
+from fsm_rollout.serve.remote_weights import pushed
 from fsm_rollout.serve.training_wire import API, Begin, End, Facts, Open, packed_pictures, prompts_of
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
@@ -38,16 +42,27 @@ if TYPE_CHECKING:
     from fsm_rollout.batch.batch import TrajectoryBatch
 
 
+@dataclass(slots=True)
+class RemoteWeights:
+    """The policy's weights, as the trainer knows them."""
+
+    version: int
+    body_bytes: int
+    """How long a body the service takes."""
+    present: PresentWeights = field(default_factory=PresentWeights)
+    """What the trainer has pushed."""
+
+
 class RemoteScheduler:
     """What a rollout asks of its scheduler, asked of a service's.
 
     Args:
         line: to the service.
-        weights: has the version of the policy's weights.
+        weights: the policy's, as the trainer knows them.
         evaluation: the sampling of an evaluation beside the training; ``None``: this is the training.
     """
 
-    def __init__(self, line: ServiceLine, weights: SimpleNamespace, evaluation: Sampling | None = None) -> None:
+    def __init__(self, line: ServiceLine, weights: RemoteWeights, evaluation: Sampling | None = None) -> None:
         self.line, self.weights, self.evaluation = line, weights, evaluation
         self.recorder = Recorder(None, ())
         self.staleness = SimpleNamespace(version=lambda: weights.version)
@@ -55,6 +70,8 @@ class RemoteScheduler:
         self.under_way = False
         self.stats: dict[str, dict[str, int]] = {}
         self._options: dict[str, Any] = {}
+        self.keeps_runs = False
+        """Whether runs that are closed go on at the service."""
         self._delivered: list[str] = []  # the groups that the caller has and has not come back from
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -83,16 +100,35 @@ class RemoteScheduler:
         """Have them be ready again."""
         await self.line.order("wake")
 
+    async def hold(self, reason: str) -> None:
+        """Have the policy sample nothing."""
+        await self.line.order("hold", reason=reason)
+
+    async def release(self, reason: str) -> None:
+        """Take that back."""
+        await self.line.order("release", reason=reason)
+
+    async def acancel(self, trajectory_id: str) -> bool:
+        """End one trajectory soon."""
+        return bool(await self.line.order("cancel", trajectory_id=trajectory_id))
+
     async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
         """Have new policy weights loaded and return their version."""
-        source = as_source(weights)
-        if not isinstance(source, Loaded):
-            raise EngineError(
-                f"a training service loads a model's folder, which it can read under the same path, and no "
-                f"{type(weights).__name__}; save the weights to a folder that both machines have"
-            )
-        self.weights.version = await self.line.order("update_weights", folder=str(source.weights), version=version)
-        return int(self.weights.version)
+        source, state = as_source(weights), self.weights
+        state.version = await pushed(self.line, source, version, state.body_bytes)
+        state.present = state.present.with_update(source, state.version)
+        return state.version
+
+    async def _fill(self, missing: RefusedError) -> None:
+        """Push the present weights again; where they cannot be had again, the service's own refusal is raised."""
+        updates = self.weights.present.updates
+        if not updates or isinstance(updates[-1][0], Loaded | Adapter):  # which the service itself has tried
+            raise missing
+        try:
+            for source, version in updates:
+                await pushed(self.line, source, version, self.weights.body_bytes)
+        except WeightsGone as error:
+            raise EngineError(f"{missing}; {error}") from None
 
     async def drop_carried(self) -> list[Group]:
         """Give up what waits for the next run, and return it."""
@@ -127,10 +163,10 @@ class RemoteScheduler:
             resume=[list(map(encode, cast(Any, history))) for history in histories], acked=self._delivered,
             **self._options,
         )  # fmt: skip
-        self.under_way, mine = True, RemoteRun(self.line, begin, source)
+        keep, self.under_way, mine = False, True, RemoteRun(self.line, begin, source, self._fill)
         async with self.line.connected():
             try:
-                await self.line.ask(begin)
+                await mine.begin_here()
                 self._delivered = []
                 async for group in mine.groups():
                     if not deliver_at_end:
@@ -149,9 +185,12 @@ class RemoteScheduler:
                     for group in mine.held.values():
                         self._delivered.append(group.group_id)
                         yield group
+            except asyncio.CancelledError:  # Ctrl-C, say: who starts the trainer again gets the rest
+                keep = True
+                raise
             finally:
                 try:
-                    if not mine.last.ended and mine.begun:
+                    if not mine.last.ended and mine.begun and not (keep or self.keeps_runs):
                         with suppress(RefusedError):
                             await self.line.ask(End(client=self.line.client, run=begin.run))
                 finally:
@@ -168,6 +207,10 @@ class RemoteRollout(Rollout):
         progress: as for :class:`fsm_rollout.Rollout`.
 
     All that :class:`fsm_rollout.Rollout` has is here too. Agents, engines, rewards and the journal are the service's.
+
+    Closing it, as the end of a ``with`` block does, lets the service go, and what was set aside with it. A process that
+    ends otherwise, or whose block ends by an error or Ctrl-C, is one that has died: its run goes on, and another that
+    asks for the same run gets the groups that it has not done with.
 
     Raises:
         ConfigError: there is no such service, or the key is wrong.
@@ -187,7 +230,7 @@ class RemoteRollout(Rollout):
         self._evaluation_samplings = samplings[0], samplings[1]
         self._closed, self._progress, self._tracing = False, progress, None
         self._owned, self._shards, self.clients, self.engines = [], None, {}, {}
-        self._weights = SimpleNamespace(version=facts.weight_version)
+        self._weights = RemoteWeights(facts.weight_version, facts.body_bytes)
         scheduler = RemoteScheduler(self.line, self._weights)
         scheduler.stats = facts.stats
         self.scheduler = cast(Scheduler, scheduler)
@@ -195,7 +238,6 @@ class RemoteRollout(Rollout):
         folder = None if facts.processor is None else Path(facts.processor)
         processor = load_processor(folder) if folder is not None and folder.is_dir() else None
         self._of_batches = {"state_names": self.state_names, "pad_id": facts.pad_id, "processor": processor}
-        close_at_exit(self)
 
     def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
         return cast(Scheduler, RemoteScheduler(self.line, self._weights, sampling))
@@ -213,25 +255,12 @@ class RemoteRollout(Rollout):
         groups = list(groups)
         return super().batch(groups, parts=parts_of(groups), **options)
 
-    async def pause_sampling(self, reason: str = "asked") -> None:
-        """Have the policy sample nothing until :meth:`resume_sampling`; what runs waits."""
-        await self.line.order("hold", reason=reason)
+    async def astatus(self) -> dict[str, Any]:
+        """Return how the service stands: its run, engines and weights, and whether it is paused."""
+        return cast(dict[str, Any], await self.line.order("status"))
 
-    async def resume_sampling(self, reason: str = "asked") -> None:
-        """Let the policy sample again."""
-        await self.line.order("release", reason=reason)
-
-    pause = plain(pause_sampling)
-    """Do what :meth:`pause_sampling` does and wait for it."""
-    resume = plain(resume_sampling)
-    """Do what :meth:`resume_sampling` does and wait for it."""
-
-    async def acancel(self, trajectory_id: str) -> bool:
-        """End one trajectory soon with stop reason ``cancelled``; False when it is not running."""
-        return bool(await self.line.order("cancel", trajectory_id=trajectory_id))
-
-    cancel = plain(acancel)
-    """Do what :meth:`acancel` does and wait for it."""
+    status = plain(astatus)
+    """Do what :meth:`astatus` does and wait for it; another thread may call it while ``run`` runs."""
 
     def state_dict(self) -> dict[str, Any]:
         """Raise ConfigError: the service keeps the state of its runs itself, and goes on where it was."""
@@ -253,3 +282,16 @@ class RemoteRollout(Rollout):
     def close(self) -> None:
         """Let the service go, and end the event loop. Safe to call twice."""
         self._end_loop(None if self._closed else self.aclose)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._end_block(*error)
+        await self.aclose()
+
+    def __exit__(self, *error: object) -> None:
+        self._end_block(*error)
+        self.close()
+
+    def _end_block(self, kind: object, *_: object) -> None:
+        """Where an error has ended the block, leave the service as a process does that was killed."""
+        if kind is not None:
+            self._closed = cast(RemoteScheduler, self.scheduler).keeps_runs = True

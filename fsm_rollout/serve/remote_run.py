@@ -1,7 +1,7 @@
 """One run of a service's, as its trainer sees it, and the line to the service.
 
 Invariant: what is asked is asked again until it is answered, with the same words; a service that was started again is
-told first what the trainer has of the run.
+given first what it lacks: the trainer's weights, and which groups of the run the trainer has.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from io import BytesIO
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsm_rollout.serve.training_wire import (
     API,
     PATH,
     UNKNOWN_RUN,
+    WEIGHTS_MISSING,
     Begin,
     Do,
     Facts,
@@ -99,7 +101,7 @@ class ServiceLine:
             while True:
                 try:
                     async with session.post(
-                        f"{self.url}{PATH}/{type(question).__name__.lower()}", data=body
+                        f"{self.url}{PATH}/{type(question).__name__.lower()}", data=BytesIO(body)
                     ) as response:
                         answer = await response.read()
                     if response.status not in (502, 503, 504):
@@ -115,23 +117,23 @@ class ServiceLine:
                 pause = min(2 * pause, PAUSES[1])
         if response.status != 200:
             raise self._refusal(response.status, answer)
-        told, value = answered(answer, kind)
-        if told is not None:
-            raise error_of(*told)
+        failure, value = answered(answer, kind)
+        if failure is not None:
+            raise error_of(*failure)
         return value
 
     def _refusal(self, status: int, answer: bytes) -> Exception:
-        said: Any = None
+        error: Any = None
         with suppress(msgspec.DecodeError):
-            said = msgspec.json.decode(answer).get("error")
-        if not isinstance(said, dict):
+            error = msgspec.json.decode(answer).get("error")
+        if not isinstance(error, dict):
             return ConfigError(f"{self.url} is no training service (status {status}: {answer[:200]!r})")
-        message = f"the training service at {self.url}: {said.get('message')}"
+        message = f"the training service at {self.url}: {error.get('message')}"
         if status == 401:
             return ConfigError(f"{message} (api_key=…)")
-        if status == 404 and said.get("code") != UNKNOWN_RUN:
+        if status == 404 and error.get("code") != UNKNOWN_RUN:
             return ConfigError(f"{message}; is it started with --training?")
-        return RefusedError(message, str(said.get("code")))
+        return RefusedError(message, str(error.get("code")))
 
     async def order(self, name: str, **arguments: Any) -> Any:
         """Have the service do something, once."""
@@ -166,16 +168,31 @@ class PromptFeed:
 
 
 class RemoteRun:
-    """One run, from its first group to its last, whatever becomes of the service meanwhile."""
+    """One run, from its first group to its last, whatever becomes of the service meanwhile.
 
-    def __init__(self, line: ServiceLine, begin: Begin, source: PromptFeed) -> None:
-        self.line, self.begin, self.source = line, begin, source
+    ``fill`` has a service that has lost the trainer's weights load them again.
+    """
+
+    def __init__(
+        self, line: ServiceLine, begin: Begin, source: PromptFeed, fill: Callable[[RefusedError], Awaitable[None]]
+    ) -> None:
+        self.line, self.begin, self.source, self._fill = line, begin, source, fill
         self.held: dict[str, Group] = {}
         """The groups that are here and not acknowledged."""
         self.last = Groups()
         self.begun = False
-        self._acked: list[str] = []  # that the service has not been told of
+        self._acked: list[str] = []  # that the service does not know of yet
         self._at = 0
+
+    async def begin_here(self) -> None:
+        """Have the service begin, with the trainer's weights: it may have lost them when it was started again."""
+        try:
+            await self.line.ask(self.begin)
+        except RefusedError as refusal:
+            if refusal.code != WEIGHTS_MISSING:
+                raise
+            await self._fill(refusal)
+            await self.line.ask(self.begin)
 
     def done_with(self, group_id: str) -> None:
         """Know that the trainer has done with a group."""
@@ -200,9 +217,9 @@ class RemoteRun:
                 return
             if self.last.wanted:
                 self.source.read()
-            self.last = await self._told(wait=not ready)
+            self.last = await self._answer(wait=not ready)
 
-    async def _told(self, *, wait: bool) -> Groups:
+    async def _answer(self, *, wait: bool) -> Groups:
         """Return what the service says next; what it may begin meanwhile is sent at once."""
         source = self.source
         source.changed.clear()
@@ -243,7 +260,7 @@ class RemoteRun:
         if begin.evaluation is not None:  # it runs anew, to the same
             self.held.clear()
         begin.prompts, begin.closed, begin.acked = self.source.packed, self.source.closed, list(self._acked)
-        begin.pictures, begin.had = packed_pictures(begin.prompts), list(self.held)
+        begin.pictures, begin.held = packed_pictures(begin.prompts), list(self.held)
         begin.counted = sum(group.counts for group in self.held.values())
         await self.line.ask(Open(client=self.line.client, api=API), Facts)
-        await self.line.ask(begin)
+        await self.begin_here()

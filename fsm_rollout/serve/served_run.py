@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 from fsm_rollout.batch.part import joined_parts, part_of, part_to_bytes, parts_of
-from fsm_rollout.jobs.shard_run import packed_events, told
+from fsm_rollout.jobs.shard_run import packed_error, packed_events
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState, log_failures
 from fsm_rollout.scheduler.leased_group import LeasedGroup
@@ -74,9 +74,9 @@ class TrainerPrompts(PromptQueue):
 class ServedRun:
     """A run that a trainer has asked for: its groups, until the trainer has done with them."""
 
-    def __init__(self, asked: Begin, scheduler: Scheduler, changed: Callable[[], None]) -> None:
-        self.asked, self.scheduler = asked, scheduler
-        self.key = asked.client, asked.run
+    def __init__(self, question: Begin, scheduler: Scheduler, changed: Callable[[], None]) -> None:
+        self.question, self.scheduler = question, scheduler
+        self.key = question.client, question.run
         self.prompts = TrainerPrompts(scheduler.groups, scheduler.check)
         self.unacked: dict[str, Group] = {}
         """The groups that the trainer has not done with, in the order in which they ended."""
@@ -110,10 +110,10 @@ class ServedRun:
                     self.unacked[group.group_id] = group
                     self.order.append(group.group_id)
                     self.changed.set()
-                    while not self.asked.at_end and len(self.unacked) >= self._most:
+                    while not self.question.at_end and len(self.unacked) >= self._most:
                         self.changed.clear()
                         await self.changed.wait()
-            if self.asked.at_end:
+            if self.question.at_end:
                 log_failures(list(self.unacked.values()))
         except Exception as error:  # it is the trainer's
             self.error = error
@@ -127,16 +127,16 @@ class ServedRun:
         if closed and self.prompts.received == position + len(packed):
             self.prompts.close()
 
-    def attach(self, had: Sequence[str]) -> None:
+    def attach(self, held: Sequence[str]) -> None:
         """Hand over again what the trainer does not have."""
-        self.order = [group_id for group_id in self.unacked if group_id not in had]
+        self.order = [group_id for group_id in self.unacked if group_id not in held]
 
     async def end(self) -> None:
         """End it before its end; a run with a target keeps what nobody has had."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task})
-        if self.asked.target_groups is not None and self.asked.evaluation is None:
+        if self.question.target_groups is not None and self.question.evaluation is None:
             for group in self.unacked.values():
                 self.scheduler.groups.put(group, GroupState.DONE)
         self.unacked.clear()
@@ -150,30 +150,32 @@ class ServedRun:
             received=self.prompts.received,
         )  # fmt: skip
         if self.ended and at + len(groups) == len(self.order):
-            answer.ended, answer.error = True, None if self.error is None else told(self.error)
-            if self.asked.evaluation is None:
+            answer.ended, answer.error = True, None if self.error is None else packed_error(self.error)
+            if self.question.evaluation is None:
                 answer.carried, answer.pictures = waiting(self.scheduler)
         if not groups:
             return answer
-        if self.asked.evaluation is None and rollout.journal is not None:
+        if self.question.evaluation is None and rollout.journal is not None:
             rollout.journal.persist()  # what the trainer gets is whole in it, should this process die now
         # 1. Their rows.
         if isinstance(groups[0], LeasedGroup):
             order = [group.group_id for group in groups]
             part = joined_parts(parts_of(groups), order, known["state_names"], known["processor"])
         else:
-            part = part_of(groups, state_names=known["state_names"], processor=known["processor"], **self.asked.batch)
+            part = part_of(
+                groups, state_names=known["state_names"], processor=known["processor"], **self.question.batch
+            )
         answer.part = part_to_bytes(part)
         # 2. What is said of each, as shards say it.
-        looked_at = self.asked.histories and not self.asked.at_end
+        with_events = self.question.histories and not self.question.at_end
         for group in groups:
             packed: tuple[Any, Any] = ([], [])
-            if looked_at and isinstance(group, LeasedGroup):
+            if with_events and isinstance(group, LeasedGroup):
                 shown = cast(Iterable[StoredPicture], group.glue_entries.get("", ()))
                 packed = group.packed, [(each.data, each.mime, each.width, each.height) for each in shown]
-            elif looked_at:
+            elif with_events:
                 packed = packed_events(group, events)
             reason = None if group.drop_reason is None else str(group.drop_reason)
             header = [group.group_id, reason, group.ended, group.reward_errors, None, [], *packed]
-            answer.groups.append((group.index, group.n, packed_prompt(group.prompt) if looked_at else b"", header))
+            answer.groups.append((group.index, group.n, packed_prompt(group.prompt) if with_events else b"", header))
         return answer

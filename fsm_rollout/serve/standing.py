@@ -18,6 +18,7 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.serve.pushed_weights import WeightRecord
 from fsm_rollout.serve.training_wire import Begin, PackedPicture, Waiting, packed_pictures, packed_prompt, prompts_of
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
@@ -57,12 +58,16 @@ class Standing(msgspec.Struct):
     """The groups that there were before it."""
     carried: list[Waiting] = []
     """What had waited for it."""
-    left: list[Waiting] | None = None
-    """What it has left for the next one; ``None``: it has not ended."""
+    remaining: list[Waiting] | None = None
+    """What waits for the next one; ``None``: it has not ended."""
     named_after: int = 0
     """How many prompts had been taken at its end."""
     pictures: list[PackedPicture] = []
     """Those in the prompts of what waits."""
+    weights: list[WeightRecord] = []
+    """Which weights the policy has beside those that it was built with, in the order in which they were loaded."""
+    holds: list[str] = []
+    """Why it samples nothing, as its trainer says."""
 
     @classmethod
     def read(cls, folder: Path) -> Standing:
@@ -75,32 +80,36 @@ class Standing(msgspec.Struct):
         with written_whole(folder / FILE) as partial:
             partial.write_bytes(msgspec.msgpack.encode(self))
 
-    @classmethod
-    def of_run(cls, asked: Begin, scheduler: Scheduler, before: set[str]) -> Standing:
+    def of_run(self, question: Begin, scheduler: Scheduler, before: set[str]) -> Standing:
         """Return how a run stands that is about to begin."""
-        standing = cls(asked.client, (asked.client, asked.run), asked.digest, scheduler.starter.run_number + 1)
+        standing = Standing(
+            question.client, (question.client, question.run), question.digest, scheduler.starter.run_number + 1
+        )
         standing.named, standing.before = scheduler.groups.named, sorted(before)
         standing.carried, standing.pictures = waiting(scheduler)
+        standing.weights, standing.holds = self.weights, self.holds
         return standing
 
     def over(self, scheduler: Scheduler) -> None:
         """Take in that the run has ended."""
-        self.left, self.pictures = waiting(scheduler)
+        self.remaining, self.pictures = waiting(scheduler)
         self.named_after = scheduler.groups.named
 
-    def is_of(self, asked: Begin) -> bool:
+    def is_of(self, question: Begin) -> bool:
         """Whether a trainer asks for this run again, which may have been started again itself."""
-        return self.digest == asked.digest and (self.key == (asked.client, asked.run) or self.key[0] != asked.client)
+        return self.digest == question.digest and (
+            self.key == (question.client, question.run) or self.key[0] != question.client
+        )
 
-    def restore(self, asked: Begin, rollout: Rollout, folder: Path, events: dict[str, list[bytes]]) -> Earlier:
+    def restore(self, question: Begin, rollout: Rollout, folder: Path, events: dict[str, list[bytes]]) -> Earlier:
         """Have a new process's scheduler stand as the earlier one's did; return what that had of the run asked for.
 
         ``events`` get those of the trajectories that go on.
         """
-        scheduler, journal, again = rollout.scheduler, rollout.journal, self.is_of(asked)
+        scheduler, journal, again = rollout.scheduler, rollout.journal, self.is_of(question)
         assert journal is not None
         # 1. What had waited, for this run or for the one after it; what had not begun waits again.
-        waits = self.carried if again or self.left is None else self.left
+        waits = self.carried if again or self.remaining is None else self.remaining
         scheduler.starter.run_number = self.run_number - again
         scheduler.groups.named = first = self.named if again else self.named_after
         prompts = prompts_of([each[3] for each in waits], self.pictures)
@@ -112,15 +121,17 @@ class Standing(msgspec.Struct):
             else:
                 group = Group(group_id, index, prompt, scheduler.agents.of_prompt(prompt), n)
             scheduler.groups.put(group, GroupState.WAITING)
-        # 2. What had begun, and has not been delivered; what the trainer has is its own.
+        # 2. What had begun, and was not acknowledged; what the trainer holds is its own.
         own = journal.groups.difference(self.before) if again else set[str]()
         ours = own.union(each[0] for each in waits)
+        acknowledged = {group_id for group_id, yes in delivered(folder).items() if yes}
+        begun = ours - acknowledged - set(question.held if again else ())
         resume = []
         for history in histories(folder, unfinished=True):
-            begun = history[0]
-            if isinstance(begun, Prompted) and begun.group_id in ours and not (again and begun.group_id in asked.had):
+            opening = history[0]
+            if isinstance(opening, Prompted) and opening.group_id in begun:
                 resume.append(history)
-                events[begun.trajectory_id] = list(map(encode, history))
+                events[opening.trajectory_id] = list(map(encode, history))
         places = {each[0]: each[1] for each in waits}
         if not again:
             return Earlier(resume, places)
@@ -137,9 +148,8 @@ class Standing(msgspec.Struct):
             places[group_id] = first + place
             return group_id in own
 
-        had = {group_id for group_id, yes in delivered(folder).items() if yes}
         dropped = {key.removeprefix(DROPPED) for key in metadata(folder) if key.startswith(DROPPED)}
-        return Earlier(resume, places, has_group, len(ours & had - dropped) + asked.counted)
+        return Earlier(resume, places, has_group, len(ours & acknowledged - dropped) + question.counted)
 
 
 def waiting(scheduler: Scheduler) -> tuple[list[Waiting], list[PackedPicture]]:

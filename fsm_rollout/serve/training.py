@@ -18,18 +18,17 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import RolloutError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
-from fsm_rollout.jobs.shard_run import KeptEvents, told
+from fsm_rollout.jobs.shard_run import KeptEvents, packed_error
 from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.serve.guarded import Guarded
 from fsm_rollout.serve.metrics import CONTENT_TYPE, page_of
+from fsm_rollout.serve.pushed_weights import WeightUpdates
 from fsm_rollout.serve.served_run import ServedRun
 from fsm_rollout.serve.standing import DROPPED, Earlier, Standing
 from fsm_rollout.serve.training_wire import (
@@ -37,6 +36,7 @@ from fsm_rollout.serve.training_wire import (
     PATH,
     TAKEN_OVER,
     UNKNOWN_RUN,
+    WEIGHTS_MISSING,
     Begin,
     Do,
     End,
@@ -76,15 +76,17 @@ class TrainingService(Guarded):
         self.rollout, self.folder = rollout, folder
         self.training: ServedRun | None = None
         self.evaluations: dict[tuple[str, int], ServedRun] = {}
-        self._seen = set[str]()  # the groups that the trainer has done with
+        self._acknowledged = set[str]()  # the groups that the trainer has done with
         self._events: dict[str, list[bytes]] = {}
         self._orders: dict[int, asyncio.Future[Any]] = {}
         self._kept = KeptEvents(self._events)
+        self._begun = self._ending = False  # a run of the training in this process; the process itself
         rollout.scheduler.marks = False  # the trainer says what it has
         rollout.scheduler.lag, recorder = LoopLag(), rollout.scheduler.recorder
         self.heard = RunMetrics(rollout.description, partial(running_of, rollout.scheduler))
         recorder.listeners = (*recorder.listeners, self.heard)
         self.standing = Standing.read(folder)
+        self.updates = WeightUpdates(rollout, self.standing.weights, lambda: self.standing.keep(folder))
 
     # -- over HTTP ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +100,24 @@ class TrainingService(Guarded):
         }  # fmt: skip
         for kind, answer in questions.items():
             app.router.add_post(f"{PATH}/{kind.__name__.lower()}", self._answering(kind, answer))
+        app.on_startup.append(self._restore)
+        app.on_shutdown.append(self._end_waits)
         return app
+
+    async def _restore(self, _: web.Application) -> None:
+        """Have the policy as it was in the process before this one."""
+        await self.updates.restore()
+        for reason in self.standing.holds:
+            await self.rollout.pause_sampling(reason)
+
+    async def _end_waits(self, _: web.Application) -> None:
+        """Answer those who wait for groups: there will be none here."""
+        self._ending = True
+        for run in self._runs():
+            run.changed.set()
+
+    def _runs(self) -> list[ServedRun]:
+        return [*self.evaluations.values(), *([self.training] if self.training is not None else [])]
 
     def _answering(
         self, kind: type[Q], answer: Callable[[Q], Awaitable[Any]]
@@ -116,40 +135,45 @@ class TrainingService(Guarded):
             try:
                 body = write((None, await answer(question)))
             except RolloutError as error:
-                body = write((told(error), None))
+                body = write((packed_error(error), None))
             return web.Response(body=body, content_type="application/msgpack")
 
         return respond
 
     async def _status(self, request: web.Request) -> web.Response:
-        run = self.training
-        facts: dict[str, Any] = {"api": API, "weight_version": self.rollout.weight_version, "run": None}
-        facts["trainer"] = bool(self.standing.client)
+        return web.json_response(await self._standing_facts())
+
+    async def _standing_facts(self) -> dict[str, Any]:
+        run, standing = self.training, self.standing
+        facts: dict[str, Any] = {
+            "api": API, "trainer": bool(standing.client), "run": None, "weight_version": self.rollout.weight_version,
+            "weights_missing": self.updates.missing, "paused": standing.holds, "engines": self.rollout.engine_stats(),
+        }  # fmt: skip
         if run is not None:
             table = self.rollout.scheduler.groups.by_state
             facts["run"] = {
-                "number": run.asked.run, "step": run.asked.step, "ended": run.ended, "unacknowledged": len(run.unacked),
-                "prompts": run.prompts.received,
+                "number": run.question.run, "step": run.question.step, "ended": run.ended,
+                "unacknowledged": len(run.unacked), "prompts": run.prompts.received,
                 "groups": {str(state): len(table[state]) for state in GroupState if table[state]},
             }  # fmt: skip
-        return web.json_response(facts | {"engines": self.rollout.engine_stats()})
+        return facts
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=page_of(self.heard), headers={"Content-Type": CONTENT_TYPE})
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
-    async def _open(self, asked: Open) -> Facts:
-        if asked.api != API:
-            what = f"this service speaks version {API} of the protocol, the trainer {asked.api}"
+    async def _open(self, question: Open) -> Facts:
+        if question.api != API:
+            what = f"this service speaks version {API} of the protocol, the trainer {question.api}"
             raise refuse(f"{what}; install the same fsm_rollout on both sides", "wrong_version", "api")
-        if asked.client != self.standing.client:
-            self.standing.client = asked.client
+        if question.client != self.standing.client:
+            self.standing.client = question.client
             self._orders.clear()
             for run in self.evaluations.values():
                 await run.end()
             self.evaluations.clear()
-            self.standing.keep(self.folder)
+            await self._let_go()
         rollout = self.rollout
         options, samplings = rollout._of_batches, rollout._evaluation_samplings
         processor = options["processor"]
@@ -162,60 +186,77 @@ class TrainingService(Guarded):
             evaluation_samplings=[sampling.model_dump(exclude_none=True) for sampling in samplings],
             weight_version=rollout.weight_version,
             stats=rollout.engine_stats(),
+            body_bytes=self.serving.body_bytes,
         )
+
+    async def _let_go(self) -> None:
+        """Take back what the trainer before had ordered, and forget who it was."""
+        await self.updates.abandon()
+        for reason in self.standing.holds:
+            await self.rollout.resume_sampling(reason)
+        self._holds(set())
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, asked: Begin) -> None:
-        key, rollout, run = (asked.client, asked.run), self.rollout, self.training
-        options: dict[str, Any] = {"histories": asked.histories, "batch": asked.batch, "deliver_at_end": asked.at_end}
-        if asked.evaluation is not None:
+    async def _begin(self, question: Begin) -> None:
+        if self.updates.missing:
+            raise ProtocolError(409, WEIGHTS_MISSING, self.updates.missing)
+        key, rollout, run = (question.client, question.run), self.rollout, self.training
+        options: dict[str, Any] = {
+            "histories": question.histories,
+            "batch": question.batch,
+            "deliver_at_end": question.at_end,
+        }
+        if question.evaluation is not None:
             if key not in self.evaluations:
-                scheduler = rollout._evaluation_scheduler(Sampling.model_validate(asked.evaluation))
-                other = self.evaluations[key] = ServedRun(asked, scheduler, lambda: None)
-                other.take_prompts(asked.prompts, asked.pictures, 0, asked.closed)
-                other.begin(rollout._groups_of(scheduler, other.prompts, asked.n, **options))
-            self.evaluations[key].attach(asked.had)
+                scheduler = rollout._evaluation_scheduler(Sampling.model_validate(question.evaluation))
+                other = self.evaluations[key] = ServedRun(question, scheduler, lambda: None)
+                other.take_prompts(question.prompts, question.pictures, 0, question.closed)
+                other.begin(rollout._groups_of(scheduler, other.prompts, question.n, **options))
+            self.evaluations[key].attach(question.held)
             return
         # 1. It is there already: its trainer asks again, or was started again.
-        self._acked(asked.acked)
-        if run is not None and (run.key == key or (run.key[0] != key[0] and run.asked.digest == asked.digest)):
+        self._acked(question.acked)
+        if run is not None and (run.key == key or (run.key[0] != key[0] and run.question.digest == question.digest)):
             run.key = self.standing.key = key
-            run.attach(asked.had)
+            run.attach(question.held)
             self.standing.keep(self.folder)
             return
         # 2. It is another. What is wrong with its prompts is said before anything is given up for it.
-        scheduler, prompts = rollout.scheduler, prompts_of(asked.prompts, asked.pictures)
-        if asked.closed:
+        scheduler, prompts = rollout.scheduler, prompts_of(question.prompts, question.pictures)
+        if question.closed:
             await scheduler.acheck(prompts)
         if run is not None:
             await run.end()
         others = [each for each in scheduler.recorder.listeners if each is not self._kept]
-        scheduler.recorder.listeners = (*others, *([self._kept] if asked.histories else []))
-        earlier, target, again = Earlier(), asked.target_groups, False
-        if self.training is None and self.standing.key[1] >= 0:  # a process before this one had it
-            again = self.standing.is_of(asked)
-            earlier = self.standing.restore(asked, rollout, self.folder, self._events)
+        scheduler.recorder.listeners = (*others, *([self._kept] if question.histories else []))
+        earlier, target, again = Earlier(), question.target_groups, False
+        if not self._begun and self.standing.key[1] >= 0:  # a process before this one had it
+            again = self.standing.is_of(question)
+            earlier = self.standing.restore(question, rollout, self.folder, self._events)
         if not again:
             assert rollout.journal is not None
-            self.standing = Standing.of_run(asked, scheduler, rollout.journal.groups | self._seen)
-        self.standing.key = key
+            self.standing = self.standing.of_run(question, scheduler, rollout.journal.groups | self._acknowledged)
+        self._begun, self.standing.key = True, key
         self.standing.keep(self.folder)
         if target is not None:
             target -= earlier.counted
-        run = self.training = ServedRun(asked, scheduler, self._over)
+        run = self.training = ServedRun(question, scheduler, self._over)
         run.has_group, run.places = earlier.has_group, earlier.places
-        run.take_prompts(asked.prompts, asked.pictures, 0, asked.closed)
-        options |= {"over_sample": asked.over_sample, "max_filtered": asked.max_filtered, "step": asked.step}
-        resume = [*earlier.resume, *(list(map(decode, history)) for history in asked.resume)]
+        run.take_prompts(question.prompts, question.pictures, 0, question.closed)
+        options |= {"over_sample": question.over_sample, "max_filtered": question.max_filtered, "step": question.step}
+        resume = [*earlier.resume, *(list(map(decode, history)) for history in question.resume)]
         if target == 0:  # all of them were had before this process began
             run.begin(_nothing())
         else:
-            run.begin(rollout._groups_of(scheduler, run.prompts, asked.n, target, resume=resume, **options))
+            run.begin(rollout._groups_of(scheduler, run.prompts, question.n, target, resume=resume, **options))
 
     def _over(self) -> None:
-        """Keep that the training's run has ended, and what it has left."""
-        self.standing.over(self.rollout.scheduler)
+        """Keep that the training's run has ended, and what waits for the next one."""
+        if self._begun:
+            self.standing.over(self.rollout.scheduler)
+        else:  # what a process before this one had is given up
+            self.standing.remaining = []
         self.standing.keep(self.folder)
 
     def _acked(self, ids: Sequence[str]) -> None:
@@ -229,78 +270,72 @@ class TrainingService(Guarded):
             for trajectory in () if group is None else (*group.all, *group.discarded):
                 self._events.pop(trajectory.trajectory_id, None)
             journal.delivered(group_id)
-            self._seen.add(group_id)
+            self._acknowledged.add(group_id)
         if ids:
             journal.persist()
             if run is not None:
                 run.changed.set()
 
-    async def _next(self, asked: Next) -> Groups:
-        run = self._run_of(asked)
+    async def _next(self, question: Next) -> Groups:
+        run = self._run_of(question)
         if run is self.training:
-            self._acked(asked.acked)
-        run.take_prompts(asked.prompts, asked.pictures, asked.position, asked.closed)
-        if asked.wait:
+            self._acked(question.acked)
+        run.take_prompts(question.prompts, question.pictures, question.position, question.closed)
+        if question.wait:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    while not (run.ended or len(run.order) > asked.at or (run.prompts.wanted and not asked.starved)):
+                    while not (
+                        self._ending
+                        or run.ended
+                        or len(run.order) > question.at
+                        or (run.prompts.wanted and not question.starved)
+                    ):
                         run.changed.clear()
                         await run.changed.wait()
-        return run.answer(asked.at, self.rollout, self._events)
+        return run.answer(question.at, self.rollout, self._events)
 
-    def _run_of(self, asked: Next | End) -> ServedRun:
-        key, run = (asked.client, asked.run), self.training
+    def _run_of(self, question: Next | End) -> ServedRun:
+        key, run = (question.client, question.run), self.training
         if run is None or run.key != key:
             run = self.evaluations.get(key)
         if run is None:
             raise ProtocolError(404, UNKNOWN_RUN, "there is no such run here; begin it again")
         return run
 
-    async def _end(self, asked: End) -> None:
-        run = self._run_of(asked)
+    async def _end(self, question: End) -> None:
+        run = self._run_of(question)
         await run.end()
         if run is self.training:
+            self.training, self.standing.digest = None, ""  # who asks for the same has it done anew
             self._over()
         else:
-            del self.evaluations[asked.client, asked.run]
+            del self.evaluations[question.client, question.run]
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
-    async def _order(self, asked: Do) -> Any:
-        if asked.name not in ORDERS:
-            hint = did_you_mean(asked.name, ORDERS)
-            raise refuse(f"there is no order '{asked.name}'{hint}", "unknown_order", "name")
-        if (task := self._orders.get(asked.number)) is None:
-            task = self._orders[asked.number] = asyncio.ensure_future(ORDERS[asked.name](self, **asked.arguments))
+    async def _order(self, question: Do) -> Any:
+        if question.name not in ORDERS:
+            hint = did_you_mean(question.name, ORDERS)
+            raise refuse(f"there is no order '{question.name}'{hint}", "unknown_order", "name")
+        if (task := self._orders.get(question.number)) is None:
+            task = self._orders[question.number] = asyncio.ensure_future(
+                ORDERS[question.name](self)(**question.arguments)
+            )
             if len(self._orders) > MOST_ORDERS:
                 del self._orders[next(iter(self._orders))]
         return await asyncio.shield(task)
 
-    async def _update_weights(self, folder: str, version: int | None) -> int:
-        return await self.rollout.aupdate_weights(folder, version)
-
     async def _hold(self, reason: str) -> None:
-        scheduler = self.rollout.scheduler
-        if isinstance(scheduler, LeasedScheduler):
-            await scheduler.shards.order("hold", reason)
-        else:
-            await scheduler.clients[POLICY].pause(reason)
+        await self.rollout.pause_sampling(reason)
+        self._holds({*self.standing.holds, reason})
 
     async def _release(self, reason: str) -> None:
-        scheduler = self.rollout.scheduler
-        if isinstance(scheduler, LeasedScheduler):
-            await scheduler.shards.undo("hold", reason)
-        else:
-            await scheduler.clients[POLICY].resume(reason)
+        await self.rollout.resume_sampling(reason)
+        self._holds({*self.standing.holds} - {reason})
 
-    async def _sleep(self) -> None:
-        await self.rollout.send_to_sleep()
-
-    async def _wake(self) -> None:
-        await self.rollout.wake_up()
-
-    async def _cancel(self, trajectory_id: str) -> bool:
-        return self.rollout.scheduler.cancel(trajectory_id)
+    def _holds(self, reasons: set[str]) -> None:
+        self.standing.holds = sorted(reasons)
+        self.standing.keep(self.folder)
 
     async def _drop_carried(self) -> None:
         await self.rollout.scheduler.drop_carried()
@@ -311,24 +346,35 @@ class TrainingService(Guarded):
         self._acked(acked)
         if self.training is not None:
             await self.training.end()
-        self.training = None
-        await self.rollout.scheduler.drop_carried()
-        self._over()
-        self.standing.digest = ""
-        self.standing.keep(self.folder)
+        await self._let_go()
+        self.training, self.standing.digest = None, ""
+        await self._drop_carried()
 
     async def aclose(self) -> None:
         """End what runs; the training's run goes on when its trainer asks for it again, in a process to come."""
-        for run in (*self.evaluations.values(), *([self.training] if self.training is not None else [])):
+        await self.updates.abandon()
+        for run in self._runs():
             if run.task is not None:
                 run.task.cancel()
                 await asyncio.wait({run.task})
 
 
-ORDERS: dict[str, Callable[..., Awaitable[Any]]] = {
-    "update_weights": TrainingService._update_weights, "hold": TrainingService._hold,
-    "release": TrainingService._release, "sleep": TrainingService._sleep, "wake": TrainingService._wake,
-    "cancel": TrainingService._cancel, "drop_carried": TrainingService._drop_carried, "done": TrainingService._done,
+ORDERS: dict[str, Callable[[TrainingService], Callable[..., Awaitable[Any]]]] = {
+    "status": lambda its: its._standing_facts,
+    "load": lambda its: its.updates.load,
+    "begin_tensors": lambda its: its.updates.begin_tensors,
+    "take_tensors": lambda its: its.updates.take_tensors,
+    "end_tensors": lambda its: its.updates.end_tensors,
+    "hold_servers": lambda its: its.updates.hold_servers,
+    "tell_server": lambda its: its.updates.tell_server,
+    "release_servers": lambda its: its.updates.release_servers,
+    "hold": lambda its: its._hold,
+    "release": lambda its: its._release,
+    "sleep": lambda its: its.rollout.send_to_sleep,
+    "wake": lambda its: its.rollout.wake_up,
+    "cancel": lambda its: its.rollout.acancel,
+    "drop_carried": lambda its: its._drop_carried,
+    "done": lambda its: its._done,
 }  # fmt: skip
 
 

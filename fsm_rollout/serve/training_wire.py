@@ -24,9 +24,10 @@ from fsm_rollout.trajectory.prompt import Prompt
 API = 1
 """The version of all that is here; both sides have the same."""
 PATH = "/v1/training"
-UNKNOWN_RUN, TAKEN_OVER = "unknown_run", "taken_over"  # the codes of refusals that clients act upon
+# The codes of refusals that clients act upon.
+UNKNOWN_RUN, TAKEN_OVER, WEIGHTS_MISSING = "unknown_run", "taken_over", "weights_missing"
 Q = TypeVar("Q", bound="Question")
-Told = tuple[str, list[tuple[Any, ...]], str]  # an error, as shards tell theirs
+WireError = tuple[str, list[tuple[Any, ...]], str]  # an error, as shards send theirs
 PackedPicture = tuple[bytes, str, int, int]
 Waiting = tuple[str, int, int, bytes]  # a group that waits for the next run: its id, index, n and prompt
 
@@ -68,7 +69,7 @@ class Begin(Question):
     resume: list[list[bytes]] = []
     acked: list[str] = []
     """Groups of earlier runs that the trainer has done with."""
-    had: list[str] = []
+    held: list[str] = []
     """Groups of this run that the trainer has."""
     counted: int = 0
     """How many groups of this run that it has count towards the target."""
@@ -126,6 +127,8 @@ class Facts(msgspec.Struct):
     evaluation_samplings: list[dict[str, Any]]
     weight_version: int
     stats: dict[str, dict[str, int]]
+    body_bytes: int
+    """How long a question may be."""
 
 
 class Groups(msgspec.Struct):
@@ -142,7 +145,7 @@ class Groups(msgspec.Struct):
     received: int = 0
     """How many prompts it has."""
     ended: bool = False
-    error: Told | None = None
+    error: WireError | None = None
     carried: list[Waiting] = []
     """What waits for the next run, once it has ended."""
     pictures: list[PackedPicture] = []
@@ -202,5 +205,5 @@ write = msgspec.msgpack.Encoder().encode
 
 def answered(body: bytes, kind: Any) -> Any:
     """Return what a service has answered, as a kind; an error is raised by whoever asked."""
-    error, value = msgspec.msgpack.decode(body, type=tuple[Told | None, msgspec.Raw])
+    error, value = msgspec.msgpack.decode(body, type=tuple[WireError | None, msgspec.Raw])
     return error, None if error is not None else msgspec.msgpack.decode(value, type=kind)

@@ -4,7 +4,8 @@
 
 Invariant: a group's line is written before the next group is asked for, as a trainer keeps what it has learned from; so
 it may get a group again whose line it has, and never one that it has said to have done with. At a point (``before 3``:
-when it has the third group and has not written it down; ``after 3``) it kills itself.
+when it has the third group and has not written it down; ``after 3``) it kills itself, or sends itself the signal that a
+third word names.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ def read(file: Path) -> list[list[str]]:
 
 async def main(url: str, run: Path, file: Path, point: str = "") -> None:
     """Be the trainer."""
-    when, _, place = point.partition(" ")
+    when, place, name = f"{point} SIGKILL".split()[:3] if point else ("", "", "SIGKILL")
     known = [name for name, _ in read(file)]
     number = 0
 
     def die(moment: str) -> None:
         if (moment, str(number)) == (when, place):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[name])
 
-    def write(name: str, rows: str) -> None:
+    def write(group: str, rows: str) -> None:
         nonlocal number
         number += 1
         die("before")
-        if name not in known:
+        if group not in known:
             with file.open("a", encoding="utf-8") as lines:
-                lines.write(f"{name}\t{rows}\n")
+                lines.write(f"{group}\t{rows}\n")
         die("after")
 
     async with fr.RemoteRollout(url) as rollout:

@@ -1,8 +1,11 @@
-"""`fsm-rollout serve --training` and its trainer, both killed: the rows are those of a rollout that nobody killed."""
+"""`fsm-rollout serve --training` and its trainer, both killed or told to end: the rows are as if nobody had been."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,31 +16,41 @@ import pytest
 import fsm_rollout as fr
 from tests.integration.kill_points import RUN, patient
 from tests.integration.remote_trainer import here, read, trained
-from tests.programs import program, started
+from tests.programs import PATIENCE, fsm_rollout, program, started
 
 pytestmark = [pytest.mark.process, pytest.mark.real]
-SERVE = "from fsm_rollout.cli import main; main()"
-TRAIN = "import asyncio, sys; from pathlib import Path; from tests.integration.remote_trainer import main\n"
+SERVE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+SERVE += "from fsm_rollout.cli import main; main()"
+ENDS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+TRAIN = "import asyncio, signal, sys; from pathlib import Path; from tests.integration.remote_trainer import main\n"
+TRAIN += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 TRAIN += "asyncio.run(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]))"
 
 
 class Service:
-    """A service that can be killed, and is started again at the same address."""
+    """A service that can be killed, or told to end, and is started again at the same address."""
 
-    def __init__(self, run: Path, place: Path) -> None:
+    def __init__(self, run: Path, place: Path, *changes: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._arguments = ["serve", run, "--training", "--port", port, f"serve.out={place / 'service'}"]
+        self.folder = place / "service"
+        self._arguments = ["serve", run, "--training", "--port", port, f"serve.out={self.folder}", *changes]
         self._life = ExitStack()
         self.deaths = -1
+        self._ends = itertools.cycle(ENDS)
         self.start_again()
 
     def start_again(self) -> None:
-        """Kill it, and start it again."""
+        """End it by the next of the ways there are, and start it again."""
+        if self.deaths >= 0:
+            os.kill(self._process.pid, end := next(self._ends))
+            self._process.wait(PATIENCE)
+            assert end is signal.SIGKILL or (self.folder / "summary.json").exists()
         self.close()
         self.deaths += 1
-        _, output, errors = self._life.enter_context(started(SERVE, *map(str, self._arguments), searched=()))
+        started_one = started(SERVE, *map(str, self._arguments), searched=())
+        self._process, output, errors = self._life.enter_context(started_one)
         first = output.readline()
         assert first.startswith(self.url), (first, errors.read())
 
@@ -61,8 +74,8 @@ def expecting(place: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 # Of what each process gets by itself: a group that it has not said to have done with comes again to the next.
-POINTS = ["before 1", "after 1", "before 2", "after 2", "before 3", "after 2", "before 2", "before 1", "before 2",
-          "before 1"]  # fmt: skip
+POINTS = ["before 1", "after 1 SIGINT", "before 2", "after 2 SIGINT", "before 3", "after 2", "before 2 SIGINT",
+          "before 1", "before 2", "before 1 SIGINT"]  # fmt: skip
 
 
 def test_a_trainer_that_dies_at_ten_points_gets_every_group_once(tmp_path: Path) -> None:
@@ -70,18 +83,21 @@ def test_a_trainer_that_dies_at_ten_points_gets_every_group_once(tmp_path: Path)
         service, file = Service(run, tmp_path), tmp_path / "had"
         for point in POINTS:
             done = program(TRAIN, service.url, run, file, point)
-            assert done.returncode == -9, (point, done.stderr)
+            assert done.returncode == (1 if "SIGINT" in point else -9), (point, done.stderr)
         done = program(TRAIN, service.url, run, file)
         assert done.returncode == 0, done.stderr
         service.close()
+        refused = fsm_rollout("resume", service.folder)
+        assert (refused.returncode, "then the trainer" in refused.stderr) == (2, True), refused.stderr
     had = read(file)
     assert dict(had) == expected
     assert len(had) == len(expected), "none of them twice"
 
 
-def test_a_service_that_dies_at_ten_points_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_service_that_dies_at_ten_points_loses_nothing(tmp_path: Path, workers: int) -> None:
     with expecting(tmp_path) as (run, expected):
-        service = Service(run, tmp_path)
+        service = Service(run, tmp_path, f"workers={workers}")
         had: list[tuple[str, str]] = []
 
         def write(name: str, rows: str) -> None:
@@ -94,9 +110,11 @@ def test_a_service_that_dies_at_ten_points_loses_nothing(tmp_path: Path) -> None
                 ask = rollout.line.ask
 
                 async def asking(question: object, kind: object = None) -> object:
-                    answer = await ask(question, kind)  # type: ignore[arg-type]
-                    if len(had) == 9 and service.deaths < 10:  # in the step that is a batch
-                        await asyncio.to_thread(service.start_again)
+                    for moment in ("before", "after"):
+                        if len(had) == 9 and service.deaths < 10:  # in the step that is a batch
+                            await asyncio.to_thread(service.start_again)
+                        if moment == "before":
+                            answer = await ask(question, kind)  # type: ignore[arg-type]
                     return answer
 
                 rollout.line.ask = asking  # type: ignore[method-assign]

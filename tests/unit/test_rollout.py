@@ -79,6 +79,29 @@ def test_the_log_says_how_many_samples_have_a_score_and_why_the_first_has_none(
     assert "scored 2 of 3; the first without a score: x/0: KeyError: 'x'" in caplog.text
 
 
+async def test_a_paused_policy_samples_nothing_until_it_is_resumed(made: Made) -> None:
+    begun = threading.Event()
+    async with made(agent(), SCRIPTED, on_event=[lambda *_: begun.set()]) as rollout:
+        await rollout.pause_sampling()
+        run = asyncio.create_task(rollout.arun(["one", "two"], n=2))
+        await asyncio.to_thread(begun.wait)
+        assert await rollout.aupdate_weights("newer") == 1
+        await rollout.resume_sampling()
+        batch = await run
+    assert set(batch.tensordict["weight_versions"][batch.tensordict["response_mask"].bool()].tolist()) == {1}
+
+
+async def test_a_trajectory_is_cancelled_by_its_id(made: Made) -> None:
+    begun = threading.Event()
+    slow = {"kind": "scripted", "turns": [{"text": "Four.", "delay": 36_000}]}
+    async with made(agent(), slow, on_event=[lambda *_: begun.set()]) as rollout:
+        groups = rollout.stream(["one"], n=2)
+        first = asyncio.ensure_future(anext(groups))
+        await asyncio.to_thread(begun.wait)
+        assert [await rollout.acancel(name) for name in ("0/0", "0/1", "0/2")] == [True, True, False]
+        assert [trajectory.stop_reason for trajectory in (await first).trajectories] == ["cancelled"] * 2
+
+
 def test_a_rollout_and_its_groups_say_what_they_are_in_one_line(made: Made) -> None:
     with made(agent(), SCRIPTED, reward=lambda trajectory: 0.5) as rollout:
         assert repr(rollout) == "<Rollout of single_turn; engines: policy scripted>"

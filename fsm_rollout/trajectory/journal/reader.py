@@ -88,9 +88,12 @@ def metadata(run: Run, report: Report = warn_once) -> dict[str, Any]:
 
 
 def delivered(run: Run, report: Report = warn_once) -> dict[str, bool]:
-    """Return of each group that was delivered whether it still is: it may have been taken up again."""
+    """Return of each group that was delivered whether it still is: it may have been taken up again.
+
+    Of shards' groups the first journal has the last word: a shard notes only that it has taken one up.
+    """
     query, what = "SELECT group_id, yes, crc FROM delivered", "the delivery of group"
-    journals = JournalFolder(run).journals()
+    journals = JournalFolder(run).journals()[::-1]
     return {group_id: bool(yes) for journal in journals for group_id, yes in _query(journal, query, what, report)}
 
 

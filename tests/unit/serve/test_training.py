@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.serve.training_wire import API, PATH
+from tests.integration.remote_trainer import rows_of
 from tests.kit import CONFIGS
 from tests.remote import serving
 
@@ -68,11 +73,92 @@ def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path
         with pytest.raises(EngineError, match="another has since"):
             first.run(["one"])
         assert len(second.run(["one"], n=2)) == 2
-        with pytest.raises(EngineError, match="loads a model's folder"):
-            second.update_weights({})
         with pytest.raises(fr.ConfigError, match="kept by the service"):
             second.state_dict()
         second.sleep()
         second.wake()
         second.close()
         first._closed = True
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+EARLY, _ = fr.load_model("embedded:early")
+PROMPTS = ["What is 2 + 3?", "What is 4 + 4?"]
+
+
+def policy() -> fr.Rollout:
+    return fr.Rollout(CONFIGS / "agents/single_turn.yaml", {"kind": "transformers", "model": "embedded", "threads": 1})
+
+
+def same(rollout: fr.Rollout, weights: object) -> list[str]:
+    """Run once before and once after an update, whose version is 3."""
+    before = rows_of(rollout.run(PROMPTS))
+    assert rollout.update_weights(weights, version=3) == rollout.weight_version == 3  # type: ignore[arg-type]
+    return [before, rows_of(rollout.run(PROMPTS))]
+
+
+def pairs() -> list[tuple[str, Any]]:
+    return [(name, tensor.detach()) for name, tensor in EARLY.state_dict().items()]
+
+
+MEANS: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda folder: shutil.copytree(model_folder("embedded:early"), folder),
+    "a mapping": lambda _: dict(pairs()),
+    "a function, in small buckets": lambda _: fr.Tensors(pairs, bucket_bytes=100_000),
+    "pairs that are read once": lambda _: fr.Tensors(iter(pairs())),
+}
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_weights_that_were_pushed_are_there_after_the_service_was_started_again_or_it_is_said(
+    means: str, tmp_path: Path
+) -> None:
+    with policy() as rollout:
+        expected = same(rollout, fr.Tensors(pairs))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = 150_000  # of a question: larger tensors than that go in several
+    with serving(policy(), tmp_path, port=port, body_bytes=body) as url:
+        client = fr.RemoteRollout(url)
+        weights = MEANS[means](tmp_path / "early")
+        assert same(client, weights) == expected
+        assert client.status()["weight_version"] == 3
+    # A service that was started again loads a folder again, and is given tensors again by a trainer that has them.
+    with serving(policy(), tmp_path, port=port, body_bytes=body):
+        if "once" not in means:
+            again = rows_of(client.run(PROMPTS))
+        else:
+            with pytest.raises(EngineError, match=r"version 3 were lost .* rollout.update_weights\(…, version=3\)"):
+                client.run(PROMPTS)
+            client.update_weights(fr.Tensors(pairs), version=3)
+            again = rows_of(client.run(PROMPTS))
+    assert again != expected[1], "another run has other seeds"
+    # A folder that has changed since is not taken for what it was; a trainer that was started again pushes its weights.
+    if means == "a folder":
+        (weights / "config.json").touch()
+    with serving(policy(), tmp_path, port=port, body_bytes=body):
+        other = fr.RemoteRollout(url)
+        with pytest.raises(EngineError, match="changed since" if means == "a folder" else "came as tensors"):
+            other.run(PROMPTS)
+        other.update_weights(fr.Tensors(pairs), version=3)
+        assert set(other.run(PROMPTS).tensordict["weight_versions"].unique().tolist()) <= {-1, 3}
+        other.close()
+
+
+def test_an_update_that_its_trainer_does_not_end_is_ended_for_it(tmp_path: Path) -> None:
+    """It has sent a part when it dies: nothing is sampled with that part, and another trainer's weights are taken."""
+
+    with serving(policy(), tmp_path) as url:
+        first = fr.RemoteRollout(url)
+        first.pause()
+        assert first.status()["paused"] == ["asked"]
+        asyncio.run(first.line.order("begin_tensors", version=1))
+        second = fr.RemoteRollout(url)
+        assert second.status()["paused"] == []
+        assert second.weight_version == 0
+        with pytest.raises(EngineError, match="NaN"):
+            second.update_weights(fr.Tensors(lambda: [(name, tensor * float("nan")) for name, tensor in pairs()]))
+        assert second.update_weights(fr.Tensors(pairs)) == 1
+        assert set(second.run(PROMPTS).tensordict["weight_versions"].unique().tolist()) <= {-1, 1}
+        second.close()

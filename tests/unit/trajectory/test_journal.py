@@ -527,6 +527,15 @@ def test_what_a_dead_shard_has_kept_is_found_by_the_shard_that_goes_on(tmp_path:
         assert Recorder(other, ()).kept(name) == b"the state of a tool"
 
 
+def test_what_the_run_says_of_a_delivery_counts_more_than_what_a_shard_says(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path) as run, Journal(shard_journal(path, 1)) as shard:
+        for journal, yes in ((shard, False), (run, False), (run, True)):  # taken up there, then delivered by the driver
+            journal.delivered("7", yes)
+        shard.delivered("8", False)
+    assert delivered(path) == {"7": True, "8": False}
+
+
 def test_journals_of_other_formats_are_refused_with_what_to_do(tmp_path: Path) -> None:
     earlier, later, event = tmp_path / "earlier.sqlite", tmp_path / "later.sqlite", tmp_path / "event.sqlite"
     earlier.write_bytes(gzip.decompress(Path(__file__).with_name("journal_format_3.sqlite.gz").read_bytes()))
