@@ -18,7 +18,7 @@ from fsm_rollout.states.external.responding import Answer, Exchange
 from fsm_rollout.states.external.sameness import Chain, chains_of, extend_chain, placed
 from fsm_rollout.states.external.text_stream import TextStream
 from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName, StopReason
-from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Message, UserReplied
+from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Message, MessagesAppended, UserReplied
 from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -100,15 +100,16 @@ class ServedConversation:
         """Return what a caller answers with, by our names of calls; ``None``: it is not what is waited for.
 
         ``theirs`` are the calls of the latest answer as the caller names them. A conversation waits for the results of
-        all calls that it has handed over, else for one message of the user's.
+        all calls that it has handed over, which messages of the user's may follow, else for one of these.
         """
         if not self._calls:
             return list(messages) if [message["role"] for message in messages] == ["user"] else None
         ours = {call["id"]: own["id"] for call, own in zip(theirs, self._calls, strict=False)}
         named = [ours.get(message.get("tool_call_id")) for message in messages if message["role"] == "tool"]
-        if not len(named) == len(messages) == len(ours) or {*named} != {*ours.values()}:
+        results, said = messages[: len(ours)], messages[len(ours) :]
+        if len(named) != len(ours) or {*named} != {*ours.values()} or any(m["role"] != "user" for m in said):
             return None
-        return [message | {"tool_call_id": name} for message, name in zip(messages, named, strict=True)]
+        return [*(message | {"tool_call_id": name} for message, name in zip(results, named, strict=True)), *said]
 
     def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
         """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
@@ -140,8 +141,9 @@ class ServedConversation:
                         self.exchange.show(self.text)
             case Called() if any(call["id"] == event.id for call in self._calls):
                 self._heard.append({"role": "tool", "content": event.content, "tool_call_id": event.id})
-                if len(self._heard) == len(self._calls):
-                    self._go_on()
+            case MessagesAppended() if self._heard and event.context == self.context:
+                self._heard += [message for message in event.messages if message["role"] == "user"]
+                self._go_on()
             case UserReplied() if event.content is not None and event.context == self.context:
                 self._heard.append({"role": "user", "content": event.content})
                 self._go_on()

@@ -340,15 +340,16 @@ class Service:
         heard = await self._heard(conversation.trajectory)
         return Reply(content_of(heard[0], "")) if heard else Reply(None, done=True)
 
-    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> list[Called]:
+    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> tuple[list[Called], list[Message]]:
         """Hand calls over to the caller, and wait for the results."""
         by_id = {call.id: call for call in calls}
-        results = await self._heard(trajectory)
-        return [
-            Called.of(call, text_of(result), tries=1, shown=_shown(result))
-            for result in results
-            if (call := by_id.get(result["tool_call_id"])) is not None
+        heard = await self._heard(trajectory)
+        results = [
+            Called.of(call, text_of(message), tries=1, shown=_shown(message))
+            for message in heard
+            if (call := by_id.get(message.get("tool_call_id", ""))) is not None
         ]
+        return results, [message for message in heard if message["role"] == "user"]
 
     async def _heard(self, trajectory: Trajectory) -> list[Message]:
         """Answer the request, and wait for what its caller has to say; none: nothing more."""

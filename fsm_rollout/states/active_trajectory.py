@@ -25,7 +25,7 @@ from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
 from fsm_rollout.trajectory.enums import FailureClass, Trigger
 from fsm_rollout.trajectory.event_bytes import encode
-from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Snapshotted, Suspended, ToolCall
+from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Message, Snapshotted, Suspended, ToolCall
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
@@ -76,8 +76,8 @@ class LiveUser(Protocol):
     async def reply(self, conversation: Conversation) -> Reply:
         """Answer the latest assistant turn."""
 
-    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> list[Called]:
-        """Carry out calls of tools that it has brought."""
+    async def carry_out(self, trajectory: Trajectory, calls: Sequence[ToolCall]) -> tuple[list[Called], list[Message]]:
+        """Carry out calls of tools that it has brought; return what they came to, and what it says beside that."""
 
 
 class Kept(Protocol):

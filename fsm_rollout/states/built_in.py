@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsm_rollout.states.base import State
@@ -77,9 +78,7 @@ class CallTools(State):
             async with asyncio.TaskGroup() as calls:
                 for attempt in open_calls:
                     calls.create_task(call(attempt))
-        if theirs:
-            await ctx.hand_over(theirs)
-        self._write_results(trajectory, ctx)
+        self._write_results(trajectory, ctx, await ctx.hand_over(theirs) if theirs else ())
         ctx.check(LimitName.BAD_CALLS)
         return Outcome(Trigger.TOOLS_DONE)
 
@@ -93,14 +92,15 @@ class CallTools(State):
                 ctx.record_here(Called.of(attempt, text, "timed_out"))
         self._write_results(trajectory, ctx)
 
-    def _write_results(self, trajectory: Trajectory, ctx: HandlerContext) -> None:
+    def _write_results(self, trajectory: Trajectory, ctx: HandlerContext, said: Sequence[Message] = ()) -> None:
+        """Write the results, and what a user has said beside them."""
         results = {called.id: called for called in trajectory.called}
         messages: list[Message] = []
         for attempt in trajectory.attempts:
             called = results[attempt.id]
             message = {"role": "tool", "content": called.content, "tool_call_id": called.id}
             messages.append(message | {"name": called.name} if called.name else message)
-        ctx.append(messages, context=trajectory.last.context if trajectory.last else self.spec.context)
+        ctx.append([*messages, *said], context=trajectory.last.context if trajectory.last else self.spec.context)
 
 
 class Interact(State):

@@ -322,12 +322,14 @@ class HandlerContext:
             raise error
         return called
 
-    async def hand_over(self, calls: Sequence[ToolCall]) -> None:
-        """Have the trajectory's user carry out calls of tools that it has brought, which are paid for."""
-        calls = [call for call in calls if self._recorded(Called, call.id) is None]
+    async def hand_over(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """Have the user carry out calls of tools that it has brought, which are paid for; return what else it says."""
+        calls, said = [call for call in calls if self._recorded(Called, call.id) is None], list[Message]()
         if calls and (user := self.active.live_user) is not None:
-            for called in await self.active.by_user(user.carry_out(self.trajectory, calls), self.deadline):
+            results, said = await self.active.by_user(user.carry_out(self.trajectory, calls), self.deadline)
+            for called in results:
                 self.record_here(called)
+        return said
 
     def _recorded(self, kind: type[E], key: object) -> E | None:
         """Return what was recorded for ``key``: by the visit before it was interrupted, or by the run that is replayed.

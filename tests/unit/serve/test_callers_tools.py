@@ -55,16 +55,18 @@ class Caller:
     async def say(self, text: str) -> Turn:
         return await self._send([{"role": "user", "content": text}])
 
-    async def answer(self, results: Sequence[tuple[str, str]]) -> Turn:
-        """Send the results of calls."""
+    async def answer(self, results: Sequence[tuple[str, str]], said: Sequence[str] = ()) -> Turn:
+        """Send the results of calls, and what is said beside them."""
+        more = [{"role": "user", "content": text} for text in said]
         if self.protocol == "chat":
-            return await self._send([{"role": "tool", "tool_call_id": id, "content": text} for id, text in results])
-        if self.protocol == "responses":
-            return await self._send(
-                [{"type": "function_call_output", "call_id": id, "output": text} for id, text in results]
-            )
-        told = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
-        return await self._send([{"role": "user", "content": told}])
+            told = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in results]
+        elif self.protocol == "responses":
+            told = [{"type": "function_call_output", "call_id": id, "output": text} for id, text in results]
+        else:
+            blocks = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
+            texts = [{"type": "text", "text": text} for text in said]
+            return await self._send([{"role": "user", "content": [*blocks, *texts]}])
+        return await self._send([*told, *more])
 
     async def _send(self, new: list[Any]) -> Turn:
         self.history += new
@@ -195,6 +197,19 @@ async def test_a_caller_that_answers_otherwise_begins_a_new_trajectory() -> None
                     case "twice":
                         await caller.answer([(first, "x"), (second, "x"), (first, "x")])
                 assert len(server.trajectories) == before + 2, wrong
+
+
+@pytest.mark.parametrize("way", ["chat whole", "responses by id", "anthropic whole"])
+async def test_what_a_caller_says_beside_the_results_follows_them(way: str) -> None:
+    async with served(TURNS) as server, calling(server, way) as caller:
+        said = ["Go on.", "Quickly."]
+        turn = await caller.say("What is it?")
+        turn = await caller.answer([(id, "x") for id in turn.calls], said)
+        assert (await caller.answer([(id, "x") for id in turn.calls])).text == "It is 42."
+        (trajectory,) = server.trajectories.values()
+        assert len(trajectory.streams) == 1
+        told = [m["content"] for m in trajectory.messages if m["role"] == "user"]
+        assert told == ["What is it?", *(["".join(said)] if caller.protocol == "anthropic" else said)]
 
 
 async def test_the_names_of_calls_and_their_order_are_the_caller_s() -> None:
