@@ -106,7 +106,8 @@ class Placing:
         room = 0
         for replica in up:
             replica.waiting = 0
-            if not replica.in_flight and replica.asked_by == self.share:
+            heard = self.residency is None or replica.name in self.residency.memories  # else it gets nothing, ever
+            if heard and not replica.in_flight and replica.asked_by == self.share:
                 # What an engine does that has nothing of ours says nothing of how much it can do.
                 replica.allowed, room = FIRST, room + FIRST
                 continue

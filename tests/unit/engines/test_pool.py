@@ -141,6 +141,56 @@ def test_a_replica_that_does_not_say_yet_how_much_it_holds_is_given_its_part() -
     run(place := Place(lambda _: Quiet()), body, 2)
 
 
+class Sized(Fragile):
+    """Says how much memory it has, and notes how often it was asked."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.looks = capacity, 0
+
+    def load(self) -> Load:
+        self.looks += 1
+        return replace(super().load(), capacity=self.capacity)
+
+
+def test_a_replica_that_has_nothing_to_do_is_given_its_part() -> None:
+    """Also where it was about to leave, and stays; it is asked once how busy it is, and not with each dispatch."""
+
+    async def shared(client: EngineClient, name: str) -> None:
+        busy, before = client.submit(ask(name)), place.asked
+        await asyncio.sleep(1)
+        await done(busy, *await answers(client, *(f"{name}-{number}" for number in range(19))))
+        assert [now - then for now, then in zip(place.asked, before, strict=True)] == [10, 10]
+
+    async def body(client: EngineClient) -> None:
+        for name in "abc":
+            await answers(client, name)
+        assert (place.asked, place.last(1).looks) == ([3, 0], 2), "when the pool began, and when its event loop did"
+        await shared(client, "d")
+        under_way = soon(client, *"efgh")
+        await asyncio.sleep(1)
+        leaving = asyncio.create_task(client.pool.remove("replica-1"))
+        await asyncio.sleep(1)
+        late = soon(client, "i")
+        await asyncio.sleep(1)
+        leaving.cancel()
+        await done(*await under_way, *await late)
+        await shared(client, "j")
+
+    run(place := Place(lambda _: Sized(1000)), body, 2)
+
+
+@pytest.mark.parametrize("capacity", [10, 20, 0])
+def test_the_first_that_are_asked_have_to_fit_into_the_memory(capacity: int) -> None:
+    async def body(client: EngineClient) -> None:
+        asked = soon(client, *"abcdefgh")
+        await asyncio.sleep(1)
+        assert place.asked == [{10: 2, 20: 5, 0: 8}[capacity]], "three tokens each, and a part is left for their growth"
+        asked.cancel()
+
+    run(place := Place(lambda _: Sized(capacity)), body)
+
+
 @given(capacity=st.integers(1000, 10**6), beside=st.floats(0, 1), shards=st.integers(2, 8))
 def test_shards_of_a_server_give_way_to_its_other_users_and_take_one_another_for_none(
     capacity: int, beside: float, shards: int
