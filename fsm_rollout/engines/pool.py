@@ -345,7 +345,10 @@ class EnginePool:
         for pending in self._at(replica):
             if pending.started:
                 replica.moved += 1
-                self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
+                if replica.state == "left":  # nothing has failed
+                    self._retries.go_on(pending)
+                else:
+                    self._retries.failed(pending, ReplicaLost(why), maybe_shared=True)
             else:
                 replica.in_flight -= 1
                 pending.at = None

@@ -5,23 +5,30 @@ what each engine had loaded when it sent a chunk.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import ClassVar
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Chunk
 from fsm_rollout.errors import EngineError
-from tests.unit.engines.kit import Fragile, Place, answers, right, run, soon
+from tests.unit.engines.kit import Fragile, Place, answers, now, right, run, soon
 
 HAPPENS = st.tuples(
     st.sampled_from(["update", "join", "leave", "notice", "kill"]),
     st.integers(0, 5),  # to which replica
     st.sampled_from([0.0, 0.5, 1.0, 2.5, 7.0]),  # seconds until the next
+)
+
+SWAPS = st.tuples(
+    st.integers(0, 3),  # which replica leaves as another comes
+    st.floats(0.5, 12.0),  # seconds since the one before
+    st.sampled_from([0.0, 5.0, math.inf]),  # seconds that it has for what it has begun
 )
 
 
@@ -113,3 +120,25 @@ def test_no_token_is_lost_and_none_bears_a_wrong_version(
 
     place = Place(lambda _: Witnessed())
     run(place, main, count, restarts=100)
+
+
+@settings(max_examples=10)
+@given(swaps=st.lists(SWAPS, max_size=4))
+def test_replicas_that_are_swapped_take_no_longer_than_those_that_stay(swaps: list[tuple[int, float, float]]) -> None:
+    """2,560 answers of eight seconds on four replicas with room for 32 each, of which one leaves as another comes."""
+
+    async def main(client: EngineClient) -> float:
+        began, under_way = now(), soon(client, *map(str, range(2560)))
+        leaving = []
+        for number, seconds, within in swaps:
+            await asyncio.sleep(seconds)
+            await client.pool.add()
+            up = [each for each in client.pool.replicas if each.state == "up" and not each.leaving]
+            leaving.append(asyncio.ensure_future(client.pool.remove(up[number].name, within)))
+        for answer in await under_way:
+            right(answer)
+        await asyncio.gather(*leaving)
+        return now() - began
+
+    took = run(Place(lambda _: Fragile(max_running=32)), main, 4)
+    assert took <= 1.1 * (2560 / (4 * 32) * 8), "as long as it takes those that stay, and a tenth"

@@ -675,6 +675,19 @@ async def test_one_that_leaves_ends_what_it_has_or_others_go_on_from_its_last_to
     assert len(place.all) == 2, "nobody starts it again"
 
 
+@pooled(3)
+async def test_what_a_replica_that_was_removed_had_goes_on_at_once(client: EngineClient, place: Place) -> None:
+    """Nothing has failed, so nothing is tried in parts to find what fails."""
+    began, asked = now(), soon(client, *map(str, range(12)))
+    for number in range(2):
+        await asyncio.sleep(1.5)
+        await client.pool.remove(f"replica-{number}", within=0.0)
+    for answer in await asked:
+        right(answer)
+    assert [replica.moved > 0 for replica in client.pool.replicas] == [True, True, False]
+    assert now() - began <= 8 + 3 * 1, "only the pieces that were under way are sampled again"
+
+
 @pooled(2)
 async def test_one_whose_leaving_is_given_up_stays(client: EngineClient, place: Place) -> None:
     asked = soon(client, *map(str, range(4)))

@@ -7,6 +7,8 @@ of ``vllm/entrypoints/openai/serving_completion.py`` writes (repository vllm-pro
 ``model_dump_json(exclude_unset=False)`` leaves in.
 """
 
+from __future__ import annotations
+
 import base64
 import json
 import math
@@ -16,9 +18,10 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 FIRST, EARLY = 11, 22
 """The tokens that the weights which an SGLang stand-in starts with, and those that it is given, sample."""
