@@ -91,8 +91,10 @@ class Shard:
                 pool.placing.share = self.count
         recorder = scheduler.recorder
         others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
-        self._counts.number = number
-        recorder.listeners = (*others, self._counts, *([KeptEvents(self.events)] if asked["histories"] else []))
+        if asked["evaluation"] is None:  # what is shown is how far the training is
+            self._counts.number = number
+            others.append(self._counts)
+        recorder.listeners = (*others, *([KeptEvents(self.events)] if asked["histories"] else []))
         report = scheduler.starter.report_mismatch
 
         def mismatch(error: GlueMismatchError) -> None:
@@ -103,6 +105,7 @@ class Shard:
 
         scheduler.starter.report_mismatch = mismatch
         run.task = self._do(run.run())
+        run.task.add_done_callback(lambda _: setattr(scheduler.starter, "report_mismatch", report))
 
     async def _call(self, number: int, name: str, *arguments: Any) -> None:
         try:
@@ -125,9 +128,6 @@ class Shard:
         group = self.rollout.scheduler.groups.get(group_id)
         if group is not None:
             await self.rollout.scheduler._drop(group)
-
-    async def _stats(self) -> dict[str, dict[str, int]]:
-        return self.rollout.engine_stats()
 
     async def _sleep(self) -> None:
         for name, client in self.rollout.clients.items():  # servers that all share are the driver's to send to sleep

@@ -231,7 +231,12 @@ class ShardRun:
             self.tell("begun", group_id)
         else:
             named = prompt.model_copy(update={"prompt_id": group_id})
-            self.queue.put(named)
+            try:
+                self.scheduler.check([named])
+            except ConfigError as error:
+                self.send("refused", group_id, told(error))
+            else:
+                self.queue.put(named)
 
     def give_back(self, most: int) -> None:
         """Return groups that have not begun."""

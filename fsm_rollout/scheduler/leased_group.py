@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from fsm_rollout.errors import JournalError, TargetNotReached
@@ -16,7 +17,8 @@ from fsm_rollout.scheduler.run_agents import RunnableAgent
 from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
-from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
+from fsm_rollout.trajectory.event_bytes import decode, encode, pack, unpacker
+from fsm_rollout.trajectory.events import Prompted
 from fsm_rollout.trajectory.journal import recordings
 from fsm_rollout.trajectory.pictures import stored
 from fsm_rollout.trajectory.prompt import Prompt
@@ -42,6 +44,8 @@ class LeasedGroup(Group):
     """Who has it."""
     leased_in = -1
     """The number of the run in which it was leased last."""
+    came_back_in = -1
+    """The number of the run in which it came back last."""
     histories: Sequence[PackedHistory] = ()
     """What is known of it before it goes on: the events of its trajectories, if there are any."""
     part: bytes = b""
@@ -92,6 +96,15 @@ def histories_of(shard: ShardHandle, groups: Sequence[LeasedGroup]) -> list[list
             for trajectory, events in recordings(shard.journal):
                 if trajectory.group_id in found:
                     found[trajectory.group_id].append(list(map(encode, events)))
+    return list(found.values())
+
+
+def furthest(*kept: Sequence[PackedHistory]) -> list[PackedHistory]:
+    """Return the longest history of each trajectory: a shard may die while it writes down what it was leased."""
+    found: dict[str, PackedHistory] = {}
+    for history in chain(*kept):
+        name = cast(Prompted, decode(history[0])).trajectory_id
+        found[name] = max(found.get(name, history), history, key=len)
     return list(found.values())
 
 

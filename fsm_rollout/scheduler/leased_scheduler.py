@@ -178,15 +178,11 @@ class LeasedScheduler(Scheduler):
     def _renew(self, group: Group) -> bool:
         """Have a group that came back run again where it is too old by now; return whether it is."""
         leased, run = cast(LeasedGroup, group), self._run
-        most, oldest, shard = self.staleness.most, leased.oldest, leased.shard
+        most, oldest = self.staleness.most, leased.oldest
         if most is None or oldest is None or self.shards.version - oldest <= most or group.dropped or run is None:
             return False
-        if shard is None or not shard.alive:
+        if not cast(Leases, self.samples).renew(leased):
             group.drop_reason = DropReason.STALE
-            return True
-        shard.groups[group.group_id] = group
-        shard.send("renew", cast(Leases, self.samples).number, group.group_id)
-        self.groups.put(group, GroupState.RUNNING)
         run.changed.set()
         return True
 

@@ -12,13 +12,21 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, histories_of, target_not_reached
+from fsm_rollout.scheduler.leased_group import (
+    AttemptEnd,
+    LeasedGroup,
+    PackedHistory,
+    furthest,
+    histories_of,
+    target_not_reached,
+)
 from fsm_rollout.scheduler.recorder import CountsListener, Recorder, TimesListener
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
@@ -49,6 +57,18 @@ class Leasing(Protocol):
     batch_options: dict[str, Any]
 
 
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one run has in one shard."""
+
+    groups: dict[str, LeasedGroup] = field(default_factory=dict)
+    """Those that were leased to it and have not come back, by id."""
+    queued: dict[str, None] = field(default_factory=dict)
+    """Those of them that it had not begun, when it last said so."""
+    asked: bool = False
+    """Whether it has been asked for groups that it has not begun, and has not answered."""
+
+
 class Leases:
     """Leases the groups of a scheduler to shards; what a :class:`SampleRunner` is to a run of one process."""
 
@@ -59,7 +79,7 @@ class Leases:
         self.tail = Tail()
         self.number = -1
         self._run: RunState | None = None
-        self._open: set[ShardHandle] = set()  # the shards in which the run has not ended
+        self._open: dict[ShardHandle, Lease] = {}  # of the shards in which the run has not ended
         self._error: Exception | None = None
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -100,28 +120,23 @@ class Leases:
         scheduler = self.scheduler
         if shard in self._open:
             return
-        self._open.add(shard)
+        self._open[shard] = Lease()
         now = scheduler.starter.run
         asked: dict[str, Any] = {
-            "n": self._n, "step": now.step, "run_number": scheduler.starter.run_number,
+            "n": cast(RunState, self._run).n, "step": now.step, "run_number": scheduler.starter.run_number,
             "run_id": "" if now.trace is None else now.trace.run_id, "evaluation": scheduler.evaluation,
             "histories": scheduler.histories, "batch": scheduler.batch_options, "lag": scheduler.lag is not None,
         }  # fmt: skip
         shard.send("run", self.number, asked)
-
-    @property
-    def _n(self) -> int:
-        assert self._run is not None
-        return self._run.n
 
     async def _end_everywhere(self, run: RunState) -> None:
         """Wait until the run has ended in all shards."""
         keep = run.stop is None or run.stop is CARRIED
         told = set[ShardHandle]()
         while self._open:
-            for shard in self._open - told:  # also one that joins meanwhile
+            for shard in self._open.keys() - told:  # also one that joins meanwhile
                 shard.send("end", self.number, keep)
-            told |= self._open
+            told |= self._open.keys()
             await run.change()
         groups = self.scheduler.groups
         for group in () if keep else list(groups.by_state[GroupState.WAITING].values()):
@@ -139,7 +154,7 @@ class Leases:
                 self._wait_again(groups, histories_of(shard, groups))
                 continue
             for group in groups:
-                shard.groups[group.group_id] = group
+                self._open[shard].groups[group.group_id] = group
                 self.scheduler.groups.put(group, GroupState.RUNNING)
 
     def _lease_next(self, run: RunState) -> bool:
@@ -147,10 +162,10 @@ class Leases:
         shards, groups = self.scheduler.shards, self.scheduler.groups
         if shards.failure is not None:
             raise shards.failure
-        if len(alive := shards.alive) < shards.count:
+        if len(shards.alive) < shards.count:
             shards.start_missing()
         window = math.ceil(self.scheduler.capacity / run.n)
-        free = [shard for shard in alive if len(shard.queued) < window]
+        free = [(shard, lease) for shard, lease in self._open.items() if len(lease.queued) < window]
         waiting = groups.by_state[GroupState.WAITING]
         if run.exhausted and not waiting:
             self._balance(run)
@@ -164,10 +179,10 @@ class Leases:
             run.exhausted = True
             run.changed.set()
             return True
-        shard = min(free, key=lambda shard: len(shard.groups))
+        shard, lease = min(free, key=lambda each: len(each[1].groups))
         group.shard, group.leased_in, histories = shard, self.number, group.histories
-        shard.groups[group.group_id] = group
-        shard.queued[group.group_id] = None
+        lease.groups[group.group_id] = group
+        lease.queued[group.group_id] = None
         pictures = {p.sha256: p for history in histories for event in history for p in pictures_in(event)}
         shard.send("lease", self.number, group.group_id, group.prompt, histories, list(pictures.values()))
         groups.put(group, GroupState.RUNNING)
@@ -177,20 +192,36 @@ class Leases:
         if run.target is not None and self.stopping is not None:
             return None
         found = run.next_prompt(self.scheduler.groups)
+        if found is not None and run.journal is not None:  # a shard's journal has it, which this one is not told
+            run.journal.groups.add(found[0])
         return None if found is None else LeasedGroup.of(*found, run.n)
 
     def _balance(self, run: RunState) -> None:
         """Take back what nobody has begun, if somebody else has room for it."""
-        alive = self.scheduler.shards.alive
-        idle = [s for s in alive if not s.queued and len(s.groups) * run.n < self.scheduler.capacity]
-        fullest = max(alive, key=lambda shard: len(shard.queued), default=None)
-        if not idle or fullest is None or not fullest.queued or fullest.asked:
+        leases = self._open.values()
+        idle = [lease for lease in leases if not lease.queued and len(lease.groups) * run.n < self.scheduler.capacity]
+        if not idle:
             return
+        shard, fullest = max(self._open.items(), key=lambda each: len(each[1].queued))
         # As many as leave it with no fewer than the other has then: so none goes to and fro.
-        more = (len(fullest.groups) - min(len(shard.groups) for shard in idle)) // 2
-        if more > 0:
+        more = (len(fullest.groups) - min(len(lease.groups) for lease in idle)) // 2
+        if more > 0 and fullest.queued and not fullest.asked:
             fullest.asked = True
-            fullest.send("give_back", self.number, min(more, len(fullest.queued)))
+            shard.send("give_back", self.number, min(more, len(fullest.queued)))
+
+    def renew(self, group: LeasedGroup) -> bool:
+        """Have a group that came back run again; return whether it can: its events are there, or its shard has it."""
+        shard = group.shard
+        if shard is not None and shard in self._open and group.came_back_in == self.number:
+            self._open[shard].groups[group.group_id] = group
+            shard.send("renew", self.number, group.group_id)
+            self.scheduler.groups.put(group, GroupState.RUNNING)
+        elif any(group.packed):
+            group.histories, group.shard = [history for kind in group.packed for history in kind], None
+            self.scheduler.groups.put(group, GroupState.WAITING)
+        else:
+            return False
+        return True
 
     # -- what shards say ----------------------------------------------------------------------------------------------
 
@@ -203,14 +234,20 @@ class Leases:
                 self._begin(shard)
             case "begun":
                 for group_id in parts[0]:
-                    shard.queued.pop(group_id, None)
+                    self._open[shard].queued.pop(group_id, None)
             case "returned":
-                shard.asked = False
+                lease = self._open[shard]
+                lease.asked = False
                 for group_id in parts[0]:
-                    shard.queued.pop(group_id, None)
-                    self._wait_again([cast(LeasedGroup, shard.groups.pop(group_id))])
+                    lease.queued.pop(group_id, None)
+                    self._wait_again([lease.groups.pop(group_id)])
+            case "refused":
+                group_id, error = parts
+                self._open[shard].queued.pop(group_id, None)
+                self.scheduler.groups.take(self._open[shard].groups.pop(group_id))
+                self._error = self._error or error_of(*error)
             case "groups":
-                self._groups_came(run, shard, *parts)
+                self._groups_came(run, self._open[shard], *parts)
             case "dropped":
                 for group_id, reason in parts[0]:
                     self._dropped(group_id, DropReason(reason))
@@ -235,30 +272,30 @@ class Leases:
 
     def _ended(self, shard: ShardHandle, error: Sequence[Any] | None, carried: Sequence[str], *said: Any) -> None:
         """Take in that the run has ended in a shard, which goes on with some groups in the next one."""
-        self._open.discard(shard)
         shard.stats, shard.lag = said
-        for group_id in shard.groups.keys() - set(carried):
-            cast(LeasedGroup, shard.groups[group_id]).shard = None
-        shard.groups.clear()
-        shard.queued.clear()
-        shard.asked = False
-        if error is not None:
+        gone = [group for group in self._open.pop(shard).groups.values() if group.group_id not in carried]
+        for group in gone:
+            group.shard = None
+        if error is not None:  # others go on with what it has kept
+            for group, known in zip(gone, histories_of(shard, gone), strict=True):
+                group.histories = furthest(group.histories, known)
             self._error = self._error or error_of(*error)
 
     def _wait_again(self, groups: Sequence[LeasedGroup], histories: Sequence[Sequence[PackedHistory]] = ()) -> None:
         """Have groups wait for another shard, with what is known of them."""
         for group, known in zip(groups, histories, strict=False):
-            group.histories = known or group.histories
+            group.histories = furthest(group.histories, known)
         for group in groups:
             group.shard = None
         self.scheduler.groups.put_first([*groups], GroupState.WAITING)
 
-    def _groups_came(self, run: RunState, shard: ShardHandle, headers: Sequence[Sequence[Any]], part: bytes) -> None:
+    def _groups_came(self, run: RunState, lease: Lease, headers: Sequence[Sequence[Any]], part: bytes) -> None:
         scheduler = self.scheduler
         scheduler.shards.deaths = 0
         for header in headers:
-            group = cast(LeasedGroup, shard.groups.pop(header[0]))
-            shard.queued.pop(group.group_id, None)
+            group = lease.groups.pop(header[0])
+            lease.queued.pop(group.group_id, None)
+            group.came_back_in = self.number
             scores = group.came_back(header, part)
             scheduler.groups.put(group, GroupState.DONE)
             if group.drop_reason is DropReason.FILTERED:
@@ -277,10 +314,9 @@ class Leases:
 
     def lost(self, shard: ShardHandle) -> None:
         """See :class:`~fsm_rollout.scheduler.shards.LeasedRun`."""
-        self._open.discard(shard)
-        lost = [cast(LeasedGroup, group) for group in shard.groups.values() if group.state is GroupState.RUNNING]
+        lease = self._open.pop(shard, Lease())
+        lost = [group for group in lease.groups.values() if group.state is GroupState.RUNNING]
         self._wait_again(lost, histories_of(shard, lost))
-        shard.groups.clear()
         if self._run is not None:
             self._run.changed.set()
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
 from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
-from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.shard_placement import Started
 
 ERRORS: dict[str, type[Exception]] = {
@@ -34,18 +33,14 @@ class ShardHandle:
     """One of them, as its driver knows it."""
 
     number: int
+    place: int
+    """Which of so many it is: one that takes the place of another has its share of replicas."""
     started: Started
     journal: Path | None = None
     """Where it keeps its events."""
     alive: bool = True
     loop: asyncio.AbstractEventLoop | None = None
     """Where its messages come in."""
-    groups: dict[str, Group] = field(default_factory=dict)
-    """The groups that it has, by id: those that were leased to it and have not come back."""
-    queued: dict[str, None] = field(default_factory=dict)
-    """Those of them that it had not begun, when it last said so."""
-    asked: bool = False
-    """Whether it has been asked for groups that it has not begun, and has not answered."""
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stats: dict[str, dict[str, int]] = field(default_factory=dict)
     """What its engines have done, as of its last run."""

@@ -62,9 +62,9 @@ class ShardSetups:
     def _specs(self) -> list[tuple[str, Any]]:
         return [(POLICY, self._arguments["engine"]), *self._arguments["engines"].items()]
 
-    def of(self, number: int, urls: Sequence[str] = ()) -> bytes:
-        """Return the pickled setup of the shard of a number, from 1; ``urls``: shared servers that are well."""
-        specs = {name: _share(spec, (number - 1) % self._count, self._count) for name, spec in self._specs()}
+    def of(self, place: int, urls: Sequence[str] = ()) -> bytes:
+        """Return the pickled setup of the shard of a place, from 0; ``urls``: shared servers that are well."""
+        specs = {name: _share(spec, place, self._count) for name, spec in self._specs()}
         if urls:
             specs[POLICY] = {**specs[POLICY], "urls": urls}
         rollout = {**self._arguments, "engine": specs.pop(POLICY), "engines": specs}
@@ -151,7 +151,7 @@ def leased_scheduler(
         owned.append(build_engine(*of, ping_every=math.inf))  # shards, which sample there, see losses
         servers = SharedServers(owned[-1])
     scheduler = LeasedScheduler(
-        Shards(count, start, lambda number: setups.of(number, servers.up() if servers else ()), servers),
+        Shards(count, start, lambda place: setups.of(place, servers.up() if servers else ()), servers),
         filter_name=getattr(group_filter, "__name__", str(group_filter)),
         concurrency=most_at_once(given),
         **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts", "tail")},

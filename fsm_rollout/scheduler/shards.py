@@ -47,7 +47,7 @@ class Shards:
     Args:
         number: how many there are.
         start: starts one from its setup.
-        setup: returns the pickled setup of a shard, by its number from 1.
+        setup: returns the pickled setup of a shard, by its place from 0.
         servers: the policy's, where all shards share these.
 
     Raises:
@@ -93,29 +93,29 @@ class Shards:
         """Those that live."""
         return [shard for shard in self.all if shard.alive]
 
-    def _started(self) -> tuple[int, Started]:
+    def _started(self, place: int) -> tuple[int, int, Started]:
         """Start a shard."""
         number = next(self._numbers)
-        started = self._start(self._setup(number))
+        started = self._start(self._setup(place))
         if self._closed:  # meanwhile
             started.end()
             raise EngineError("the shards are closed")
-        return number, started
+        return number, place, started
 
-    def _first_started(self, _: int) -> tuple[int, Started]:
+    def _first_started(self, place: int) -> tuple[int, int, Started]:
         """Start one of the first, again where it dies meanwhile; what else keeps it from starting is the user's."""
         while True:
             try:
-                return self._started()
+                return self._started(place)
             except ShardLost as error:
                 self.deaths += 1
                 if self.deaths > MOST_DEATHS:
                     raise
                 logger.warning("%s; another is started", error)
 
-    def _shard(self, numbered: tuple[int, Started]) -> ShardHandle:
-        number, started = numbered
-        shard = ShardHandle(number, started)
+    def _shard(self, placed: tuple[int, int, Started]) -> ShardHandle:
+        shard = ShardHandle(*placed)
+        started = shard.started
         started.link.receive = lambda *message: self._receive(shard, *message)
         started.link.lost = lambda: self._lost(shard)
         return shard
@@ -184,8 +184,9 @@ class Shards:
         starting = self._starting
         return None if starting is None or not starting.done() or starting.cancelled() else starting.exception()
 
-    async def _start_aside(self) -> tuple[int, Started]:
-        return await asyncio.to_thread(self._started)
+    async def _start_aside(self) -> tuple[int, int, Started]:
+        place = min(set(range(self.count)) - {shard.place for shard in self.alive})
+        return await asyncio.to_thread(self._started, place)
 
     async def _start_missing(self) -> None:
         pause = FIRST_PAUSE
@@ -208,14 +209,18 @@ class Shards:
                 await asyncio.sleep(pause)  # others may still have what it needs
                 pause = min(2 * pause, MOST_PAUSE)
                 continue
-            await shard.started.attach()
-            shard.loop = self._loop
-            await self._keep_journal(shard)
             try:
+                await shard.started.attach()
+                shard.loop = self._loop
+                await self._keep_journal(shard)
                 await self._catch_up(shard)
+                await self._keep_journal(shard)  # a run may have begun meanwhile
             except EngineError as error:
                 if shard.alive:
                     self._give_up(shard, f"could not follow the others: {error}")
+            except BaseException:  # nobody else knows it yet
+                shard.started.end()
+                raise
             if not shard.alive:
                 continue
             self.all = [*self.alive, shard]
@@ -398,7 +403,7 @@ class Shards:
             if not answer.done():
                 answer.set_exception(EngineError("a shard has died"))
         if self.runs:
-            logger.warning("shard %d died; the %d groups that it had go on in others", shard.number, len(shard.groups))
+            logger.warning("shard %d died; what it had goes on in others", shard.number)
         for run in list(self.runs.values()):
             run.lost(shard)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fsm_rollout.errors import ConfigError, EngineError, RunStopped, TargetNotRe
 from fsm_rollout.names.objects import load_object
 from fsm_rollout.report.running import running_of
 from fsm_rollout.scheduler import shard_placement
-from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.shards import MOST_DEATHS, Shards
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.journal import Journal, JournalFolder
@@ -50,6 +51,12 @@ def plain(batch: TrajectoryBatch) -> list[tuple[Any, ...]]:
         )
         for row in batch.rows()
     ]  # fmt: skip
+
+
+async def until(said: Callable[[], bool]) -> None:
+    """Let all else go on until that is so."""
+    while not said():  # noqa: ASYNC110  # shards say it to their driver alone
+        await asyncio.sleep(0)
 
 
 async def alone(**options: Any) -> dict[str, tuple[Any, ...]]:
@@ -255,6 +262,80 @@ def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since
                 async with Rollout(agent(), spec(), seed=7) as single:
                     expected = rows(trajectories([group async for group in single.stream(chosen, 2)]))
                 assert rows(rest) == expected
+
+    asyncio.run(main())
+
+
+def test_a_run_and_an_evaluation_beside_it_have_their_own_groups_also_when_a_shard_dies() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(delay=0.3), seed=7, workers=2, concurrency=8) as rollout:
+            running = asyncio.create_task(rollout.arun(prompts(4)))
+            beside = asyncio.create_task(rollout.aevaluate(prompts(3)))
+            runs = shards_of(rollout).runs
+            await until(lambda: sum(len(lease.groups) for run in runs.values() for lease in run._open.values()) == 7)  # type: ignore[attr-defined]
+            shards_of(rollout).kill(0)
+            of_run, of_evaluation = await asyncio.gather(running, beside)
+            assert sorted(of_run["group_id"]) == [prompt.prompt_id for prompt in prompts(4)]
+            assert sorted(of_evaluation["group_id"]) == [f"evaluation/{prompt.prompt_id}" for prompt in prompts(3)]
+
+    asyncio.run(main())
+
+
+def test_prompts_of_a_run_that_was_closed_get_other_names_in_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Journal(tmp_path / "journal.sqlite") as book:
+            async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, journal=book) as rollout:
+                stream = rollout.stream(prompts(COUNT))
+                await anext(stream)
+                await stream.aclose()
+                again = [group.group_id async for group in rollout.stream(prompts(COUNT))]
+                assert sorted(again) == [f"{prompt.prompt_id}#2" for prompt in prompts(COUNT)]
+                assert shards_of(rollout).deaths == 0
+
+    asyncio.run(main())
+
+
+def test_what_was_carried_and_is_too_old_by_the_next_run_is_sampled_anew() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(), seed=7, workers=2, max_staleness=0) as rollout:
+            stream = rollout.stream(iter(prompts(12)), 2, target_groups=2, over_sample=3)
+            await anext(stream)
+            await until(lambda: len(rollout.scheduler.groups.by_state[GroupState.DONE]) == 5)
+            assert len([group async for group in stream]) == 1
+            carried = {group.group_id for group in rollout.carried if group.ended}
+            assert len(carried) >= 4
+            await rollout.aupdate_weights({}, 1)
+            batch = await rollout.arun([], 2)
+            assert carried <= set(batch["group_id"])
+            assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_wrong_ends_its_own_run_and_no_other() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+            wrong = prompts(1)[0].model_copy(update={"prompt_id": "wrong", "agent": "nobody"})
+            with pytest.raises(ConfigError, match="nobody"):
+                await rollout.arun(iter([wrong]), target_groups=1)
+            assert len(await rollout.arun(prompts(2))) == 2
+
+    asyncio.run(main())
+
+
+def test_who_takes_the_place_of_a_shard_has_its_share_of_replicas() -> None:
+    async def main() -> None:
+        async with Rollout(agent(), {**spec(), "replicas": 3}, workers=2) as rollout:
+            shards = shards_of(rollout)
+            shards, replicas = shards_of(rollout), rollout.engines["policy"]
+            assert len(await replicas.rows()) == 3
+            (second,) = (shard for shard in shards.all if shard.place == 1)
+            second.started.kill()
+            await second.gone.wait()
+            assert len(await rollout.arun(prompts(2))) == 2
+            assert shards._starting is not None
+            await shards._starting
+            assert len(await replicas.rows()) == 3
 
     asyncio.run(main())
 
