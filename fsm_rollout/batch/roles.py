@@ -36,6 +36,9 @@ def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
     """Return whose each token of a trajectory's stream is, int8 ``[tokens]``: numbers of ``ROLES``."""
     roles, replies = np.zeros(stream.tokens.length, np.int8), frozenset(stream.replies)
     failed: set[str] = set()
+    # A prompt may hold calls of an earlier run, whose ids ours have too. Which messages are the prompt's: a stream may
+    # open with what was said since, and a system message may stand before them all.
+    own = min(stream.opening, len(trajectory.prompt_messages) + 1)
     if trajectory.calls_failed:
         failed.update(c.id for turn in trajectory.turn_of for c in turn.results if c.failure is not None)
     for index, start, length, notice in stream.parts:
@@ -43,7 +46,7 @@ def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
         role = _OF_MESSAGES.get(message["role"], 0)
         if message["role"] == "assistant" and index >= stream.opening:
             continue  # sampled here, but for what closed its thinking
-        if notice or (failed and message.get("tool_call_id") in failed):
+        if notice or (failed and index >= own and message.get("tool_call_id") in failed):
             role = _NOTICE
         elif index in replies:
             role = _INTERACTION

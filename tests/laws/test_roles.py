@@ -12,10 +12,12 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, simulate
 from fsm_rollout.trajectory.enums import ROLES, Role
-from fsm_rollout.trajectory.events import Called, ContextOpened, MessagesAppended, UserReplied
+from fsm_rollout.trajectory.events import Called, ContextOpened, MessagesAppended, Prompted, UserReplied
+from fsm_rollout.trajectory.prompt import Prompt
 from tests.laws.test_laws import said
 from tests.laws.world import call
 from tests.runs import TOOLS, agent
+from tests.runs import rows as rows_of
 
 TEXT_ROLES = {Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL, Role.INTERACTION, Role.NOTICE}
 
@@ -29,6 +31,7 @@ def _tokenizer() -> None:
 def told_by_events(run: Simulation, trajectory_id: str) -> dict[tuple[str, str], set[Role]]:
     """Return the roles that a message's text has, by the message's own role and the text; scripts say some twice."""
     events = run.events[trajectory_id]
+    (prompt,) = [event.messages for event in events if isinstance(event, Prompted)]
     failed = {event.id for event in events if isinstance(event, Called) and event.failure is not None}
     replied = {event.content for event in events if isinstance(event, UserReplied)}
     roles: dict[tuple[str, str], set[Role]] = {}
@@ -36,7 +39,7 @@ def told_by_events(run: Simulation, trajectory_id: str) -> dict[tuple[str, str],
         if isinstance(event, ContextOpened | MessagesAppended):
             for message in event.messages:
                 role = Role(message["role"])
-                if message.get("tool_call_id") in failed:
+                if message.get("tool_call_id") in failed and message not in prompt:
                     role = Role.NOTICE
                 elif message["content"] in replied and role is Role.USER:
                     role = Role.INTERACTION
@@ -96,6 +99,34 @@ def test_what_a_failed_call_is_told_is_a_notice() -> None:
     assert "error" in found[Role.NOTICE]
     assert Role.TOOL not in found
     assert "Be brief." in found[Role.SYSTEM]
+
+
+@pytest.mark.parametrize("history", ["keep", "split"])
+def test_a_result_in_the_prompt_stays_the_tool_s_when_a_call_of_its_id_fails(history: str) -> None:
+    frame = {
+        "states": {**TOOLS["states"], "INTERACTING": {"timeout": 50.0}},
+        "transitions": [
+            *(row for row in TOOLS["transitions"] if row["dest"] != "TERMINATED"),
+            *rows_of("GENERATING generated INTERACTING", "INTERACTING replied GENERATING"),
+            *rows_of("INTERACTING interaction_done TERMINATED"),
+        ],
+    }
+    tools = {"fail": {"use": "tests.law_tools:fail", "timeout": 50.0}}
+    user = {"use": "tests.law_tools:Chatty", "kwargs": {"replies": 1}}
+    graph = agent(frame, tools=tools, contexts={"main": {"history": history}}, interaction=user)
+    earlier = {"id": "c00000000", "type": "function", "function": {"name": "fail", "arguments": {"text": "y"}}}
+    prompt = Prompt(
+        prompt_id="p",
+        messages=(
+            {"role": "user", "content": "Try."},
+            {"role": "assistant", "content": "", "tool_calls": [earlier]},
+            {"role": "tool", "content": "It was well.", "tool_call_id": "c00000000"},
+        ),
+    )
+    says = {"a/main": (Turn(text=call("fail", "x")), Turn(text="Done."))}
+    run = simulate(graph, Plan(says=(says,)), real_tools=True, prompts=[prompt])
+    roles_hold(run)
+    assert len(run.trajectories[0].streams) == (1 if history == "keep" else 2)
 
 
 def test_how_much_of_a_result_was_cut_is_a_notice_and_the_rest_the_tool_s() -> None:
