@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fsm_rollout.errors import BatchError, did_you_mean
 from fsm_rollout.trajectory.enums import ROLES, Role
+from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -35,19 +36,24 @@ _OF_MESSAGES = {**_NUMBERS, "developer": _NUMBERS[Role.SYSTEM]}
 def roles_of(trajectory: Trajectory, stream: Stream) -> npt.NDArray[np.int8]:
     """Return whose each token of a trajectory's stream is, int8 ``[tokens]``: numbers of ``ROLES``."""
     roles, replies = np.zeros(stream.tokens.length, np.int8), frozenset(stream.replies)
-    failed: set[str] = set()
-    # A prompt may hold calls of an earlier run, whose ids ours have too. Which messages are the prompt's: a stream may
-    # open with what was said since, and a system message may stand before them all.
-    own = min(stream.opening, len(trajectory.prompt_messages) + 1)
-    if trajectory.calls_failed:
-        failed.update(c.id for turn in trajectory.turn_of for c in turn.results if c.failure is not None)
+    calls: dict[object, Called] = {}
+    for turn in trajectory.turn_of:
+        if turn.results:
+            calls.update({call.id: call for call in turn.results})
+    # Messages before this one are the prompt's. It may hold calls of an earlier run, whose ids ours have too. A stream
+    # may open with what was said since, and a system message may stand before them all.
+    own = min(stream.opening, len(trajectory.prompt_messages) + 1) if calls else stream.opening
     for index, start, length, notice in stream.parts:
         message = stream.messages[index]
         role = _OF_MESSAGES.get(message["role"], 0)
         if message["role"] == "assistant" and index >= stream.opening:
             continue  # sampled here, but for what closed its thinking
-        if notice or (failed and index >= own and message.get("tool_call_id") in failed):
-            role = _NOTICE
+        if message["role"] == "tool":
+            if index >= own:  # any text may look like a notice: the call says whether its result was cut
+                call = calls.get(message.get("tool_call_id"))
+                notice = call is not None and (call.failure is not None or (notice and call.truncated_tokens > 0))
+            if notice:
+                role = _NOTICE
         elif index in replies:
             role = _INTERACTION
         roles[start : start + length] = role
