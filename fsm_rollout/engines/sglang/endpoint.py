@@ -14,8 +14,8 @@ import base64
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from fsm_rollout.engines.http.endpoint import (
     second_answer,
 )
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Weights
+from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OutputLine, Told
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
@@ -54,78 +55,25 @@ LOOK_WITHIN = 120.0  # seconds that it has to look at its first picture
 MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
 
 
-class Finish(msgspec.Struct):
-    """Why a request has ended."""
-
-    type: str
-    message: str | None = None
-
-
-class Meta(msgspec.Struct):
-    """What SGLang says about a request beside its tokens."""
-
-    completion_tokens: int
-    finish_reason: Finish | None
-    prompt_tokens: int | None = None
-    cached_tokens: int = 0
-    weight_version: str | int | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    output_token_sampling_logprobs: list[float | None] = []
-    output_token_sampling_mask: list[list[int]] = []
-    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    input_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
-    routed_experts: str = ""  # at the end of a request, in base64: int32 `[tokens, layers, top_k]`
-
-
-class _Line(msgspec.Struct):
-    """A piece of an answer: the whole answer so far, or with incremental output what is new in it."""
-
-    output_ids: list[int] | None = None
-    meta_info: Meta | None = None
-    index: int = 0  # which of several answers to one request
-    error: dict[str, object] | str | None = None  # stands in place of the others when SGLang refuses the request
-
-
-class Info(msgspec.Struct):
-    """``/server_info``, as far as it matters here."""
-
-    max_req_input_len: int
-    max_total_num_tokens: int = 0
-    sampling_mask_max_tokens: int = 0
-    enable_weights_cpu_backup: bool = False
-    enable_return_routed_experts: bool = False
-    enable_session_radix_cache: bool = False
-    enable_priority_scheduling: bool = False
-    schedule_low_priority_values_first: bool = False
-    language_model_only: bool = False
-    enable_lora: bool | None = False
-    grammar_backend: str | None = None
-    skip_tokenizer_init: bool = False
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    enable_dp_attention: bool = False
-
-
-class _ModelInfo(msgspec.Struct):
-    weight_version: str | int = ""
-    has_image_understanding: bool = False
-
-
 def _version(label: str) -> int:
     """Return the number of a version; 0 where it is none."""
     return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
 
-class Told(msgspec.Struct):
-    """What SGLang says of an order."""
-
-    success: bool
-    message: str = ""
-    error_message: str | None = None  # of an adapter
+_decode_line = msgspec.json.Decoder(OutputLine).decode
 
 
-_decode_line = msgspec.json.Decoder(_Line).decode
+@contextmanager
+def half_loaded_if(changed: Callable[[], bool]) -> Iterator[None]:
+    """Have a refusal in here be HalfLoaded if the server has not what it had; one that has failed stays lost."""
+    try:
+        yield
+    except ReplicaLost:
+        raise
+    except EngineError as error:
+        if not changed():
+            raise
+        raise HalfLoaded(str(error)) from error
 
 
 class SGLangEndpoint(Endpoint):
@@ -160,6 +108,7 @@ class SGLangEndpoint(Endpoint):
         self._experts = [config_number(folder, name) or 0 for name in ("num_hidden_layers", "num_experts_per_tok")]
         # What we told the server to call its weights. Until then others may update them without our knowing.
         self.label: str | None = None
+        self.whole = True  # whether its weights are all of one version, and it calls them so
         self.adapter: str | None = None  # the name of the one that requests are sampled with
         self.info = Info(0)
         self._mask_tokens = 0  # the longest sampling mask that it gives
@@ -189,7 +138,7 @@ class SGLangEndpoint(Endpoint):
             )
         # What sleep gives back must be there again later: the weights only when SGLang keeps a copy of them.
         self._memory = ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]
-        model = await self.ask("/model_info", _ModelInfo)
+        model = await self.ask("/model_info", ModelInfo)
         if self.processor is not None and (why := await self._why_blind(model, info)) is not None:
             logger.warning("%s at %s reads text only: %s", self.name, self.url, why)
             self.processor = None
@@ -198,14 +147,14 @@ class SGLangEndpoint(Endpoint):
             self.label = label
         return _version(label)
 
-    async def _why_blind(self, model: _ModelInfo, info: Info) -> str | None:
+    async def _why_blind(self, model: ModelInfo, info: Info) -> str | None:
         """Return why the server cannot be sent pictures; ``None``: it reads one as the model's processor does."""
         if not model.has_image_understanding or info.language_model_only:
             return "it was not started for pictures (--enable-multimodal)"
         try:
             probe = await asyncio.to_thread(shown_once, self.processor)
             body = {"sampling_params": {"max_new_tokens": 1}, **self._pictures.prompt(probe.ids, probe.media)}
-            line = self.decode("/generate", await self.call("/generate", body, within=LOOK_WITHIN), _Line)
+            line = self.decode("/generate", await self.call("/generate", body, within=LOOK_WITHIN), OutputLine)
         except ChatTemplateError:  # the agent's own template may show pictures
             return None
         except EngineError as error:
@@ -250,7 +199,7 @@ class SGLangEndpoint(Endpoint):
                 # Half-way, it has no copy of the old ones.
                 kind = ReplicaLost if "Rolling back" in loaded.message else EngineError
                 raise kind(f"the SGLang server {self.url} refused the weights: {loaded.message}")
-            self.label = str(version)
+            self.label, self.whole = str(version), True
             await self.forget_adapter()
 
         return load
@@ -262,12 +211,13 @@ class SGLangEndpoint(Endpoint):
     async def call_weights(self, version: int) -> None:
         """Have it call its weights by this version."""
         await self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.label = str(version)
+        self.label, self.whole = str(version), True
 
     async def adopt(self, version: int, *, doubted: bool) -> None:
         """See :class:`~fsm_rollout.engines.http.endpoint.Endpoint`."""
-        label = str((await self.ask("/model_info", _ModelInfo)).weight_version)
-        if _version(label) != version:
+        label = str((await self.ask("/model_info", ModelInfo)).weight_version)
+        self.whole = _version(label) == version
+        if not self.whole:
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
         self.label = label
 
@@ -277,29 +227,34 @@ class SGLangEndpoint(Endpoint):
         if before == name:  # the same version again, perhaps of other numbers
             await self.forget_adapter()
         body = {"lora_name": name, "lora_path": str(folder)}
-        told = await self.tell("/load_lora_adapter", body)
-        if not told.success and "already loaded" in (
-            told.error_message or ""
-        ):  # by us, before we lost sight of the server
-            await self.tell("/unload_lora_adapter", {"lora_name": name})
+        with half_loaded_if(lambda: self.adapter != before):  # the one before may be gone already
             told = await self.tell("/load_lora_adapter", body)
-        if not told.success:
-            kind = HalfLoaded if self.adapter != before else EngineError  # the one before may be gone already
-            raise kind(f"the SGLang server {self.url} refused the adapter: {told.error_message or told.message}")
+            if not told.success and "already loaded" in told.why:  # by us, before we lost sight of the server
+                await self._unload(name)
+                told = await self.tell("/load_lora_adapter", body)
+            if not told.success:
+                raise EngineError(f"the SGLang server {self.url} refused the adapter: {told.why}")
         left, self.adapter = self.adapter, name
-        if left is not None:
-            try:
-                await self.tell("/unload_lora_adapter", {"lora_name": left})
-            except ReplicaLost:
-                raise
-            except EngineError as error:  # it only keeps its place there
-                logger.warning("the adapter '%s' stays loaded: %s", left, error)
+        await self._unload(left)
 
     async def forget_adapter(self) -> None:
         """Sample with the model's own weights."""
-        if (before := self.adapter) is not None:
-            self.adapter = None
-            await self.tell("/unload_lora_adapter", {"lora_name": before})
+        left, self.adapter = self.adapter, None
+        await self._unload(left)
+
+    async def _unload(self, adapter: str | None) -> None:
+        """Have it forget an adapter that nothing is sampled with; one that stays only keeps its place there."""
+        if adapter is None:
+            return
+        try:
+            told = await self.tell("/unload_lora_adapter", {"lora_name": adapter})
+            why = "" if told.success else told.why
+        except ReplicaLost:
+            raise
+        except EngineError as error:
+            why = str(error)
+        if why:
+            logger.warning("the adapter '%s' stays loaded: %s", adapter, why)
 
     @cached_property
     def is_here(self) -> bool:

@@ -1,8 +1,9 @@
 """An SGLang server behind the engine protocol; one URL is one engine.
 
 Invariant: that of :mod:`fsm_rollout.engines.http.engine`; and every answer says which version sampled it, so no token
-of another version is ever taken for one of ours. New weights are checked before the server hears of them. It reads them
-from a folder: tensors are stored in one, once for all servers of this host.
+of another version is ever taken for one of ours; once new weights may have reached it, it samples nothing for us until
+it has whole ones under a version. They are checked before the server hears of them, and it reads them from a folder,
+this host's memory or a broadcast.
 
 Tokens are exact (ids in, ids out), also through a server that has its own tokenizer. What SGLang (0.5.21 to 0.5.23)
 was found to do, beyond or beside the protocol:

@@ -1,7 +1,8 @@
 """Tensors on their way into an SGLang server: handles of this host's memory, or a broadcast.
 
 Invariant: SGLang's session for an update is open from its first bucket to its last; whatever fails in between closes
-it, and is HalfLoaded unless the server as a whole has failed. The weights get their version after all of it.
+it, and is HalfLoaded unless the server as a whole has failed. The weights get their version after all of it, and from
+the begin of an update until then nothing that is refused is taken for a sign that the old ones are there.
 
 A handle names memory that the server opens itself, so no tensor travels.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Seat
 from fsm_rollout.engines.http.engine import HTTPEngine
 from fsm_rollout.engines.protocol import HalfLoaded, Weights, WeightSource
-from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
+from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint, half_loaded_if
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import UPDATE_WITHIN, Bucket, Loaded, as_source
 from fsm_rollout.engines.weights import check_shapes, shapes_in
@@ -33,7 +35,7 @@ class WeightRoutes:
     def __init__(self, endpoint: SGLangEndpoint) -> None:
         self._endpoint = endpoint
         self._shapes = shapes_in(endpoint.folder)
-        self._open = self._touched = False  # the session; whether any new weights were loaded
+        self._open = self._touched = False  # the session; whether any new weights may have been loaded
 
     def check(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
         """Raise EngineError for tensors that are not the model's, or a server that they cannot reach."""
@@ -52,7 +54,9 @@ class WeightRoutes:
 
     async def begin(self) -> None:
         """Have it forget what it has computed, once it has nothing to do."""
-        await self._endpoint.flush_cache()
+        with self._half_loaded():
+            await self._endpoint.flush_cache()
+        self._touched, self._endpoint.whole = not self._endpoint.whole, False
 
     async def load(self, path: str, body: Mapping[str, object], names: Mapping[str, torch.Tensor]) -> None:
         """Have it load a bucket by a route."""
@@ -76,11 +80,12 @@ class WeightRoutes:
         if version is None:
             if self._touched:
                 raise HalfLoaded(f"{self._endpoint.url} has a part of the new weights")
+            self._endpoint.whole = True
             return
-        await self._endpoint.flush_cache()
-        await self._endpoint.call_weights(version)
+        with self._half_loaded():
+            await self._endpoint.flush_cache()
+            await self._endpoint.call_weights(version)
         await self._endpoint.forget_adapter()
-        self._touched = False
 
     async def _close(self) -> None:
         if self._open:
@@ -88,9 +93,14 @@ class WeightRoutes:
             await self._tell("/end_weight_update", {})
 
     async def _tell(self, path: str, body: Mapping[str, object]) -> None:
-        told = await self._endpoint.tell(path, body)
-        if not told.success:
-            raise HalfLoaded(f"the SGLang server {self._endpoint.url} refused {path}: {told.message}")
+        with self._half_loaded():
+            told = await self._endpoint.tell(path, body)
+            if not told.success:
+                raise EngineError(f"the SGLang server {self._endpoint.url} refused {path}: {told.message}")
+
+    def _half_loaded(self) -> AbstractContextManager[None]:
+        """Whatever is refused while an update is under way leaves no whole weights: also by the trainer's own means."""
+        return half_loaded_if(lambda: not self._endpoint.whole)
 
     # -- the broadcast's group ---------------------------------------------------------------------------------------
 

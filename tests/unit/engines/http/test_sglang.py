@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.http import link as http_link
@@ -136,6 +137,63 @@ async def test_one_that_has_a_part_of_new_weights_samples_nothing_until_it_has_w
         assert await engine.update_weights(TENSORS) == 1
         assert ((await asked).ids, (await asked).versions) == ([EARLY] * 4, [1] * 4)
         assert len(server.bodies("/generate")) == 1
+
+
+REFUSED = b"HTTP/1.0 403 No\r\n\r\nnot now"
+BEGUN = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+
+
+@pytest.mark.parametrize("path", [*BEGUN, "/flush_cache", "/update_weight_version", "the trainer's own"])
+async def test_one_that_refuses_what_follows_new_weights_is_not_taken_for_one_that_has_the_old_ones(
+    server: SGLangStandIn, path: str
+) -> None:
+    """Others' requests may be under way there, say; its number is the old one's until the end."""
+
+    def refusing() -> dict[str, torch.Tensor]:  # from when the update has begun
+        server.raw["/flush_cache" if path == "the trainer's own" else path] = REFUSED
+        return TENSORS
+
+    async def own_update(client: EngineClient) -> None:
+        async with updating(client.update_weights):
+            refusing()
+
+    nothing = Tensors(lambda: {str(1 / 0): SHORT})  # fails before its first tensor
+    async with aclosing(SGLangHTTPEngine(server.url)) as engine:
+        client = EngineClient(engine)
+        with pytest.raises(HalfLoaded, match="answered 403"):
+            await (own_update(client) if path == "the trainer's own" else client.update_weights(Tensors(refusing)))
+        opened, closed = (len(server.bodies(f"/{which}_weight_update")) for which in ("begin", "end"))
+        assert (opened if path != BEGUN[0] else 0) == closed, "its session is closed"
+        asked = asyncio.ensure_future(one(engine))
+        server.raw.clear()
+        with pytest.raises(HalfLoaded, match="ZeroDivisionError"):
+            await client.update_weights(nothing)
+        await client.update_weights(embedded_model("early"), 5)
+        assert ((await asked).ids, (await asked).versions) == ([EARLY] * 4, [5] * 4)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            await client.update_weights(nothing)
+        assert (await one(engine)).versions == [5] * 4, "it has whole ones, so it goes on with these"
+
+
+@pytest.mark.parametrize("refuses", [REFUSED, b'HTTP/1.0 400 No\r\n\r\n{"success": false, "message": "not now"}'])
+async def test_an_adapter_that_cannot_be_unloaded_keeps_its_place_and_does_no_harm(
+    server: SGLangStandIn, refuses: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.info["enable_lora"] = True
+    async with aclosing(SGLangHTTPEngine(server.url)) as engine:
+        adapter = Adapter(tmp_path)
+        await engine.load_adapter(adapter, 1)
+        server.raw["/unload_lora_adapter"] = refuses
+        assert await engine.update_weights(embedded_model("early"), 2) == 2
+        assert ((await one(engine)).ids, (await one(engine)).versions) == ([EARLY] * 4, [2] * 4)
+        assert "the adapter 'policy@1' stays loaded: " in caplog.text
+        await engine.load_adapter(adapter, 3)
+        server.raw["/load_lora_adapter"] = REFUSED
+        with pytest.raises(EngineError, match="answered 403"):
+            await engine.load_adapter(adapter, 4)
+        assert (await one(engine)).versions == [3] * 4
+        with pytest.raises(HalfLoaded, match="answered 403"):
+            await engine.load_adapter(adapter, 3)  # the one before is gone
 
 
 async def test_a_trainer_pushes_by_its_own_means_while_nothing_is_sampled(made: Made) -> None:
