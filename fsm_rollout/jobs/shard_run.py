@@ -234,7 +234,7 @@ class ShardRun:
             try:
                 self.scheduler.check([named])
             except ConfigError as error:
-                self.send("refused", group_id, told(error))
+                self.send("refused", group_id, packed_error(error))
             else:
                 self.queue.put(named)
 
