@@ -6,12 +6,14 @@ trainer is of a trajectory that it asked for.
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
@@ -109,6 +111,19 @@ def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl
                 )
 
 
+class WeightTransfer(Protocol):
+    """What moves weights by the trainer's own means: as much of TRL's ``WeightTransferProtocol`` as is asked here."""
+
+    def init_weight_transfer(self) -> None:
+        """Set it up."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Have the servers load what the trainer gathers."""
+
+    def destroy(self) -> None:
+        """Take it down."""
+
+
 class RolloutWorker:
     """A worker for AsyncGRPOTrainer (``rollout_worker=``): runs groups in a thread and queues their rows as samples.
 
@@ -120,10 +135,15 @@ class RolloutWorker:
         prompts: an iterator that does not end soon (:func:`fsm_rollout.endless_prompts`).
         n: samples per group.
         queue_size: how many samples may wait for the trainer; then the worker waits.
+        transfer: a weight transfer of the trainer's own, by whose means weights reach the rollout's servers; these are
+            held meanwhile (:meth:`fsm_rollout.Rollout.updating`). Default: tensors through this process.
     """
 
-    def __init__(self, rollout: Rollout, prompts: Iterator[Trl], n: int, *, queue_size: int = 1024) -> None:
-        self.rollout = rollout
+    def __init__(
+        self, rollout: Rollout, prompts: Iterator[Trl], n: int, *, queue_size: int = 1024,
+        transfer: WeightTransfer | None = None,
+    ) -> None:  # fmt: skip
+        self.rollout, self._transfer = rollout, transfer
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=queue_size)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._prompts = prompts
@@ -162,13 +182,30 @@ class RolloutWorker:
     # -- WeightTransferProtocol -----------------------------------------------------------------------------------
 
     def init_weight_transfer(self) -> None:
-        """Do nothing: engine and trainer are in one process; so for :meth:`pause`, :meth:`resume`, :meth:`destroy`."""
+        """Set up the trainer's own transfer, if there is one."""
+        if self._transfer is not None:
+            self._transfer.init_weight_transfer()
 
-    pause = resume = destroy = init_weight_transfer
+    def destroy(self) -> None:
+        """Take it down."""
+        if self._transfer is not None:
+            self._transfer.destroy()
 
-    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def pause(self) -> None:
+        """Do nothing, as for :meth:`resume`: an update holds the engine while it needs that."""
+
+    resume = pause
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load the trainer's weights as it gathers them; trajectories under way go on with them."""
-        self.rollout.update_weights(Tensors((name, tensor.detach()) for name, tensor in iterator))
+        if self._transfer is None:
+            self.rollout.update_weights(Tensors((name, tensor.detach()) for name, tensor in iterator))
+        else:
+            self.rollout._wait_for(partial(self._send_by_own_means, self._transfer, iterator))
+
+    async def _send_by_own_means(self, transfer: WeightTransfer, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        async with self.rollout.updating():
+            await asyncio.to_thread(transfer.send_weights, iterator)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 

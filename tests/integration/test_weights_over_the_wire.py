@@ -301,6 +301,30 @@ def test_shards_share_servers_that_the_driver_loads_once(pool: EnginePool, how: 
     asyncio.run(main())
 
 
+@pytest.mark.process
+def test_a_server_is_added_to_shards_that_run(pool: EnginePool) -> None:
+    """The driver meets it and loads it, then each shard does; the first can leave afterwards."""
+
+    async def main() -> None:
+        await EngineClient(pool).update_weights(tensors("early"))
+        urls = [replica.live.address.url for replica in pool.replicas]
+        agent, few = fr.load_agent(CONFIGS / "agents/tool_user.yaml"), CONFIGS / "data/arithmetic.jsonl"
+        prompts = fr.read_prompts(few, limit=4)
+        spec = {"kind": "sglang_http", "urls": urls[:1], "api_key": KEY}
+        async with fr.Rollout(agent, spec, seed=7, workers=2, concurrency=4) as rollout:
+            version = await rollout.aupdate_weights(tensors("final"))
+            running = asyncio.create_task(rollout.arun(prompts, n=2))
+            name = await rollout.engines["policy"].add(urls[1])
+            assert are_of(await running, {version: "final"})
+            await rollout.engines["policy"].remove("replica-0", 0.0)
+            assert are_of(await rollout.arun(prompts, n=2), {version: "final"})
+            rows = {row["name"]: row for row in await rollout.engines["policy"].rows()}
+            assert {row["state"] for row in rows.values()} == {"left", "up"}
+            assert (rows[name]["url"], rows[name]["weight_version"]) == (urls[1], version)
+
+    asyncio.run(main())
+
+
 def test_servers_come_and_go_while_requests_run_and_no_token_is_lost(pool: EnginePool) -> None:
     """Last, as another server is there afterwards."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import runpy
+import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -29,6 +30,7 @@ from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import BatchError, RolloutError
 from tests.doc_blocks import run_page
+from tests.integration.replica_server import UNIT
 from tests.kit import CONFIGS, ROOT
 from tests.trainers.example_batches import EMBEDDED, RUNS, SEVERAL_ROWS, example_batch, gsm8k
 from tests.unit.batch.test_media import batch, picture
@@ -139,6 +141,38 @@ def test_async_grpos_queue_and_collator_take_the_workers_samples() -> None:
             0, abs=1e-4
         )
     assert set(worker.metrics_queue.get_nowait()) >= {"score_mean", "dropped_groups", "sampled_tokens"}
+
+
+def test_a_transfer_of_the_trainer_s_own_finds_the_servers_held() -> None:
+    """As TRL's ``WeightTransferClient`` is one; here it moves no tensors, but says to the server which ones it has."""
+    seen: list[Any] = []
+
+    class Own:
+        def init_weight_transfer(self) -> None:
+            seen.append("begun")
+
+        def send_weights(self, iterator: Any) -> None:
+            seen.extend(name for name, _ in iterator)
+            assert own.engines["policy"].paused
+
+        def destroy(self) -> None:
+            seen.append("ended")
+
+    command = [sys.executable, "-m", "tests.integration.replica_server", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        try:
+            assert server.stdout is not None
+            spec = {"kind": "sglang_http", "urls": [f"http://127.0.0.1:{server.stdout.readline().strip()}"]}
+            with fr.Rollout(CONFIGS / "agents/single_turn.yaml", spec, sampling={"max_tokens": 8}) as own:
+                worker = RolloutWorker(own, iter(()), 1, transfer=Own())
+                worker.init_weight_transfer()
+                worker.send_weights(iter([("a", torch.ones(1)), ("b", torch.ones(1))]))
+                (row,) = own.run(["one"]).rows()
+                worker.destroy()
+            assert (set(row.versions[row.mask]), set(row.logprobs[row.mask])) == ({1}, {-UNIT})
+        finally:
+            server.kill()
+    assert seen == ["begun", "a", "b", "ended"]
 
 
 def test_a_worker_whose_prompts_end_says_so() -> None:
