@@ -43,32 +43,33 @@ class Lives:
 
     def __init__(self, workload: Workload, block: int) -> None:
         self.workload, self.block = workload, block
+        self._ids: dict[tuple[int, ...], int] = {}  # by group, sample, and the turns that sub-agents were asked after
+        openings = [self._opening(FIRST + number, lives[0][0].adds) for number, lives in enumerate(workload.groups)]
         self.prompts = [
-            Prompt(
-                prompt_id=f"g{number}", messages=({"role": "user", "content": self._opening(number, lives[0][0].adds)},)
-            )
-            for number, lives in enumerate(workload.groups)
+            Prompt(prompt_id=f"g{number}", messages=({"role": "user", "content": opening},))
+            for number, opening in enumerate(openings)
         ]
 
     def blocks(self, tokens: int) -> int:
         """Return in how many blocks some tokens are."""
         return max(1, round(tokens / self.block))
 
-    def _opening(self, group: int, tokens: int) -> str:
+    def _opening(self, id_: int, tokens: int) -> str:
+        """Return a first message of so many tokens, the system's among them."""
         system = min(self.workload.system, tokens - 1)
         shared = f"{SYSTEM}:{self.blocks(system)} " if system else ""
-        return f"{shared}{FIRST + group}:{self.blocks(tokens - system)}"
+        return f"{shared}{id_}:{self.blocks(tokens - system)}"
 
     def of(self, trajectory_id: str) -> tuple[int, Life]:
         """Return the id that stands for what a trajectory says, and its turns."""
         group, sample, *calls = trajectory_id.split("/")
         lives = self.workload.groups[int(group[1:])]
         number = int(sample.partition("~")[0]) % len(lives)
-        life, id_ = lives[number], FIRST + len(self.workload.groups) + int(group[1:]) * 4096 + number * 256
+        life, path = lives[number], [int(group[1:]), number]
         for call in calls:
             turn = int(call.partition("~")[0].rpartition("h")[2])
-            life, id_ = life[turn].helper, id_ + 1 + turn % 255
-        return id_, life
+            life, path = life[turn].helper, [*path, turn]
+        return self._ids.setdefault(tuple(path), FIRST + len(self.workload.groups) + len(self._ids)), life
 
     def says(self, request: Request) -> Answer:
         """Return what an engine says to a request."""
@@ -84,7 +85,7 @@ class Lives:
     def task(self, trajectory_id: str, turn: int) -> str:
         """Return what a sub-agent is asked."""
         id_, life = self.of(f"{trajectory_id}/delegate.h{turn}")
-        return f"{SYSTEM}:{self.blocks(self.workload.system or 1)} {id_}:{self.blocks(life[0].adds)}"
+        return self._opening(id_, life[0].adds)
 
 
 class Working(State):

@@ -54,14 +54,17 @@ def streams(life: Life) -> Iterator[Life]:
             yield from streams(turn.helper)
 
 
-def alone(life: Life, server: ServerCosts) -> float:
-    """Return the seconds that a trajectory takes alone on a server."""
-    length = seconds = 0.0
+def alone(life: Life, server: ServerCosts, system: int, cached: int = 0) -> float:
+    """Return the seconds that a trajectory takes alone on a server, where so much of its prompt is cached.
+
+    The ``system``'s prompt is, when it asks sub-agents: it begins with it, too.
+    """
+    length, seconds = 0, -cached * server.fill
     for number, turn in enumerate(life):
         length += turn.adds
         pace = server.step + server.step_request + server.step_token * (length + turn.says / 2)
         seconds += turn.adds * server.fill + turn.says * pace
-        seconds += alone(turn.helper, server) if turn.helper else 0.0
+        seconds += alone(turn.helper, server, system, min(system, turn.helper[0].adds)) if turn.helper else 0.0
         seconds += turn.gap if number + 1 < len(life) else 0.0
         length += turn.says
     return seconds
@@ -89,7 +92,7 @@ def bound(workload: Workload, server: ServerCosts, replicas: int) -> LowerBound:
     return LowerBound(
         (fixed + server.step * said / server.max_running) / replicas,
         (fixed + server.step * contexts / server.tokens) / replicas,
-        max(alone(life, server) for group in workload.groups for life in group),
+        max(alone(life, server, workload.system) for group in workload.groups for life in group),
         needed,
         prompts,
     )

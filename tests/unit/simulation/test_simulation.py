@@ -21,6 +21,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
+from fsm_rollout.simulation.agent import Lives
 from fsm_rollout.simulation.bound import bound, streams
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
@@ -138,6 +139,22 @@ def test_nothing_is_quicker_than_the_bound(name: str, seed: int, tokens: int, re
     # Each turn's lengths are rounded to blocks: by one at most, in time and in size.
     rounding = 1 - block * 2 * sum(map(len, lives)) / sum(turn.adds + turn.says for life in lives for turn in life)
     assert found.ratio >= min(0.9, max(0.0, rounding))
+
+
+def test_sub_agents_that_nobody_disturbs_compute_nothing_twice_and_are_as_quick_as_the_bound() -> None:
+    helper = (TurnLengths(3001, 64),)
+    life = (TurnLengths(3001, 64, 0.0, helper), *(TurnLengths(10, 64, 0.0, helper),) * 2, TurnLengths(10, 64))
+    found = simulate(Workload("asks", ((life,),), 3000, (3001,)), ServerCosts(fill=1e-3))
+    assert found.bound.name == "longest"
+    assert (found.twice, found.ratio) == (pytest.approx(0, abs=0.001), pytest.approx(1.0, abs=0.01))
+
+
+def test_no_trajectory_says_what_another_one_says() -> None:
+    life = (TurnLengths(10, 5, 0.0, (TurnLengths(10, 5),)),) * 300
+    lives = Lives(Workload("many", ((life,) * 20,) * 2), 1)
+    names = [f"g{group}/{sample}" for group in range(2) for sample in range(20)]
+    names += [f"{name}/delegate.h{turn}" for name in names for turn in range(300)]
+    assert len({lives.of(name)[0] for name in names}) == len(names)
 
 
 def test_a_workload_depends_on_its_name_and_seed_alone() -> None:
