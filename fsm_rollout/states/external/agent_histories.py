@@ -426,7 +426,7 @@ class AgentHistories:
         turns = turns_of(stream, delivered=delivered)
         self._pins.settled(stream.messages)
         if not turns:
-            return  # nothing was sampled in it, or a turn went on after it was cut: it is not gone on with
+            return  # nothing was sampled in it: it is not gone on with
         chains = self._view.of_stream(stream, turns)
         turns[-1].answered = stream.finish_reason != FinishReason.ABORT
         asks, known = stream.awaiting or bool(stream.pending), stream.context in self.ctx.active.branches

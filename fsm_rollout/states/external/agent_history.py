@@ -21,7 +21,6 @@ from fsm_rollout.states.external.text_stream import split_thought, until_stop
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import Stream, text_of
-from fsm_rollout.trajectory.tokens import Owner
 
 
 @dataclass(slots=True)
@@ -93,17 +92,11 @@ class CallersView:
 
 
 def turns_of(stream: Stream, *, delivered: bool) -> list[HistoryTurn]:
-    """Return the turns that were sampled in a stream; none: it is not one that can be gone on with."""
-    spans: dict[int, list[int]] = {}
-    for span in stream.tokens.spans:
-        if span.owner is Owner.MODEL:
-            spans.setdefault(span.turn, [span.start, span.end])[1] = span.end
-    places = [i for i, m in enumerate(stream.messages) if i >= stream.opening and m["role"] == "assistant"]
-    if len(places) != len(spans):
-        return []  # a turn went on after it was cut
+    """Return the turns that were sampled in a stream, each with what closed its thinking and all that it went on by."""
     return [
-        HistoryTurn(before, start, end, delivered=delivered)
-        for before, (start, end) in zip(places, spans.values(), strict=True)
+        HistoryTurn(part.message, part.start, part.start + part.length, delivered=delivered)
+        for part in stream.parts
+        if part.message >= stream.opening and stream.messages[part.message]["role"] == "assistant"
     ]
 
 

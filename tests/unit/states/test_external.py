@@ -12,6 +12,7 @@ import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph
+from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Request, basic_facts
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
@@ -20,7 +21,8 @@ from fsm_rollout.states.external import gateway
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.foreign import CALCULATOR, CALL, agent, chat, check_exact, client
+from tests.foreign import CALCULATOR, CALL, YAML, agent, chat, check_exact, client
+from tests.laws.test_thinking import PREFILLED
 
 HERE = "tests.unit.states.test_external"
 SEEN: list[Any] = []
@@ -250,6 +252,24 @@ def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
     assert [stream.context for stream in trajectory.streams] == ["main"]
     assert trajectory.generations == 2
     assert trajectory.spent["assistant_turns"] == 2
+
+
+async def asks_in_each_visit(visit: ForeignVisit) -> None:
+    SEEN.append({"role": "user", "content": "Go on."})
+    async with client(visit) as api:
+        await chat(api, SEEN)
+
+
+def test_a_later_visit_goes_on_behind_a_turn_whose_thinking_was_closed_at_once() -> None:
+    key = f"use: '{HERE}:asks_in_each_visit'"
+    twice = YAML.replace("AGENT", key).replace("source: EXTERNAL", "source: AGAIN")
+    again = f"  AGAIN: {{handler: external, {key}, timeout: 600}}\ntransitions:\n"
+    graph = loads(twice.replace("transitions:\n", f"{again}  - {{trigger: returned, source: EXTERNAL, dest: AGAIN}}\n"))
+    main = graph.context("main").model_copy(update={"chat_template": PREFILLED})
+    graph = graph.model_copy(update={"contexts": {"main": main}})
+    (trajectory,), _ = run(graph, lambda request: "Well.", sampling={"thinking_tokens": 0})
+    assert trajectory.generations == 2, trajectory.detail
+    assert [stream.context for stream in trajectory.streams] == ["main"]
 
 
 # -- limits, errors, keys -------------------------------------------------------------------------------------------
