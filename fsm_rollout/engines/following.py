@@ -12,6 +12,7 @@ import logging
 
 from fsm_rollout.engines.replica import Replica
 from fsm_rollout.engines.replicas import Replicas
+from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +23,12 @@ class FollowingReplicas(Replicas):
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """See there."""
         super().begin(loop)
+        self._not_come = 0  # how many in a row have not come up
         self._spawn(self._follow())
 
     async def _follow(self) -> None:
-        failed, waited = 0, frozenset[str]()
-        while failed <= self._restarts:
+        waited = frozenset[str]()
+        while self._not_come <= self._restarts:
             await asyncio.sleep(self.times.ping_every)
             if self._asleep:
                 continue  # others use the memory
@@ -43,12 +45,18 @@ class FollowingReplicas(Replicas):
             waited = frozenset(waiting)
             # 2. Those for which there is one: those that wait take theirs first, those that fall again keep theirs.
             kept = len(waiting) + sum(replica.state == "dead" for replica in self.all)
-            coming = await asyncio.gather(*(self.add(None) for _ in range(room - kept)), return_exceptions=True)
-            errors = [each for each in coming if isinstance(each, BaseException)]
-            failed = failed + 1 if errors and len(errors) == len(coming) else 0 if coming else failed
-            for why in errors:
-                logger.warning("a replica for which there was room has not come: %s", why)
-        logger.error("no replica is added any more: %d times in a row none that was started came up", failed)
+            for _ in range(room - kept):
+                self._spawn(self._add_one())  # the room may be that of a node which has just died: it is not waited for
+        logger.error("no replica is added any more: %d in a row did not come up", self._not_come)
+
+    async def _add_one(self) -> None:
+        try:
+            await self.add(None)
+        except EngineError as error:
+            self._not_come += 1
+            logger.warning("a replica for which there was room has not come: %s", error)
+        else:
+            self._not_come = 0
 
     async def _give_up_place(self, replica: Replica) -> None:
         assert replica.task is not None
