@@ -30,8 +30,8 @@ class Dialect:
     empty_as_none: bool = False
 
 
-def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Message]:
-    """Return templates' view of ``messages``, the first of which has the place ``start`` in its conversation.
+def conform(messages: Messages, dialect: Dialect) -> list[Message]:
+    """Return templates' view of ``messages``.
 
     Tool messages without a ``tool_call_id`` answer the calls of the preceding assistant turn in order.
 
@@ -41,7 +41,7 @@ def conform(messages: Messages, dialect: Dialect, start: int = 0) -> list[Messag
     """
     view: list[Message] = []
     open_ids: list[str] = []
-    for index, (role, message) in enumerate(zip(roles_of(messages), messages, strict=True), start):
+    for index, (role, message) in enumerate(zip(roles_of(messages), messages, strict=True)):
         if not isinstance(role, str) or not role:
             raise malformed(index, f"needs a role, got {role!r}")
         # Exact strings: a str that is an Enum prints as Role.USER.

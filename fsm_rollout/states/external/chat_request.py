@@ -117,7 +117,6 @@ class ChatReply:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0
     stopped_at: str | None = None  # the string of the call's `stop` that has ended it
     logprobs: Sequence[tuple[str, float]] = ()  # of its tokens but that which ends the turn: their texts, and log-probs
     extra: Mapping[str, object] = field(default_factory=dict)  # further fields of the answer, for those who look

@@ -163,13 +163,9 @@ def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunc
             )  # fmt: skip
 
 
-def _compaction_item(request: ChatRequest, reply: ChatReply) -> BaseModel:
-    return _Compaction.model_validate(summary_item(request.reply_id, reply))
-
-
 def _items(request: ChatRequest, reply: ChatReply) -> list[_Item]:
     if request.compacts:
-        return [_compaction_item(request, reply)]
+        return [_Compaction.model_validate(summary_item(request.reply_id, reply))]
     items: list[_Item] = [_thought_item(request, reply.thought)] if reply.thought else []
     if reply.text or not reply.calls:
         items.append(_text_item(request, reply.text, _status(reply)))

@@ -54,19 +54,15 @@ def _settled(value: Any) -> Any:
     return value
 
 
-def begin_chain(data: object) -> Chain:
-    """Return that of an empty history; ``data`` is what must be the same beside the messages."""
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
-
-
 def extend_chain(before: Chain, message: Message) -> Chain:
     """Return that of a history with one message more; results of tools name their calls as :func:`placed` has it."""
     return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
-    """Return those of all prefixes of a history, the empty one first."""
-    return list(accumulate(placed(messages), extend_chain, initial=begin_chain(data)))
+    """Return those of all prefixes of a history, the empty one first; ``data`` must be the same beside the messages."""
+    empty = hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
+    return list(accumulate(placed(messages), extend_chain, initial=empty))
 
 
 def placed(messages: Iterable[Message]) -> Iterator[Message]:
