@@ -87,8 +87,7 @@ class ServerLink(threading.Thread):
         prefix = secrets.token_hex(4)
         self._rids = (f"{prefix}-{number:012d}" for number in itertools.count())
         self._sent: dict[Entry, asyncio.Task[None]] = {}  # what the server has at present
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ends: set[asyncio.Task[None]] = set()  # those that end sessions
+        self._tasks, self._ends = set[asyncio.Task[None]](), set[asyncio.Task[None]]()  # the latter end sessions
         # Gives up what is under way when the process has not ended by then.
         self._ending: asyncio.TimerHandle | None = None
         self._enough = asyncio.Event()
@@ -183,10 +182,12 @@ class ServerLink(threading.Thread):
             self._sent[entry] = self._spawn(self._run_entry(entry))
 
     async def _run_entry(self, entry: Entry) -> None:
-        """Send one request to the server and pass on what comes, to its end."""
+        """Send one request, once the server knows which sessions have left it room, and pass on what comes."""
         before, name = entry.sampled, self._endpoint.name
         reason, message, error, scored = FinishReason.ABORT, None, None, False
         try:
+            if self._ends:
+                await asyncio.wait(self._ends)
             body, trace = self._endpoint.body(entry), entry.request.trace
             async with aclosing(self._endpoint.stream(entry.ids[:], body, trace)) as parts:
                 async for part in parts:

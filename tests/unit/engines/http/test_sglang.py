@@ -433,15 +433,18 @@ async def test_a_server_is_told_of_sessions_and_of_what_has_begun_where_it_heeds
     first = replace(request("first"), session="s")
     for each in (first, replace(first, turn=3), replace(first, turn=3, sampled=1), request("of none")):
         await ask(engine, each)
-    engine.end_sessions(["s", "t"])
-    await engine.aclose()  # which waits until the server has heard of the ends
-    *asked, of_none = server.bodies("/generate")
+    engine.end_sessions(["s", *"tuvwxyz"])
+    await ask(engine, request("later"))
+    assert server.asked[-1][0] == "/generate", "it has heard of the ends before, which leave room"
+    engine.end_sessions(["a"])
+    await engine.aclose()  # which waits until the server has heard of the end
+    *asked, of_none, _ = server.bodies("/generate")
     assert [body.get("priority") for body in asked] == priorities
     assert "session_id" not in of_none
     (session,) = {body.get("session_id") for body in asked}
     assert (session is not None) == keeps
     ended = [body["session_id"] for body in server.bodies("/close_session")]
-    assert ended == ([session, f"{session[:-1]}t"] if session else [])
+    assert ended == ([f"{session[:-1]}{name}" for name in "stuvwxyza"] if session else [])
 
 
 async def test_what_others_hold_of_a_server_is_what_its_requests_have_beside_ours(
