@@ -47,9 +47,6 @@ class Client(Protocol):
     def end_sessions(self, sessions: Iterable[str]) -> None:
         """Have the engine keep nothing more for these sessions, of which no request is under way, and none follows."""
 
-    async def drain(self) -> None:
-        """End every request of this client."""
-
 
 class EngineClient:
     """The only way to one engine: one that is there already, or the pool of one's replicas.

@@ -171,11 +171,6 @@ class Failures(StrictModel):
     """after so many seconds without any event the log says what is waited for; null: never"""
 
     @property
-    def engine_attempts(self) -> int:
-        """How often one generation is tried."""
-        return self.engine.attempts if self.engine.do in AGAIN else 1
-
-    @property
     def tries(self) -> Tries:
         """How an engine's pool tries a generation."""
         own = self.engine

@@ -90,14 +90,13 @@ class Recorder:
         return blob(run_journal(self.journal.path), name)  # a shard that died may have kept them, in its own
 
     @contextmanager
-    def watched(self, seconds: float | None, waits: Callable[[], Sequence[str]]) -> Iterator[None]:
-        """Log what a run waits for when nothing has happened in it for so many seconds (``None``: never)."""
-        self._stalls = None if seconds is None else StallWatch(seconds, waits)
+    def watched(self, seconds: float, waits: Callable[[], Sequence[str]]) -> Iterator[None]:
+        """Log what a run waits for when nothing has happened in it for so many seconds."""
+        stalls = self._stalls = StallWatch(seconds, waits)
         try:
             yield
         finally:
-            if self._stalls is not None:
-                self._stalls.stop()
+            stalls.stop()
             self._stalls = None
 
     def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
