@@ -83,6 +83,8 @@ class ServeConfig(StrictModel):
     """conversations that wait when the server ends go on when it is started again; false: they end"""
     body_bytes: AtLeastOne = 32 * 2**20
     """the longest body of a request, its pictures included"""
+    train_side_calls: bool = False
+    """what a program that names its sessions asks for beside its work (a title, say) is trained, too"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """with `--training`: every trained token was sampled at most so many weight updates ago; older ones begin anew"""
     out: Path | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
 from fsm_rollout.states.external import openai_dialect
 from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError
+from fsm_rollout.states.external.origins import origin_of
 from fsm_rollout.states.external.responding import DIALECTS, chat_of, dialect_of, key_of_caller, named_response, respond
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.journal import Recorded
@@ -73,7 +75,7 @@ class Server(Guarded):
         async def answer(request: web.Request) -> web.StreamResponse:
             service, metrics, agent, status = self.service, self.service.metrics, "", 500
             try:
-                chat = await chat_of(request, dialect)
+                chat = replace(await chat_of(request, dialect), origin=origin_of(request.headers))
                 if chat.counts:
                     told = ChatReply(
                         chat.model,

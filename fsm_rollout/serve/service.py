@@ -31,7 +31,7 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.serve.metrics import Metrics
 from fsm_rollout.serve.served_conversation import ServedConversation, chain_of, ending_of
-from fsm_rollout.states.bound_agent import CALLERS_TOOLS, BoundContext, check_shown, users_context
+from fsm_rollout.states.bound_agent import CALLERS_TOOLS, SIDE_CALL, BoundContext, check_shown, users_context
 from fsm_rollout.states.external.chat_request import (
     ChatRequest,
     ProtocolError,
@@ -40,7 +40,7 @@ from fsm_rollout.states.external.chat_request import (
     refuse,
     unsupported,
 )
-from fsm_rollout.states.external.origins import COMPACT
+from fsm_rollout.states.external.origins import COMPACT, is_side_call
 from fsm_rollout.states.external.responding import Exchange
 from fsm_rollout.states.external.sameness import Chain
 from fsm_rollout.trajectory.enums import FinishReason
@@ -241,6 +241,9 @@ class Service:
                 fields["sampling"] = sampling
             if chat.tools:
                 fields[CALLERS_TOOLS] = chat.tools
+            aside = is_side_call((messages, chat.tools), None, "", chat.origin.thread)
+            if aside and not self.serving.train_side_calls:
+                fields[SIDE_CALL] = True
             group_id = f"chat-{secrets.token_hex(6)}"
             try:
                 prompt = as_prompt(fields | {"prompt_id": group_id}, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -20,10 +20,10 @@ from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.environment.users import BoundInteraction, Conversation, Reply, build_interaction
 from fsm_rollout.errors import GlueMismatchError, JournalError, describe
-from fsm_rollout.states.bound_agent import BoundAgent, BoundContext, users_tools
+from fsm_rollout.states.bound_agent import CALLERS_TOOLS, SIDE_CALL, BoundAgent, BoundContext, users_tools
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
-from fsm_rollout.trajectory.enums import FailureClass, Trigger
+from fsm_rollout.trajectory.enums import FailureClass, ForkReason, Trigger
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Message, Snapshotted, Suspended, ToolCall
 from fsm_rollout.trajectory.journal import Journal
@@ -122,8 +122,11 @@ class ActiveTrajectory:
         # live user's tools.
         self.branches: dict[str, BoundContext] = {}
         self.users_tools: frozenset[str] = frozenset()  # the names of these
-        if (brought := users_tools(trajectory.extra)) and (self.live_user or self.replayed) is not None:
-            bound = self.agent.showing(brought)
+        extra = trajectory.extra
+        if (CALLERS_TOOLS in extra or SIDE_CALL in extra) and (self.live_user or self.replayed) is not None:
+            bound = self.agent.showing(brought := users_tools(extra))
+            if SIDE_CALL in extra:
+                bound = replace(bound, trained=False, why=ForkReason.SIDE_CALL)
             self.branches[bound.name] = bound
             self.users_tools = frozenset(tool["function"]["name"] for tool in brought)
         if trajectory.extra.get("tools_kwargs"):

@@ -33,6 +33,7 @@ from fsm_rollout.trajectory.stream import pictures_of, text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 CALLERS_TOOLS = "callers_tools"  # the prompt's field for tools that its user brings, and carries out
+SIDE_CALL = "side_call"  # the prompt's field that says that it is beside its caller's work, and so is not trained
 _PICTURE = f"\0picture {token_hex(8)} "  # where a template has written a picture; nobody else can know it
 
 

@@ -193,6 +193,7 @@ def test_a_served_agent_hands_a_program_its_calls_and_is_one_row(
     assert len(trajectories) == 1 + bool(forks)
     (trajectory,) = work or trajectories
     assert (len(trajectory.streams), trajectory.generations) == (1, 3)
+    assert [t.trained_tokens for t in trajectories if t is not trajectory] == [0] * len(forks)
     answers = "tool" if work else "user"
     assert [message["role"] for message in trajectory.messages][-5:] == ["assistant", answers] * 2 + ["assistant"]
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "chat-serve")])

@@ -190,6 +190,25 @@ async def test_a_stream_has_the_text_as_it_comes_and_the_same_text() -> None:
         assert not any(getattr(chunk, "note", None) for chunk in chunks)
 
 
+@pytest.mark.parametrize(
+    ("headers", "train"), [({}, False), ({"x-session-id": "s"}, True), ({"x-session-id": "s"}, False)]
+)
+async def test_what_a_harness_asks_beside_its_work_is_not_trained_unless_asked(
+    headers: dict[str, str], train: bool
+) -> None:
+    async with served(lambda request: "well", train_side_calls=train) as server:
+        title = "Write a title for this conversation: hello"
+        await server.ask(title, extra_headers=headers)
+        await server.ask("Write something.", extra_headers=headers)
+        beside, work = server.trajectories.values()
+        assert work.trained_tokens > 0
+        assert (beside.trained_tokens > 0) == (not headers or train)
+        if headers and not train:
+            assert beside.streams[0].why == "side_call"
+            server.trajectories.pop(beside.trajectory_id)
+            server.engine.log[:] = [e for e in server.engine.log if beside.trajectory_id not in e.what.request_id]  # type: ignore[union-attr]
+
+
 async def test_states_and_tool_calls_come_with_the_text_where_they_are_asked_for() -> None:
     async with served([CALL, "It is 42."]) as server:
         chunks = await server.stream([{"role": "user", "content": "?"}], extra_body={"notes": True})
