@@ -26,6 +26,8 @@ from fsm_rollout.model import embedded_model
 from tests.integration import sglang_oracle
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
+from tests.kit import CONFIGS
+from tests.remote import serving
 
 LENGTH = 1600
 RANK, ALPHA = 4, 8
@@ -128,5 +130,28 @@ def test_adapters_take_each_others_place_between_two_tokens(
         (got,) = await ask(engine, request(engine, next(names), 1, 24))
         assert worst(got, {version: "early"}) < 1e-4
         await client.drain()
+
+    asyncio.run(main())
+
+
+def test_a_trainer_elsewhere_has_its_service_take_an_adapter(
+    pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = adapter(tmp_path / "three", 3)
+    monkeypatch.setattr(
+        sglang_oracle, "embedded_model", lambda name: folder / "merged" if name == "three" else embedded_model(name)
+    )
+    (tmp_path / "service").mkdir()
+    policy = fr.Rollout(CONFIGS / "agents/single_turn.yaml", pool)
+    with serving(policy, tmp_path / "service") as url, fr.RemoteRollout(url) as rollout:
+        before = rollout.weight_version
+        assert rollout.update_weights(fr.Adapter(folder)) == before + 1
+        batch = rollout.run(["What is 2 + 3?"], n=2).tensordict
+        assert set(batch["weight_versions"][batch["response_mask"].bool()].tolist()) == {before + 1}
+
+    async def main() -> None:
+        engine = pool.here().all[0].live
+        (got,) = await ask(engine, request(engine, next(names), 1, 24))
+        assert worst(got, {before + 1: "three"}) < 1e-4
 
     asyncio.run(main())
