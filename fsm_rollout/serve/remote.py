@@ -263,10 +263,11 @@ class RemoteRollout(Rollout):
     """Do what :meth:`astatus` does and wait for it; another thread may call it while ``run`` runs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise ConfigError: the service keeps the state of its runs itself, and goes on where it was."""
+        """Raise ConfigError: a copy of the service's state would be older than what it has acknowledged since."""
         raise ConfigError(
             "the state of a service's runs is kept by the service: a trainer that is started again and asks for the "
-            "same run gets what it has not had"
+            "same run gets the groups that it has not done with; to go back to an earlier checkpoint, start the "
+            "service with another folder (serve.out=…) and push the checkpoint's weights under their version"
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
