@@ -267,6 +267,7 @@ def test_who_uses_a_server_beside_us_is_given_way_to_while_requests_of_theirs_ru
         return batch
 
     assert len(set(asyncio.run(main())["trajectory_id"])) == 24
-    # How soon a server says what it holds is its own affair; one prompt of theirs is seen for sure.
-    assert 900 <= max(tokens for there, tokens in others if there) <= 2 * (900 + 700)
+    # How soon a server says what it holds is its own affair: one prompt of theirs is seen for sure, and what has just
+    # become ours, or was it until now, may be taken for theirs in between.
+    assert 900 <= max(tokens for there, tokens in others if there) < 2 * 2 * (900 + 700)
     assert others[-1] == (False, 0)
