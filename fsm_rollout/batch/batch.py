@@ -26,7 +26,7 @@ from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGE
 from fsm_rollout.batch.fitting import Overflow, check_lengths
 from fsm_rollout.batch.learning import Learnable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
-from fsm_rollout.batch.padding import jagged, pack, pad, plain_columns, put_columns, unpack, unpad
+from fsm_rollout.batch.padding import jagged, narrowed, pack, pad, plain_columns, put_columns, unpack, unpad
 from fsm_rollout.batch.part import BatchPart, GroupFacts, figures_of, joined_parts, part_of, rows_of
 from fsm_rollout.batch.rows import Array, FlatRows, RowId, TrainingRow, joined
 from fsm_rollout.batch.storage import load_tensors, save_tensors
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 # What is true of a batch and of no row.
 _FACT_NAMES = (
-    "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "sample_scores", "figures", "untrainable"
+    "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "left_behind", "sample_scores", "figures",
+    "untrainable",
 )  # fmt: skip
 
 
@@ -101,6 +102,8 @@ class TrajectoryBatch(Learnable):
     """Rows that are in the batch cut short."""
     unrowed: dict[str, str | None] = field(default_factory=dict)
     """Trajectories that have no row, having no trained token: their ids and stop reasons."""
+    left_behind: dict[str, int] = field(default_factory=dict)
+    """How many rows with a score of a group, by its id, :meth:`select` left in the batch that this one is of."""
     sample_scores: tuple[SampleScore, ...] = ()
     """The score of every sample of the batch's groups, of those without a row too: what baselines are made of."""
     figures: dict[str, float] = field(default_factory=dict)
@@ -320,13 +323,14 @@ class TrajectoryBatch(Learnable):
                     chosen.tensordict.set(key, value[numbers])
             tensordict = chosen.tensordict
         else:
-            tensordict = self._narrowed(numbers)
+            tensordict = narrowed(self.tensordict, numbers, *self._lengths())
         kept = set(self._row_ids(numbers))
         return type(self)(
             tensordict,
             self.pad_id,
             self.state_names,
             truncated=tuple(row_id for row_id in self.truncated if row_id in kept),
+            left_behind=self._left_behind(numbers),
             sample_scores=self.sample_scores,
             figures=dict(self.figures),
             processor=self.processor,
@@ -383,23 +387,6 @@ class TrajectoryBatch(Learnable):
             return prompts, responses
         attended, width = self.tensordict.get("attention_mask"), self.tensordict.get("prompts").shape[1]
         return attended[:, :width].sum(1), attended[:, width:].sum(1)
-
-    def _narrowed(self, numbers: torch.Tensor) -> TensorDict:
-        """Return some rows of a padded batch, without the columns that are padding in all of them."""
-        prompts, responses = self._lengths()
-        width = self.tensordict.get("prompts").shape[1]
-        left = width - int(prompts[numbers].max()) if len(numbers) else width
-        right = int(responses[numbers].max()) if len(numbers) else 0
-        places = {"prompts": slice(left, None), "input_ids": slice(left, width + right), "responses": slice(0, right)}
-        tensors = {
-            key: value[numbers][:, places[PER_TOKEN[key].along]].clone() if key in PER_TOKEN else value[numbers]
-            for key, value in self.tensordict.items()
-            if key not in NON_TENSOR_KEYS
-        }
-        tensordict = TensorDict(tensors, batch_size=[len(numbers)])
-        facts = plain_columns(self.tensordict)
-        put_columns(tensordict, [facts[i] for i in numbers.tolist()])
-        return tensordict
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to the folder ``path`` through TensorDict's memory maps, and only then take its place.

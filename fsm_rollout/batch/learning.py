@@ -6,7 +6,7 @@ Invariant: nothing here changes a batch, and all of it follows from the batch's 
 from __future__ import annotations
 
 import math
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fsm_rollout.batch.columns import TAUGHT
 from fsm_rollout.batch.credit import METHODS, CreditMethod, courses_of, turn_advantages
 from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
 from fsm_rollout.batch.roles import SAMPLED, SCAFFOLD, Weights, tables_of
-from fsm_rollout.batch.rows import Array, RowId
+from fsm_rollout.batch.rows import Array
 from fsm_rollout.batch.table import Columned
 from fsm_rollout.batch.tree import TokenTree, token_tree
 from fsm_rollout.errors import BatchError, did_you_mean
@@ -51,8 +51,7 @@ class Learnable(Columned):
 
     __slots__ = ()
     sample_scores: Sequence[SampleScore]
-    unrowed: Mapping[str, str | None]
-    omitted: Sequence[RowId]
+    left_behind: Mapping[str, int]
 
     @property
     def packed(self) -> bool:
@@ -186,17 +185,24 @@ class Learnable(Columned):
             lines.append(advantages)
         return self._as_responses(torch.from_numpy(np.concatenate(lines)))
 
+    def _left_behind(self, numbers: torch.Tensor) -> dict[str, int]:
+        """Return how many rows with a score of each group some rows leave behind, or were left behind before."""
+        scores = self.tensordict.get("token_level_scores")
+        unscored = [bool(r.isnan().any()) for r in scores.unbind()] if self.packed else scores.isnan().any(1).tolist()
+        chosen = {*numbers.tolist()}
+        left = Counter(self.left_behind)
+        for row, group_id in enumerate(self.tensordict.get("group_id").tolist()):
+            left[group_id] += row not in chosen and not unscored[row]
+        return {group_id: count for group_id, count in left.items() if count}
+
     def _check_whole(self) -> None:
-        """Raise BatchError unless every scored sample of the batch's groups has its rows here, or never had one."""
-        groups, samples = self["group_id"], self["sample"].tolist()
-        here = set(zip(groups, samples, strict=True))
-        told = {*self.unrowed, *(row_id.trajectory_id for row_id in self.omitted)}
-        for group_id, sample, score in self.sample_scores:
-            known = group_id in groups and score is not None and (group_id, sample) not in here
-            if known and not any(re.match(rf"{re.escape(f'{group_id}/{sample}')}(?![0-9])", name) for name in told):
+        """Raise BatchError if a selection has left scored rows of the batch's groups behind."""
+        for group_id in dict.fromkeys(self["group_id"]):
+            if count := self.left_behind.get(group_id):
                 raise BatchError(
-                    f"sample {sample} of group '{group_id}' has no row in this batch, which was selected from a larger "
-                    "one; ask that for its turn_advantages, and select them with it"
+                    f"{count} {'row' if count == 1 else 'rows'} of group '{group_id}' with a score are not in this "
+                    "batch, which was selected from a larger one; ask that for its turn_advantages, and select them "
+                    "with it"
                 )
 
     def off_policy(

@@ -153,6 +153,28 @@ def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
     ]
 
 
+def narrowed(
+    tensordict: TensorDict, numbers: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor
+) -> TensorDict:
+    """Return some rows of a padded batch, without the columns that are padding in all of them.
+
+    ``prompts`` and ``responses`` are the lengths of all its rows, int64 ``[B]``.
+    """
+    width = tensordict.get("prompts").shape[1]
+    left = width - int(prompts[numbers].max()) if len(numbers) else width
+    right = int(responses[numbers].max()) if len(numbers) else 0
+    places = {"prompts": slice(left, None), "input_ids": slice(left, width + right), "responses": slice(0, right)}
+    tensors = {
+        key: value[numbers][:, places[PER_TOKEN[key].along]].clone() if key in PER_TOKEN else value[numbers]
+        for key, value in tensordict.items()
+        if key not in NON_TENSOR_KEYS
+    }
+    chosen = TensorDict(tensors, batch_size=[len(numbers)])
+    facts = plain_columns(tensordict)
+    put_columns(chosen, [facts[i] for i in numbers.tolist()])
+    return chosen
+
+
 def jagged(values: Mapping[str, torch.Tensor], offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return each key as a nested tensor; keys of one ragged dimension share its offsets, so torch can combine them."""
     return {

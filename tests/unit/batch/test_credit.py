@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,8 +166,9 @@ def test_tools_rewards_are_their_turns_and_what_has_no_score_counts_nowhere() ->
     assert found[0].tolist() == [2.5 - (2.0 - 1.0) / 2] * 2 + [1.0 - (2.0 - 1.0) / 2] * 2
     assert found[1].tolist() == [2.0 - (2.5 - 1.0) / 2] * 2 + [0.0] * 2
     assert found[2, :2].isnan().all()
-    with pytest.raises(BatchError, match="sample 0 of group 'g' has no row in this batch, which was selected"):
+    with pytest.raises(BatchError, match="1 row of group 'g' with a score are not in this batch, which was selected"):
         batch.select([1]).turn_advantages()
+    assert batch.select([0, 1]).turn_advantages("turn", tool_rewards=0.5).equal(found[:2])
     assert TrajectoryBatch.from_trajectories(made[:1], pad_id=0).turn_advantages().tolist() == [[0.0] * 4]
     with pytest.raises(BatchError, match="method must be one of trajectory, turn, state, gae, got 'turns'"):
         batch.turn_advantages("turns")  # type: ignore[arg-type]
@@ -177,3 +179,23 @@ def test_tools_rewards_are_their_turns_and_what_has_no_score_counts_nowhere() ->
             batch.turn_advantages("gae", values=values)
     with pytest.raises(BatchError, match="`values` are for method='gae'"):
         batch.turn_advantages("turn", values=torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_turns_of_a_sample_are_given_nothing_while_a_row_of_it_is_left_behind(packed: bool, tmp_path: Path) -> None:
+    both = [opened(), generated(), opened("critic"), generated(context="critic"), Ended(at=4.0, stop_reason="answered")]
+    told = [[Scored(at=5.0, value=1.0)], [Scored(at=5.0, value=5.0, turn=1)], [NotScored(at=5.0, detail="?")]]
+    made = [Trajectory.fold([prompted(f"g/{i}"), *both, *scores]) for i, scores in enumerate(told)]
+    made.append(Trajectory.fold([prompted("h/0"), *both, *told[0]]))
+    batch = TrajectoryBatch.from_trajectories(made, pad_id=0, packed=packed)
+    for numbers, count in (([0, 2, 3, 6], 1), ([0, 1, 3], 1), ([0, 1, 4], 2)):
+        chosen = batch.select(numbers)
+        chosen.save(tmp_path / "batch")
+        for partial in (chosen, chosen.select([0]), TrajectoryBatch.load(tmp_path / "batch")):
+            with pytest.raises(BatchError, match=rf"^{count if len(partial) > 1 else 3} rows? of group 'g' "):
+                partial.turn_advantages()
+    whole = batch.select([3, 0, 1, 2, 6])  # the third sample has no score, and the other group is judged alone
+    with pytest.raises(BatchError, match="1 row of group 'h'"):
+        whole.turn_advantages()
+    wanted, found = batch.turn_advantages(), whole.select([0, 1, 2, 3]).turn_advantages()
+    assert [row.tolist() for row in found.unbind()] == [wanted[i].tolist() for i in (3, 0, 1, 2)]
