@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, scores_of
-from fsm_rollout.batch.columns import COLUMNS, NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.columns import COLUMNS, MADE, MEDIA, PER_TOKEN, PLAIN, RAGGED
 from fsm_rollout.batch.fitting import Overflow, check_lengths
 from fsm_rollout.batch.learning import Learnable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
@@ -319,11 +319,13 @@ class TrajectoryBatch(Learnable):
             every = self.rows()
             chosen = type(self).from_rows([every[i] for i in numbers.tolist()], pad_id=self.pad_id, packed=True)
             for key, value in self.tensordict.items():
-                if key not in PER_TOKEN and key not in NON_TENSOR_KEYS:
+                if key not in PER_TOKEN and key not in PLAIN:
                     chosen.tensordict.set(key, value[numbers])
             tensordict = chosen.tensordict
         else:
             tensordict = narrowed(self.tensordict, numbers, *self._lengths())
+        if MEDIA not in tensordict:
+            tensordict = tensordict.exclude(*MADE)
         kept = set(self._row_ids(numbers))
         return type(self)(
             tensordict,

@@ -97,3 +97,7 @@ FURTHER: Mapping[str, tuple[int, ...]] = {
 """The columns with further dimensions, and those while they are empty."""
 NON_TENSOR_KEYS = tuple(key for key, column in COLUMNS.items() if column.dtype is None and key not in OPTIONAL)
 """The other columns that are no tensors: one value per row."""
+PLAIN = (*NON_TENSOR_KEYS, *OPTIONAL)
+"""All columns that are no tensors."""
+MADE = ("multi_modal_data", "multi_modal_inputs")
+"""What follows from pictures: it is there where rows have some, and is made again from them."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import FURTHER, NON_TENSOR_KEYS, OPTIONAL, PER_TOKEN, RAGGED, Along
+from fsm_rollout.batch.columns import FURTHER, OPTIONAL, PER_TOKEN, PLAIN, RAGGED, Along
 from fsm_rollout.batch.rows import Array, FlatRows
 
 _SCALARS = (str, int, float, bool, type(None))
@@ -131,7 +131,7 @@ def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
     """Add the columns that are no tensors: from each row's facts, those of their names."""
-    for key in (*NON_TENSOR_KEYS, *OPTIONAL):
+    for key in PLAIN:
         if key in OPTIONAL and not any(map(itemgetter(key), facts)):
             continue
         # Values that are no scalars are wrapped here: the stack would look at each of them for long.
@@ -145,7 +145,7 @@ def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> N
 
 def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
     """Return what :func:`put_columns` was given."""
-    columns = {key: tensordict.get(key).tolist() for key in (*NON_TENSOR_KEYS, *OPTIONAL) if key in tensordict}
+    columns = {key: tensordict.get(key).tolist() for key in PLAIN if key in tensordict}
     missing = {key: empty for key, empty in OPTIONAL.items() if key not in columns}
     return [
         {key: empty() for key, empty in missing.items()} | {key: values[row] for key, values in columns.items()}
@@ -167,7 +167,7 @@ def narrowed(
     tensors = {
         key: value[numbers][:, places[PER_TOKEN[key].along]].clone() if key in PER_TOKEN else value[numbers]
         for key, value in tensordict.items()
-        if key not in NON_TENSOR_KEYS
+        if key not in PLAIN
     }
     chosen = TensorDict(tensors, batch_size=[len(numbers)])
     facts = plain_columns(tensordict)

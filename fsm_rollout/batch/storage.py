@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from fsm_rollout.batch.columns import NON_TENSOR_KEYS, PER_TOKEN, RAGGED
+from fsm_rollout.batch.columns import MADE, PER_TOKEN, PLAIN, RAGGED
 from fsm_rollout.batch.media import media_of_plain, plain_media
 from fsm_rollout.batch.padding import jagged, plain_columns, put_columns
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.pictures import stored as stored_picture
 
-MADE = ("multi_modal_data", "multi_modal_inputs")  # what follows from pictures, and is made again from them
 _PICTURES = "pictures"  # the folder of their bytes, each once, by their hashes
 _FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
 
@@ -77,7 +76,7 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
         raise BatchError(f"{folder} is not a saved batch: {type(error).__name__}: {error}{hint}") from error
     stored = TensorDict.load_memmap(str(folder))
     by_row = stored.get("rows") if facts["packed"] else stored
-    tensors = {key: value for key, value in by_row.items() if key not in NON_TENSOR_KEYS}
+    tensors = {key: value for key, value in by_row.items() if key not in PLAIN}
     if facts["packed"]:
         tensors |= jagged(*({key: t.clone() for key, t in stored.get(part).items()} for part in ("values", "offsets")))
     tensordict = TensorDict(tensors, batch_size=by_row.batch_size)

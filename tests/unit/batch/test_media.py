@@ -127,6 +127,9 @@ def test_rows_packed_and_selected_keep_their_pictures() -> None:
     assert [span.picture for span in packed.media(0)] == [span.picture for span in whole.media(0)]
     for some in (whole.select([2, 0]), packed.select([2, 0])):
         assert [some.media(0), some.media(1)] == [whole.media(2), whole.media(0)]
+    for some in (whole.select([1]), packed.select([1]), whole.select([]), packed.select([])):  # they show none
+        assert {"media", "multi_modal_data", "multi_modal_inputs"}.isdisjoint(some.tensordict.keys())
+        assert some.tree().places.size(0) == len(some)
     with pytest.raises(BatchError, match="is packed"):
         packed.model_inputs()
 
