@@ -180,8 +180,9 @@ def _restore(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
                     f"the journal has '{trajectory.trajectory_id}' already, perhaps with what came after the state was "
                     "saved; give the rollout a new journal, into which the state's events are written"
                 )
-            for event in history:
-                scheduler.recorder.record(trajectory, event)
+            if log is not None:
+                for event in history:
+                    log.append(trajectory.trajectory_id, event)  # who listens has heard it in the process before
     group.reward_errors = list(saved["reward_errors"])
     group.drop_reason = None if saved["drop_reason"] is None else DropReason(saved["drop_reason"])
     scheduler.groups.put(group, GroupState.DONE if saved["done"] else GroupState.WAITING)

@@ -591,9 +591,14 @@ def test_a_loop_that_another_process_goes_on_with_has_the_rows_of_the_undisturbe
         first: int, last: int, path: Path, state: Mapping[str, Any] | None = None
     ) -> tuple[list[dict[str, list[list[int]]]], dict[str, Any]]:
         with journal.Journal(path) as kept:
-            rollout = fr.Rollout(with_tool(f"{__name__}:again"), seeded(seconds), seed=5, journal=kept)
+            heard = list[object]()
+            agent = with_tool(f"{__name__}:again")
+            rollout = fr.Rollout(
+                agent, seeded(seconds), seed=5, journal=kept, on_event=[lambda *told: heard.append(told)]
+            )
             if state is not None:
                 rollout.load_state_dict(state)
+                assert heard == [], "what was heard in the process before is not heard again"
                 if state["weight_version"]:
                     with pytest.raises(ConfigError, match=r"load them first: rollout\.update_weights\(model, version="):
                         await rollout.arun(["early"])
