@@ -1,7 +1,8 @@
 """What the examples that train in plain torch share: an optimiser, evaluation on mean weights, a log, the command line.
 
-Invariant: the engine samples a step with the weights that the step before has left in the model; what is evaluated and
-saved are running means of them. A line of ``log.jsonl`` is a step; the last line has an evaluation.
+Invariant: the engine samples a step with the weights that the step before has left in the model; what is evaluated, by
+an engine of its own, and saved are running means of them. A line of ``log.jsonl`` is a step; the last line has an
+evaluation.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import fsm_rollout as fr
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from arithmetic import training_dialogues  # noqa: E402
+
 Line = dict[str, float]
 
 
@@ -32,8 +37,11 @@ class Settings:
     steps: int = 150
     """At most; the learning rate falls to 0 over them."""
     minutes: float = math.inf
-    """At most, by the clock; if these are over before the steps, the rate falls to 0 over them."""
+    """Of CPU time at most, whatever else the machine does; if these are over before the steps, the rate falls to 0 over
+    them."""
     seed: int = 0
+    distinct: int = 2_048
+    """Training prompts; what is seen often is learned by heart."""
     minibatches: int = 4
     """Updates per step."""
     learning_rate: float = 5e-4
@@ -104,17 +112,25 @@ def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prom
     return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
 
 
+def training_prompts(agent: str, distinct: int, seed: int) -> Iterator[fr.Prompt]:
+    """Return shuffled questions of the training side for one of the agents, again and again.
+
+    The first 2,048 distinct ones are `configs/data/arithmetic_train.jsonl`; none of any number meets a held-back pair.
+    """
+    drawn = (dialogue.prompt() for dialogue in training_dialogues(distinct))
+    return fr.endless_prompts([fr.Prompt.model_validate(prompt | {"agent": agent}) for prompt in drawn], seed=seed)
+
+
 def timed_out(batch: fr.TrajectoryBatch) -> float:
     """Return the share of rows that a clock has ended: on a machine that is too busy, these count as wrong answers."""
     reasons = batch.tensordict.get("stop_reason").tolist()
     return sum(reason in ("timed_out", "limit:wall_seconds") for reason in reasons) / max(1, len(reasons))
 
 
-def evaluated(rollout: fr.Rollout, learner: Learner, held_back: Sequence[fr.Prompt]) -> Line:
-    """Return what the mean weights come to on the held-back prompts; the model's own are in the engine again then."""
-    rollout.update_weights(weights(learner.average.module))
-    batch = rollout.evaluate(held_back, sampling={"temperature": 1.0})
-    rollout.update_weights(weights(learner.model))
+def evaluated(judge: fr.Rollout, learner: Learner, held_back: Sequence[fr.Prompt]) -> Line:
+    """Return what the mean weights come to on the held-back prompts."""
+    judge.update_weights(weights(learner.average.module))
+    batch = judge.evaluate(held_back, sampling={"temperature": 1.0})
     return {"held_back": batch.score_mean, "held_back_timed_out": timed_out(batch)}
 
 
@@ -123,22 +139,26 @@ def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line]
 
     Args:
         learner: what is trained.
-        rollout: what samples; it has the learner's weights.
+        rollout: what samples the training dialogues; it has the learner's weights.
         one_step: samples a batch of the step whose number it is told, and updates; returns what is to be logged.
         out: a folder.
     """
     settings, lines, done = learner.settings, list[Line](), False
     held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
     out.mkdir(parents=True, exist_ok=True)
-    started, cpu_before = time.perf_counter(), time.process_time()
-    with (out / "log.jsonl").open("w", encoding="utf-8") as log:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    agent, engine = ROOT / "configs/agents/tool_user.yaml", learner.engine(max_running=128)
+    with (
+        (out / "log.jsonl").open("w", encoding="utf-8") as log,
+        fr.Rollout(agent, engine, seed=settings.seed, reward="exact_answer") as judge,
+    ):
         while not done:
-            step, minutes = len(lines), (time.perf_counter() - started) / 60
+            step, minutes = len(lines), (time.process_time() - cpu_started) / 60
             line: Line = {"step": step}
             # 1. Evaluation on the mean weights, apart from the training.
             done = step >= settings.steps or minutes >= settings.minutes
             if done or step % settings.evaluate_every == 0:
-                line |= evaluated(rollout, learner, held_back)
+                line |= evaluated(judge, learner, held_back)
                 done = done or line["held_back"] >= settings.enough
             # 2. A batch sampled with the present weights; the updates; the new weights into the engine.
             if not done:
@@ -146,7 +166,7 @@ def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line]
                 line |= one_step(step)
                 rollout.update_weights(weights(learner.model))
             line["minutes"] = (time.perf_counter() - started) / 60
-            line["cpu_minutes"] = (time.process_time() - cpu_before) / 60
+            line["cpu_minutes"] = (time.process_time() - cpu_started) / 60
             lines.append(line)
             print(" ".join(f"{key} {value:.4g}" for key, value in line.items()), flush=True)
             log.write(json.dumps(line) + "\n")

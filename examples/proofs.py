@@ -12,6 +12,7 @@ there is time for them, and what is under way at the end is ended; its log still
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import math
 import os
@@ -42,7 +43,7 @@ class Arm:
     script: str
     settings: Mapping[str, object]
     minutes: float
-    """Of one run by the clock; its learning rate falls to 0 over them."""
+    """Of CPU time of one run at most; its learning rate falls to 0 over them, or over its steps."""
     least: float = 0.0
     """Fewer minutes are not worth a beginning."""
     cores: int = 1
@@ -110,27 +111,31 @@ def run_all(runs: Iterable[Run], cores: int, minutes: float) -> None:
     end = time.monotonic() + 60 * minutes
     free = sorted(os.sched_getaffinity(0))[:cores]
     waiting = [run for run in runs if not run.whole]
-    under_way: list[tuple[Run, list[int], subprocess.Popen[bytes]]] = []
-    try:
-        while (waiting or under_way) and time.monotonic() < end:
-            left = (end - time.monotonic() - MARGIN) / 60
-            waiting = [run for run in waiting if left >= run.arm.least]
-            while waiting and len(free) >= (count := min(waiting[0].arm.cores, cores)):
-                run, own, free = waiting.pop(0), free[:count], free[count:]
-                under_way.append((run, own, run.start(min(left, run.arm.minutes), own)))
-                print(f"{run.name}, seed {run.seed}: begun on {own}", flush=True)
-            time.sleep(0.5)
-            for run, own, process in [each for each in under_way if each[2].poll() is not None]:
-                under_way.remove((run, own, process))
-                free += own
-                run.__post_init__()
-                told = run.stopped or " ".join(f"{line['held_back']:.3f}" for line in run.evaluations)
-                print(f"{run.name}, seed {run.seed}: ended with {process.returncode}: {told}", flush=True)
-    finally:
-        for _, _, process in under_way:
-            process.terminate()
-        for _, _, process in under_way:
-            process.wait()
+    under_way: dict[concurrent.futures.Future[int], tuple[Run, list[int], subprocess.Popen[bytes]]] = {}
+    with concurrent.futures.ThreadPoolExecutor(cores) as waiters:
+        try:
+            while (left := end - time.monotonic()) > 0:
+                # 1. Those begin that there are time and cores for.
+                waiting = [run for run in waiting if left - MARGIN >= 60 * run.arm.least]
+                while waiting and len(free) >= (count := min(waiting[0].arm.cores, cores)):
+                    run, own, free = waiting.pop(0), free[:count], free[count:]
+                    process = run.start(min((left - MARGIN) / 60, run.arm.minutes), own)
+                    under_way[waiters.submit(process.wait)] = run, own, process
+                    print(f"{run.name}, seed {run.seed}: begun on {own}", flush=True)
+                if not under_way:
+                    break
+                # 2. Their cores are free when they have ended.
+                timeout = None if math.isinf(left) else left
+                ended, _ = concurrent.futures.wait(under_way, timeout, concurrent.futures.FIRST_COMPLETED)
+                for each in ended:
+                    run, own, process = under_way.pop(each)
+                    free += own
+                    run.__post_init__()
+                    told = run.stopped or " ".join(f"{line['held_back']:.3f}" for line in run.evaluations)
+                    print(f"{run.name}, seed {run.seed}: ended with {process.returncode}: {told}", flush=True)
+        finally:
+            for _, _, process in under_way.values():
+                process.terminate()
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -145,7 +150,7 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 def table(runs: Sequence[Run]) -> str:
     """Return a line per arm: what its seeds came to, the mean with its 95 % interval over seeds, and the time taken."""
     lines = [
-        f"| arm | before | at the end, by seed | mean, 95 % interval | minutes (CPU) | {ENOUGH} after, minutes |",
+        f"| arm | before | at the end, by seed | mean, 95 % interval | CPU minutes (by the clock) | {ENOUGH} after |",
         "|---|---|---|---|---|---|",
     ]
     for name, of_seeds in by_arm(runs).items():
@@ -154,12 +159,14 @@ def table(runs: Sequence[Run]) -> str:
         if not ended:
             continue
         last = [run.evaluations[-1] for run in ended]
-        reached = [next((e["minutes"] for e in run.evaluations if e["held_back"] >= ENOUGH), math.nan) for run in ended]
+        reached = [
+            next((e["cpu_minutes"] for e in run.evaluations if e["held_back"] >= ENOUGH), math.nan) for run in ended
+        ]
         cells = [
             f"{np.mean([run.evaluations[0]['held_back'] for run in ended]):.2f}",
             ", ".join(f"{line['held_back']:.3f}" for line in last),
             interval([line["held_back"] for line in last]),
-            ", ".join(f"{line['minutes']:.1f} ({line['cpu_minutes']:.1f})" for line in last),
+            ", ".join(f"{line['cpu_minutes']:.1f} ({line['minutes']:.1f})" for line in last),
             ", ".join("never" if math.isnan(minutes) else f"{minutes:.1f}" for minutes in reached),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -200,7 +207,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def draw(runs: Sequence[Run], out: Path) -> None:
-    """Draw what there is: held-back success by minutes, and the training dialogues' score by step; a colour an arm."""
+    """Draw held-back success by CPU minutes, and the training dialogues' score by step; a colour an arm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -208,13 +215,13 @@ def draw(runs: Sequence[Run], out: Path) -> None:
     for number, (name, of_seeds) in enumerate(by_arm(runs).items()):
         for run in of_seeds:
             look = {"color": f"C{number}", "label": name if run is of_seeds[0] else None, "linewidth": 1}
-            seen = [(line["minutes"], line["held_back"]) for line in run.evaluations]
+            seen = [(line["cpu_minutes"], line["held_back"]) for line in run.evaluations]
             if len(seen) > 1:
                 left.plot(*zip(*seen, strict=True), marker="o", markersize=3, **look)
             scores = [line["score"] for line in run.lines if "score" in line]
             means = [float(np.mean(scores[max(0, step - 3) : step + 1])) for step in range(len(scores))]
             right.plot(means, **look | ({"label": None} if len(seen) > 1 else {}))
-    left.set(xlabel="minutes", ylabel="held-back dialogues right", ylim=(0, 1))
+    left.set(xlabel="CPU minutes", ylabel="held-back dialogues right", ylim=(0, 1))
     right.set(xlabel="step", ylabel="training dialogues right, mean of four steps", ylim=(0, 1))
     figure.legend(loc="outside lower center", ncols=4, labelcolor=INK, frameon=False)
     for axes in (left, right):

@@ -15,6 +15,7 @@ that sampled them: the reverse divergence, which falls as the policy comes to ag
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +28,7 @@ import fsm_rollout as fr
 from fsm_rollout.batch.learning import TeacherColumns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from loop import ROOT, Learner, Line, prompts_for, read_arguments
+from loop import ROOT, Learner, Line, read_arguments, training_prompts
 from loop import Settings as Shared
 from loop import train as train_by
 
@@ -38,12 +39,14 @@ AGENTS = {"tool_user": "configs/agents/tool_user.yaml", "until_wrong": "examples
 class Settings(Shared):
     """What a run is made of."""
 
-    prompts: int = 64
+    prompts: int = 128
     """Dialogues per step."""
+    distinct: int = 16_384
+    """A teacher needs no answers, so that prompts cost nothing; of 2,048 a part is learned by heart."""
     passes: int = 2
     """Over each step's dialogues: what a teacher says of a token stays true when the policy has changed."""
-    minibatches: int = 2
-    learning_rate: float = 1e-3
+    minibatches: int = 8
+    learning_rate: float = 5e-4
     clip_norm: float = 1.0
     average: float = 0.95
     agent: str = "until_wrong"
@@ -53,6 +56,8 @@ class Settings(Shared):
     unlikely: float = 0.03
     """A sampled token that is less probable to the teacher is the last of its row that is trained: what follows a
     mistake is nothing to go on from. 0: all are."""
+    apart: float = 0.3
+    """Dialogues in which policy and teacher are never so many nats apart teach little, and are not trained on."""
     shifted: bool = False
     """Move what the teacher says by one token: a control that must fail."""
 
@@ -72,14 +77,22 @@ def trained(part: fr.TrajectoryBatch, says: TeacherColumns, settings: Settings) 
     return mask & (first == 0) & (says.top_ids >= 0).all(-1)  # without what the teacher has failed
 
 
+def worth_training(batch: fr.TrajectoryBatch, settings: Settings) -> torch.Tensor:
+    """Return the numbers of the rows in which policy and teacher are apart on a trained token."""
+    says = said(batch, settings)
+    apart = (batch["rollout_log_probs"] - says.log_probs).abs() >= settings.apart
+    return (apart & trained(batch, says, settings)).any(1).nonzero()[:, 0]
+
+
 def loss_of(model: PreTrainedModel, part: fr.TrajectoryBatch, settings: Settings) -> torch.Tensor:
     """Return the sum, over the trained tokens, of the cross-entropy with the teacher's likeliest tokens."""
     columns, says = part.tensordict, said(part, settings)
-    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
     chosen = trained(part, says, settings)
+    # Nothing is fed from the last trained token on; each is predicted at the place before it.
+    start, count = columns["prompts"].shape[1] - 1, int(chosen.any(0).nonzero().max()) + 1
+    inputs = {name: columns[name][:, : start + count] for name in ("input_ids", "attention_mask", "position_ids")}
     hidden = model.model(**inputs, use_cache=False).last_hidden_state
-    predicting = hidden[:, columns["prompts"].shape[1] - 1 : -1]  # a token is predicted at the place before it
-    logprobs = torch.log_softmax(model.lm_head(predicting[chosen]).float(), -1)
+    logprobs = torch.log_softmax(model.lm_head(hidden[:, start:][chosen[:, :count]]).float(), -1)
     return -(says.top_log_probs[chosen].exp() * logprobs.gather(-1, says.top_ids[chosen])).sum()
 
 
@@ -99,17 +112,27 @@ def gap(batch: fr.TrajectoryBatch, settings: Settings) -> float:
 
 def one_step(rollout: fr.Rollout, prompts: Iterator[fr.Prompt], learner: Learner, settings: Settings) -> Line:
     """Sample a batch, have it scored, update; return the step's figures."""
+    before = time.process_time()
     batch = rollout.run(islice(prompts, settings.prompts))
+    sampled, rows = time.process_time(), worth_training(batch, settings)
     for _ in range(settings.passes):
-        for rows in torch.randperm(len(batch)).chunk(settings.minibatches):
-            update(learner, batch.select(rows), settings)
-    return {"score": batch.score_mean, "teacher_gap": gap(batch, settings), "dialogues": len(batch)}
+        for some in rows[torch.randperm(len(rows))].chunk(settings.minibatches):
+            if len(some):
+                update(learner, batch.select(some), settings)
+    return {
+        "score": batch.score_mean,
+        "teacher_gap": gap(batch, settings),
+        "dialogues": len(batch),
+        "trained_on": len(rows),
+        "sampling_cpu": sampled - before,
+        "training_cpu": time.process_time() - sampled,
+    }
 
 
 def train(settings: Settings, out: Path) -> list[Line]:
     """Train, print a line per step, write ``log.jsonl`` and the model into ``out``, and return the lines."""
     learner = Learner(settings)
-    prompts = fr.endless_prompts(prompts_for(settings.agent, "arithmetic_train"), seed=settings.seed)
+    prompts = training_prompts(settings.agent, settings.distinct, settings.seed)
     with fr.Rollout(
         {name: ROOT / file for name, file in AGENTS.items()},
         learner.engine(max_running=128),

@@ -33,7 +33,7 @@ import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from loop import ROOT, Learner, Line, prompts_for, read_arguments, timed_out  # noqa: E402
+from loop import ROOT, Learner, Line, read_arguments, timed_out, training_prompts  # noqa: E402
 from loop import Settings as Shared  # noqa: E402
 from loop import train as train_by  # noqa: E402
 
@@ -72,7 +72,7 @@ class Settings(Shared):
 
 
 def load_agents() -> dict[str, fr.AgentGraph]:
-    """Return the agent to evaluate, and the one to train with."""
+    """Return the agents to train with, of which settings choose one."""
     files = (ROOT / "configs/agents/tool_user.yaml", HERE / "until_mistake.yaml", HERE / "until_wrong.yaml")
     return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
@@ -144,7 +144,7 @@ def train(settings: Settings, out: Path) -> list[Line]:
     if settings.mask != "right" and settings.credit != "sample":
         raise SystemExit("a wrong mask is one of all tokens of a sample: give --credit sample too")
     learner = Learner(settings)
-    prompts = fr.endless_prompts(prompts_for(settings.agent, "arithmetic_train"), seed=settings.seed)
+    prompts = training_prompts(settings.agent, settings.distinct, settings.seed)
     with fr.Rollout(
         load_agents(),
         learner.engine(max_running=settings.groups * settings.n),

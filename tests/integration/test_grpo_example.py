@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def test_each_token_up_to_a_mistake_is_trained_once_with_what_its_group_has_show
     engine = {"kind": "transformers", "model": "embedded:early"}
     rewards = ["fsm_rollout.rewards:exact_answer", (EXAMPLE["right_tokens"], 0.0)]
     with fr.Rollout(EXAMPLE["load_agents"](), engine, reward=rewards, sampling={"temperature": 1.2}) as rollout:
-        batch = rollout.run(EXAMPLE["prompts_for"]("until_mistake", "arithmetic", 3), n=6)
+        batch = rollout.run(islice(EXAMPLE["training_prompts"]("until_mistake", 64, seed=0), 3), n=6)
     columns, credit = batch.tensordict, EXAMPLE["of_tokens"](batch)
     rights = [int(parts["right_tokens"]) for parts in columns.get("reward_parts").tolist()]
     number = columns["response_mask"].cumsum(1) - 1  # of the sampled tokens of its row
