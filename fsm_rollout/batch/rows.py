@@ -341,7 +341,7 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "turn_scores": list(map(list, trajectory.turn_scores)),
         "state_scores": list(map(list, trajectory.state_scores)),
         "tool_rewards": list(trajectory.tool_rewards),
-        "tool_reward_turns": _turns_of_rewards(trajectory) if trajectory.tool_rewards else [],
+        "tool_reward_turns": list(trajectory.tool_reward_turns),
         "reward_parts": dict(trajectory.reward_parts),
         "teachers": {},
         "teacher_top_ids": [],
@@ -349,17 +349,6 @@ def _facts(cut: Cut) -> dict[str, Any]:
         "media": [span.moved(-cut.start) for span in stream.media] if cut.start else list(stream.media),
         "extra": json.loads(json.dumps(dict(trajectory.extra), default=repr)),
     }
-
-
-def _turns_of_rewards(trajectory: Trajectory) -> list[int]:
-    """Return the generation whose call each reward of a tool is for; calls before any generation are the first's."""
-    turns = [
-        turn.generations[-1]
-        for turn in trajectory.assistant_turns
-        for called in turn.results
-        if called.reward is not None
-    ]
-    return [0] * (len(trajectory.tool_rewards) - len(turns)) + turns
 
 
 def _noted(

@@ -123,6 +123,8 @@ class Trajectory(msgspec.Struct):
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
+    latest_turn: AssistantTurn | None = None
+    """The turn that it belongs to."""
     attempts: Sequence[ToolCall | MalformedCall] = ()
     """The calls and broken calls of the latest generation, in order."""
     response_tokens: int = 0
@@ -155,6 +157,8 @@ class Trajectory(msgspec.Struct):
     """``(state, score, generations by then)`` of each visit that its state's ``score`` had an opinion of."""
     tool_rewards: list[float] = []
     """The rewards that tools gave with their results, in order."""
+    tool_reward_turns: list[int] = []
+    """The index of the generation whose call each of them is for; 0 before any."""
     rewarded: bool = False
     """Whether the run's reward has scored it."""
     reward_parts: Mapping[str, events.Part] = {}
@@ -329,8 +333,7 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        turn = update_turn(self.turn_of, event, message, self.generations)
-        turn.results = self.called = []  # one list for both: the calls made from now on
+        self.latest_turn, self.called = update_turn(self.turn_of, event, message, self.generations), []
         self.last, self.attempts = event, event.attempts
         self.response_tokens += len(event.ids) if event.usage is None else stream.count(event.usage)
         self.cost = self.cost if event.cost is None else (self.cost or 0.0) + event.cost
@@ -346,6 +349,8 @@ class Trajectory(msgspec.Struct):
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
+        if (turn := self.latest_turn) is not None:
+            turn.results.append(event)
         self.calls_seen += 1
         self.calls_failed += event.failure is not None
         self._took("tool", event.at - event.seconds, event.at)
@@ -353,6 +358,7 @@ class Trajectory(msgspec.Struct):
             self.spent[LimitName.BAD_CALLS] = self.spent.get(LimitName.BAD_CALLS, 0) + 1
         if event.reward is not None:
             self.tool_rewards.append(event.reward)
+            self.tool_reward_turns.append(0 if turn is None else turn.generations[-1])
         self.begun_calls.discard(event.id)
         if self.snapshots and event.tries:
             self.snapshots.pop(event.name, None)  # from before this call

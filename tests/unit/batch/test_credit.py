@@ -181,6 +181,20 @@ def test_tools_rewards_are_their_turns_and_what_has_no_score_counts_nowhere() ->
         batch.turn_advantages("turn", values=torch.zeros(3, 4))
 
 
+def test_a_tools_reward_is_for_the_turn_that_called_it_also_where_that_was_cut_and_went_on() -> None:
+    def called(name: str, reward: float) -> Called:
+        return Called(at=2.5, state="S", id=name, name="t", arguments={}, result="", reward=reward)
+
+    cut, goes_on = generated(finish_reason="length"), generated(continued=True)
+    critic = opened("critic"), generated("critic")
+    crossed = [opened(), critic[0], cut, critic[1], called("c1", 0.25), goes_on, called("c2", 9.0)]
+    alone = [opened(), cut, called("c1", 1.0), goes_on, called("c2", 9.0)]
+    for history, turns, results in ((crossed, [1, 2], [1, 1]), (alone, [0, 1], [2])):
+        trajectory = Trajectory.fold([prompted("g/0"), *history, Ended(at=4.0, stop_reason="answered")])
+        assert trajectory.tool_reward_turns == turns
+        assert [len(turn.results) for turn in trajectory.assistant_turns] == results
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_turns_of_a_sample_are_given_nothing_while_a_row_of_it_is_left_behind(packed: bool, tmp_path: Path) -> None:
     both = [opened(), generated(), opened("critic"), generated(context="critic"), Ended(at=4.0, stop_reason="answered")]
