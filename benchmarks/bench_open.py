@@ -1,14 +1,15 @@
 """What a captured chat call costs over the bare engine call, at 64 foreign agents at a time.
 
     python benchmarks/bench_open.py [--sessions 64] [--body 0] [--path responses]
-    python benchmarks/bench_open.py --first-token [--sessions 16] [--body 40]
+    python benchmarks/bench_open.py --first-token [--sessions 16] [--body 40] [--path responses]
+    python benchmarks/bench_open.py --serve [--first-token] [...]
 
 Both ask the same scripted engine, which answers at once, for the same turns: once by `handler: generate` and a user who
 says the next line, once by agents that speak OpenAI's protocol over HTTP (with `aiohttp`) from a process of their own,
 as foreign agents do. The difference is what this process pays for capture: HTTP, the protocol, finding the stream.
 `--body` has each call bring so many kB of instructions and tools, as Codex does. With `--first-token` the engine takes
 a second for an answer and streams it, and measured is how much later than from the engine its first text comes to the
-agent.
+agent. With `--serve` the agents call `fsm-rollout serve`, which shows the model their tools, instead of the gateway.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -29,7 +32,10 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.model.folders import load_tokenizer, model_folder
+from fsm_rollout.serve.server import listening
+from fsm_rollout.serve.service import Service
 
 TURNS = 20
 BARE = """
@@ -52,6 +58,16 @@ states:
 transitions:
   - {trigger: returned, source: EXTERNAL, dest: TERMINATED}
 """
+# What is served has a state for calls of the tools that callers bring.
+SERVED = BARE.replace("INTERACTING: {timeout: 600}}", "INTERACTING: {timeout: 600}, PROCESSING_TOOLS: {timeout: 600}}")
+SERVED += """
+  - {trigger: tools_done, source: PROCESSING_TOOLS, dest: GENERATING}
+""".lstrip("\n")
+SERVED = SERVED.replace(
+    "  - {trigger: generated, ",
+    "  - {trigger: generated, source: GENERATING, dest: PROCESSING_TOOLS, conditions: has_tool_calls}\n"
+    "  - {trigger: generated, ",
+)
 ANSWER = "The answer is 42, as far as anybody knows."
 
 
@@ -88,7 +104,7 @@ async def call() -> None:
         messages: list[Any] = [*system, {"role": "user", "content": task}]
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
             for turn in range(turns):
-                body = {"model": "m", key_of_history: messages, "tools": tools, "stream": streams}
+                body = {"model": "bare", key_of_history: messages, "tools": tools, "stream": streams}
                 async with http.post(f"{base_url}/{path}", json=body) as answer:
                     if streams:
                         messages.append(await heard(answer))
@@ -102,8 +118,12 @@ async def call() -> None:
     async def heard(answer: aiohttp.ClientResponse) -> dict[str, str]:
         said, at = "", 0.0
         async for line in answer.content:
-            if line.startswith(b"data: {") and (choices := json.loads(line[6:])["choices"]):
-                piece = choices[0]["delta"].get("content") or ""
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if path == "responses":
+                    piece = event["delta"] if event["type"] == "response.output_text.delta" else ""
+                else:
+                    piece = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
                 at = at or (time.monotonic() if piece else 0.0)
                 said += piece
         print(f"first {said.split()[0]} {at}", flush=True)
@@ -149,7 +169,7 @@ class SlowEngine(ScriptedEngine):
 
 
 def measure(
-    text: str, sessions: int, prompt: dict[str, Any], *called: object, slow: bool = False
+    text: str, sessions: int, prompt: dict[str, Any], *called: object, slow: bool = False, serve: bool = False
 ) -> tuple[float, float]:
     """Return the wall and the CPU milliseconds of one call."""
     quick = partial(ScriptedEngine, lambda request: ANSWER, tokenizer=load_tokenizer(model_folder("embedded")))
@@ -174,12 +194,20 @@ def measure(
 
     async def timed() -> tuple[float, float]:
         async with fr.Rollout(graph, engine) as rollout:
-            for n in (4, sessions):  # the first run warms up
-                begun, cpu = time.perf_counter(), time.process_time()
-                async for group in rollout.stream([prompt], n):
-                    assert all(t.generations == turns and len(t.streams) == 1 for t in group.trajectories), (
-                        group.trajectories
-                    )
+            service = Service(rollout, ServeConfig(port=0), sessions) if serve else None
+            async with listening(service) if service is not None else nullcontext(("", None)) as (url, _):
+                for n in (4, sessions):  # the first run warms up
+                    begun, cpu = time.perf_counter(), time.process_time()
+                    if service is not None:
+                        tasks, waiting = [f"{n}-{number}" for number in range(n)], service.waiting
+                        visits = [SimpleNamespace(base_url=f"{url}/v1", api_key=task, task=task) for task in tasks]
+                        await asyncio.gather(*map(asks, visits))
+                        assert service.waiting == waiting + n, "each went on with its trajectory"
+                        continue
+                    async for group in rollout.stream([prompt], n):
+                        assert all(t.generations == turns and len(t.streams) == 1 for t in group.trajectories), (
+                            group.trajectories
+                        )
             calls = sessions * turns
             used = time.process_time() - cpu
             return 1e3 * (time.perf_counter() - begun) / calls, 1e3 * used / calls
@@ -197,11 +225,12 @@ def main() -> None:
     parser.add_argument("--body", type=int, default=0, help="kB of instructions and tools in each call")
     parser.add_argument("--path", choices=("chat/completions", "responses"), default="chat/completions")
     parser.add_argument("--first-token", action="store_true")
+    parser.add_argument("--serve", action="store_true", help="by `fsm-rollout serve` and not by the gateway")
     arguments = parser.parse_args()
     sessions, path, body = arguments.sessions, arguments.path, arguments.body
-    question = {"role": "user", "content": "What is 20 + 22?"}
+    question, text = {"role": "user", "content": "What is 20 + 22?"}, SERVED if arguments.serve else CAPTURED
     if arguments.first_token:
-        measure(CAPTURED, sessions, {"messages": [question]}, "chat/completions", body, 4, True, slow=True)
+        measure(text, sessions, {"messages": [question]}, path, body, 4, True, slow=True, serve=arguments.serve)
         lags = sorted(_lags[16:])  # without the first run, which warms up
         middle, late, worst = (1e3 * lags[int(part * (len(lags) - 1))] for part in (0.5, 0.9, 1.0))
         print(f"{sessions} sessions, {body} kB: first text {middle:.1f} ms after the engine's")
@@ -210,7 +239,9 @@ def main() -> None:
     system = [{"role": "system", "content": "Be brief, and work on. " * (22 * body)}] if body else []
     said = {"interaction_kwargs": {"turns": [f"and {turn}?" for turn in range(TURNS - 1)]}}
     bare, bare_cpu = measure(BARE, sessions, {"messages": [*system, question]} | said, path, body, TURNS, False)
-    captured, captured_cpu = measure(CAPTURED, sessions, {"messages": [question]}, path, body, TURNS, False)
+    captured, captured_cpu = measure(
+        text, sessions, {"messages": [question]}, path, body, TURNS, False, serve=arguments.serve
+    )
     print(f"{sessions} sessions, {TURNS} turns each, {body} kB; per call, the callers in a process of their own")
     print(f"bare      {bare:6.2f} ms wall, {bare_cpu:6.2f} ms CPU")
     print(f"captured  {captured:6.2f} ms wall, {captured_cpu:6.2f} ms CPU")

@@ -260,8 +260,8 @@ class AssistantTurn(msgspec.Struct, gc=False):
         return text_of(self.message)
 
 
-def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: Message, count: int) -> AssistantTurn:
-    """Begin or continue the turn of a generation that has just ended, and return it.
+def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: Message, count: int) -> None:
+    """Begin or continue the turn of a generation that has just ended.
 
     ``turn_of`` has the turn of each generation, by its index; ``count`` is how many there are with this one.
     """
@@ -277,7 +277,6 @@ def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: 
     if len(turn_of) < count:  # else the generation is resumed, and is there already
         turn.generations.append(len(turn_of))
         turn_of.append(turn)
-    return turn
 
 
 def whole_conversation(streams: Iterable[Stream]) -> list[Message]:

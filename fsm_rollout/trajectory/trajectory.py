@@ -123,8 +123,6 @@ class Trajectory(msgspec.Struct):
     """The turn that each generation belongs to, by the generation's index."""
     last: events.Generated | None = None
     """The latest generation, of any context."""
-    latest_turn: AssistantTurn | None = None
-    """The turn that it belongs to."""
     attempts: Sequence[ToolCall | MalformedCall] = ()
     """The calls and broken calls of the latest generation, in order."""
     response_tokens: int = 0
@@ -218,10 +216,7 @@ class Trajectory(msgspec.Struct):
         return self.conversation()
 
     def conversation(self, context: str = "main") -> list[Message]:
-        """Return all messages of a context, in order, those before a ``reset`` too, none twice.
-
-        A context that was never used has none, except ``main``: it has the prompt's.
-        """
+        """Return all messages of a context, in order, those before a ``reset`` too; ``main`` has the prompt's."""
         messages = whole_conversation(stream for stream in self.streams if stream.context == context)
         return messages if messages or context != "main" else list(self.prompt_messages)
 
@@ -333,8 +328,8 @@ class Trajectory(msgspec.Struct):
         if not event.resumed:
             self.generations += 1
             self.context_turns[event.context] = self.context_turns.get(event.context, 0) + 1
-        self.latest_turn, self.called = update_turn(self.turn_of, event, message, self.generations), []
-        self.last, self.attempts = event, event.attempts
+        update_turn(self.turn_of, event, message, self.generations)
+        self.last, self.attempts, self.called = event, event.attempts, []
         self.response_tokens += len(event.ids) if event.usage is None else stream.count(event.usage)
         self.cost = self.cost if event.cost is None else (self.cost or 0.0) + event.cost
         begun = event.at - event.seconds
@@ -349,7 +344,8 @@ class Trajectory(msgspec.Struct):
 
     def _called(self, event: events.Called) -> None:
         self.called.append(event)
-        if (turn := self.latest_turn) is not None:
+        turn = next((turn for turn in reversed(self.turn_of) if self.last and turn.context == self.last.context), None)
+        if turn is not None:
             turn.results.append(event)
         self.calls_seen += 1
         self.calls_failed += event.failure is not None
@@ -385,9 +381,7 @@ class Trajectory(msgspec.Struct):
 
     def _transitioned(self, event: events.Transitioned) -> None:
         if event.source != self.state:
-            raise StreamError(
-                f"a transition from '{event.source}' fired in state '{self.state}' of {self.trajectory_id}"
-            )
+            raise StreamError(f"a transition from '{event.source}' in state '{self.state}' of {self.trajectory_id}")
         if event.trigger == Trigger.LIMIT_REACHED:
             self.routed_limits |= {routing_key(str(event.limit), event.source)}
         self.transitions += 1

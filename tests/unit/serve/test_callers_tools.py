@@ -4,17 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anthropic
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.trajectory.journal import read
 from tests.foreign import CALL
-from tests.unit.serve.test_serve import SINGLE, Served, refused, served
+from tests.unit.serve.test_serve import CHATTING, SINGLE, Served, refused, served
 
 
 def look_up(word: str) -> str:
@@ -48,8 +51,8 @@ class Caller:
         self.protocol, _, self.how = way.partition(" ")
         self.history: list[Any] = []
         self.previous: str | None = None
-        self.openai = server.openai()
-        self.anthropic = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+        anthropics = partial(anthropic.AsyncAnthropic, base_url=server.url, api_key="none", max_retries=0)
+        self.client: Any = anthropics() if self.protocol == "anthropic" else server.openai()
         self.model = model
 
     async def say(self, text: str) -> Turn:
@@ -76,13 +79,13 @@ class Caller:
         asked: Any = {"model": self.model, "messages": self.history, "tools": [TOOL]}
         if self.how == "streamed":
             message: dict[str, Any] = {"role": "assistant", "content": ""}
-            async for chunk in await self.openai.chat.completions.create(**asked, stream=True):
+            async for chunk in await self.client.chat.completions.create(**asked, stream=True):
                 (choice,) = chunk.choices
                 message["content"] += choice.delta.content or ""
                 for call in choice.delta.tool_calls or ():
                     message.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
         else:
-            (choice,) = (await self.openai.chat.completions.create(**asked)).choices
+            (choice,) = (await self.client.chat.completions.create(**asked)).choices
             message = choice.message.model_dump(exclude_none=True)
         self.history.append(message)
         calls = {call["id"]: json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())}
@@ -94,10 +97,10 @@ class Caller:
         if self.how == "by id" and self.previous:
             asked |= {"input": new, "previous_response_id": self.previous}
         if self.how == "streamed":
-            async with self.openai.responses.stream(**asked) as stream:
+            async with self.client.responses.stream(**asked) as stream:
                 response: Any = await stream.get_final_response()
         else:
-            response = await self.openai.responses.create(**asked)
+            response = await self.client.responses.create(**asked)
         self.previous = response.id
         self.history += [item.model_dump(exclude_none=True) for item in response.output]
         for item in self.history:
@@ -110,10 +113,10 @@ class Caller:
         tool = {k: function[k] for k in ("name", "description")} | {"input_schema": function["parameters"]}
         asked: Any = {"model": self.model, "max_tokens": 200, "messages": self.history, "tools": [tool]}
         if self.how == "streamed":
-            async with self.anthropic.messages.stream(**asked) as stream:
+            async with self.client.messages.stream(**asked) as stream:
                 message: Any = await stream.get_final_message()
         else:
-            message = await self.anthropic.messages.create(**asked)
+            message = await self.client.messages.create(**asked)
         self.history.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = {block.id: block.input for block in message.content if block.type == "tool_use"}
@@ -123,7 +126,7 @@ class Caller:
 @asynccontextmanager
 async def calling(server: Served, way: str, model: str = "chatting") -> AsyncIterator[Caller]:
     caller = Caller(server, way, model)
-    async with caller.openai, caller.anthropic:
+    async with caller.client:
         yield caller
 
 
@@ -159,6 +162,43 @@ async def test_calls_of_a_caller_s_tools_are_handed_to_it_and_the_trajectory_goe
             ("tool", "42"), ("tool", "eight: forty-two"), ("user", "Thanks."),
         ]  # fmt: skip
         assert trajectory.spent["tool_calls"] == 5
+
+
+SAID = st.sampled_from(["yes", "what is 2 + 2?", "é漢字", "<|im_end|>", " a b  c ", CALL])
+BROKEN = '<tool_call>\n{"name": "look_up", "argum\n</tool_call>'
+CALLS = st.lists(
+    st.sampled_from([LOOK_UP, LOOK_UP, CALL, BROKEN, LOOK_UP.replace("look_up", "look_down")]), min_size=1, max_size=3
+)
+ANSWERS = st.lists(st.tuples(st.sampled_from(["", "Well.", "é漢 ", "<think>hm</think> So."]), CALLS), max_size=3)
+
+
+@settings(max_examples=min(12, settings().max_examples))  # each is a server
+@given(st.lists(st.tuples(SAID, ANSWERS), min_size=1, max_size=3), st.sampled_from(WAYS), st.data())
+def test_whatever_is_called_and_answered_is_one_stream_with_what_the_engine_sampled(
+    asked: list[tuple[str, list[tuple[str, list[str]]]]], way: str, data: st.DataObject
+) -> None:
+    """Of each question: turns with calls, and one without. That the ids are the engine's own is checked at the end."""
+    turns = [text for _, answers in asked for text in [*("\n".join([t, *calls]) for t, calls in answers), "Done."]]
+    agents = CHATTING.replace("_turns: 6", "_turns: 20").replace("_calls: 8", "_calls: 40").replace(" 900", " 9000")
+    told: list[str] = []
+
+    async def main() -> None:
+        async with served(turns, agents=agents) as server, calling(server, way) as caller:
+            for question, _ in asked:
+                turn = await caller.say(question)
+                while turn.calls:
+                    results = [(id, data.draw(SAID)) for id in turn.calls]
+                    told.extend(text for _, text in results)
+                    turn = await caller.answer(data.draw(st.permutations(results)))
+                assert turn.text.endswith("Done.")
+            (trajectory,) = server.trajectories.values()
+            (stream,) = trajectory.streams
+            theirs = [c.id for t in trajectory.assistant_turns for c in t.calls if getattr(c, "name", "") == "look_up"]
+            results_of = {m["tool_call_id"]: m["content"] for m in stream.messages if m["role"] == "tool"}
+            assert [results_of[id] for id in theirs] == told
+            assert [m["content"] for m in stream.messages if m["role"] == "user"] == [text for text, _ in asked]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -255,9 +295,8 @@ async def test_calls_that_nobody_carries_out_end_their_trajectory() -> None:
 
 async def test_calls_that_are_wrong_are_answered_here() -> None:
     """Of a tool that nobody has, and one that cannot be read: their caller sees the others alone."""
-    broken = '<tool_call>\n{"name": "look_up", "argum\n</tool_call>'
     nobody = LOOK_UP.replace("look_up", "look_down")
-    async with served([f"{broken}\n{nobody}\n{LOOK_UP}", "well"]) as server, calling(server, "chat whole") as caller:
+    async with served([f"{BROKEN}\n{nobody}\n{LOOK_UP}", "well"]) as server, calling(server, "chat whole") as caller:
         ((id, arguments),) = (await caller.say("?")).calls.items()
         assert arguments == {"word": "WORD"}
         assert (await caller.answer([(id, "x")])).text == "well"
@@ -289,6 +328,6 @@ async def test_what_a_count_counts_is_the_prompt_with_all_tools() -> None:
         function = TOOL["function"]
         tool: Any = {"name": "look_up", "description": function["description"], "input_schema": function["parameters"]}
         messages: Any = caller.history[:1]
-        counted = await caller.anthropic.messages.count_tokens(model="chatting", messages=messages, tools=[tool])
+        counted = await caller.client.messages.count_tokens(model="chatting", messages=messages, tools=[tool])
         (trajectory,) = server.trajectories.values()
         assert counted.input_tokens == trajectory.streams[0].tokens.prompt_length
