@@ -55,10 +55,10 @@ class PairedShards(Shards):
         self._listeners, self._heard = of.recorder.listeners, Counter[str]()
         self.paired: list[Shard] = []
         self.lives: set[asyncio.Task[None]] = set()
-        super().__init__(count, self._connect, lambda number: b"")
+        super().__init__(count, self._connect, lambda place: b"")
 
-    async def _start_aside(self) -> tuple[int, Started]:
-        return self._started()
+    async def _start_aside(self, place: int) -> tuple[int, int, Started]:
+        return self._started(place)
 
     def _connect(self, setup: bytes) -> Started:
         of = self._of

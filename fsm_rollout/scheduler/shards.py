@@ -184,8 +184,7 @@ class Shards:
         starting = self._starting
         return None if starting is None or not starting.done() or starting.cancelled() else starting.exception()
 
-    async def _start_aside(self) -> tuple[int, int, Started]:
-        place = min(set(range(self.count)) - {shard.place for shard in self.alive})
+    async def _start_aside(self, place: int) -> tuple[int, int, Started]:
         return await asyncio.to_thread(self._started, place)
 
     async def _start_missing(self) -> None:
@@ -200,7 +199,8 @@ class Shards:
                 if self.servers is not None:
                     await self.servers.ready()
                     await self.keep_apart()
-                shard = self._shard(await self._start_aside())
+                free = set(range(self.count)) - {shard.place for shard in self.alive}
+                shard = self._shard(await self._start_aside(min(free)))
             except EngineError as error:
                 if self._closed:
                     raise

@@ -274,10 +274,10 @@ def test_a_pool_serves_plain_or_async_calls_and_says_so_at_once(first: str) -> N
         async def main() -> None:
             if first == "async":
                 assert len(await rollout.arun(["x"])) == 1
-                with pytest.raises(EngineError, match="engine 'policy' serves another event loop"):
+                with pytest.raises(EngineError, match="the engine serves another event loop"):
                     rollout.run(["y"])
             else:
-                with pytest.raises(EngineError, match="engine 'policy' serves another event loop"):
+                with pytest.raises(EngineError, match="the engine serves another event loop"):
                     await rollout.arun(["y"])
 
         if first == "plain":
