@@ -264,10 +264,23 @@ def checked_names(init: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        check_names(init.__qualname__.partition(".")[0], kwargs, known)
-        init(*args, **kwargs)
+        with callers_mistake():
+            check_names(init.__qualname__.partition(".")[0], kwargs, known)
+            init(*args, **kwargs)
 
     return checked
+
+
+class callers_mistake:  # noqa: N801  # used as a function; a generator's frames would show
+    """What the caller can mend is raised in the caller's line: of our own frames the traceback has none."""
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Take our frames off."""
+        if isinstance(error, ConfigError | BatchError | RunStopped | TargetNotReached):
+            error.__traceback__ = None
 
 
 @contextmanager

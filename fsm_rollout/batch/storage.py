@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,30 +39,29 @@ def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, objec
     if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
         raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        stored = _unjagged(tensordict) if packed else tensordict
-        _make_sure_of_room(draft, stored)
-        stored.memmap(str(draft), copy_existing=True)
-        shapes = {name: [picture.mime, picture.width, picture.height] for name, picture in pictures.items()}
-        for name, picture in pictures.items():
-            (draft / _PICTURES).mkdir(exist_ok=True)
-            (draft / _PICTURES / name).write_bytes(picture.data)
-        (draft / _FACTS).write_text(
-            json.dumps({"packed": packed, "pictures": shapes, **facts}, indent=1), encoding="utf-8"
-        )
-        draft.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
-    except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise BatchError(f"the batch cannot be saved as {target}: {error.strerror}") from error
-        raise
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True) as aside:
+        draft, before = Path(aside) / "new", Path(aside) / "before"
+        draft.mkdir()
+        try:
+            stored = _unjagged(tensordict) if packed else tensordict
+            _make_sure_of_room(draft, stored)
+            stored.memmap(str(draft), copy_existing=True)
+            shapes = {name: [picture.mime, picture.width, picture.height] for name, picture in pictures.items()}
+            for name, picture in pictures.items():
+                (draft / _PICTURES).mkdir(exist_ok=True)
+                (draft / _PICTURES / name).write_bytes(picture.data)
+            (draft / _FACTS).write_text(
+                json.dumps({"packed": packed, "pictures": shapes, **facts}, indent=1), encoding="utf-8"
+            )
+            if target.exists():
+                target.rename(before)
+            draft.rename(target)
+        except BaseException as error:
+            if before.exists():
+                before.rename(target)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise BatchError(f"the batch cannot be saved as {target}: {error.strerror}") from error
+            raise
 
 
 def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -157,12 +157,12 @@ def carried_out(
     try:
         with said_while_slow("reading agents and prompts", console) as read:
 
-            def progress(total: int, done: int) -> RunProgress:
+            def progress(total: int, ended: Collection[tuple[str, int]]) -> RunProgress:
                 read()
                 if console.is_terminal:
                     hint = shlex.join(["fsm-rollout", "view", str(short(out.parent))])
                     console.print(f"in a browser, while it runs: {hint}", style="dim", markup=False, highlight=False)
-                return RunProgress(total, done, console)
+                return RunProgress(total, ended, console)
 
             return work(progress)
     except KeyboardInterrupt as interruption:

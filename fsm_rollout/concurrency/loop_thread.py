@@ -26,7 +26,7 @@ from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.concurrency.loop_end import run_to_end
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, callers_mistake
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -156,8 +156,9 @@ def plain(form: Callable[Concatenate[Owner, P], Coroutine[object, object, T]]) -
 
     @wraps(form)
     def wait(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_open()
-        return self._wait_for(lambda: form(self, *args, **kwargs))
+        with callers_mistake():
+            self._check_open()
+            return self._wait_for(lambda: form(self, *args, **kwargs))
 
     wait.__name__ = form.__name__.removeprefix("a")
     wait.__doc__ = f"""Do what :meth:`{form.__name__}` does, from ordinary code and from notebooks alike.

@@ -24,10 +24,10 @@ from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.batch.table import TENSORS, row_data
 from fsm_rollout.errors import BatchError, ConfigError
 from fsm_rollout.files import written_whole
-from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.rescore import Scores, apply_score
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.journal import JournalFolder, Report, trajectory_ids
+from fsm_rollout.trajectory.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.pictures import StoredPicture, openai_part
 from fsm_rollout.trajectory.tokens import MediaSpan
 

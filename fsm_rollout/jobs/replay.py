@@ -19,7 +19,6 @@ from fsm_rollout.agent.graph import POLICY, AgentGraph
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError, did_you_mean
-from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.report.recording import open_run
 from fsm_rollout.report.texts import TokenTexts
@@ -29,6 +28,7 @@ from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import JournalFolder, Report, metadata
+from fsm_rollout.trajectory.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 # What of each event is the same in two runs that are; other events say when, or what it was worth.

@@ -17,9 +17,9 @@ from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.files import written_whole
-from fsm_rollout.jobs.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
 from fsm_rollout.trajectory.journal import JournalFolder, Report, metadata
+from fsm_rollout.trajectory.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SCORES = "scores"  # the folder in a run's folder with the files of rescoring

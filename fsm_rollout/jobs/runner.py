@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -44,13 +44,15 @@ from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.recorder import Listener
+from fsm_rollout.scheduler.run_counts import SampleKey
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, Recorded, metadata, read, recordings
+from fsm_rollout.trajectory.latest_attempts import latest_of
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 
 logger = logging.getLogger(__name__)
 
-# Makes the listener that shows a run: from its number of trajectories, and how many of them have ended already.
-Progress = Callable[[int, int], AbstractContextManager[Listener]]
+# Makes the listener that shows a run: from its number of trajectories, and those samples that have ended already.
+Progress = Callable[[int, Collection[SampleKey]], AbstractContextManager[Listener]]
 
 
 def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> Summary:
@@ -204,7 +206,8 @@ def _carry_out(
     check_parts(config, prompts)
     for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
-    ended = sum(trajectory.ended for trajectory, _ in earlier or () if trajectory.parent_id is None)
+    began = latest_of([trajectory for trajectory, _ in earlier or ()])
+    ended = {(each.group_id, each.sample) for each in began if each.ended and each.parent_id is None}
     with progress(len(prompts) * config.n, ended) as listener:
         # Engines are built outside the event loop, in which a Ctrl-C would wait until a model has been loaded.
         rollout = training_rollout_of(config, agents, on_event=[listener])
@@ -335,7 +338,7 @@ def _write(
     bias: Summary = {}
     if carried:  # what was set aside may be in a shard
         trained = [trajectory for group in groups if not group.dropped for trajectory in group.trajectories]
-        trajectories += [each for each in read(folder) if each.group_id in carried]
+        trajectories += [each for each in latest_of(list(read(folder))) if each.group_id in carried]
         bias = {"length_bias": length_bias(trained, trajectories)}
     summary = {**summarize(trajectories, wall_seconds=seconds, engine=rollout.engine_stats()), **looked, **bias}
     summary |= running_of(rollout.scheduler)

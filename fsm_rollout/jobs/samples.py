@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from fsm_rollout.jobs.latest_attempts import latest_of
 from fsm_rollout.jobs.run_folder import SUMMARY
 from fsm_rollout.report.recording import OPEN, Recording
 from fsm_rollout.statistics.estimates import CONFIDENCE
 from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import JournalFolder, Report, changed, recordings
+from fsm_rollout.trajectory.latest_attempts import latest_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,11 +20,12 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, log_failures
 from fsm_rollout.scheduler.link import Link
+from fsm_rollout.scheduler.run_counts import RunCounts
 from fsm_rollout.scheduler.run_state import PromptQueue, Watch
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.event_bytes import decode, encode, pictures_in
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -274,42 +275,25 @@ def packed_events(
     return kinds, [(p.data, p.mime, p.width, p.height) for p in pictures.values()]
 
 
-class ShardCounts:
-    """Listens, and says now and then how far the trajectories are."""
+class ShardCounts(RunCounts):
+    """Says now and then how far the trajectories are."""
 
     def __init__(self, link: Link) -> None:
+        super().__init__()
         self._link, self.number = link, -1
-        self._states: Counter[str] = Counter()
-        self._open: set[str] = set()
-        self._done = self._tokens = self._sub_agents = 0
         self._told = False
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count an event."""
-        sample = trajectory.parent_id is None
-        match event:
-            case Generated():
-                self._tokens += len(event.ids)
-            case Transitioned() if sample:
-                self._states[event.source] -= 1
-                self._states[event.dest] += 1
-            case Prompted() | Resumed() if sample:
-                self._open.add(trajectory.trajectory_id)
-                self._states[trajectory.state] += 1
-            case Ended() | Suspended() if sample and trajectory.trajectory_id in self._open:
-                self._open.discard(trajectory.trajectory_id)
-                self._done += isinstance(event, Ended)
-                self._states[trajectory.state] -= isinstance(event, Suspended)
-            case _:
-                return
+        super().__call__(trajectory, event)
         if not self._told:
             self._told = True
             asyncio.get_running_loop().call_later(TELL_EVERY, self._tell)
 
     def _tell(self) -> None:
         self._told = False
-        states = {state: count for state, count in self._states.items() if count}
-        self._link.send("progress", self.number, states, self._done, self._tokens)
+        states = {state: count for state, count in self.states.items() if count}
+        self._link.send("progress", self.number, states, len(self.ended), self.tokens)
 
 
 class KeptEvents:

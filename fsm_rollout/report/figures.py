@@ -19,6 +19,7 @@ import numpy as np
 from fsm_rollout.report.recording import Recording, kind_of_end
 from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of
 from fsm_rollout.report.texts import number, percent
+from fsm_rollout.trajectory.latest_attempts import latest_of
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.wall_time import covered
 
@@ -49,6 +50,7 @@ class Line:
         self.score = trajectory.score
         self.sample = trajectory.sample
         self.tool_rewards = tuple(trajectory.tool_rewards)
+        self.visits = trajectory.visits
         self.messages = sum(map(attrgetter("num_turns"), trajectory.streams))
         self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens
@@ -159,14 +161,19 @@ class Figures:
                 self.pictures[name].tokens.add(span.length)
 
     @cached_property
+    def counted(self) -> list[Line]:
+        """The trajectories without attempts that were given up, which are in no batch, and what those had called."""
+        return list(latest_of(self.lines))
+
+    @cached_property
     def own(self) -> list[Line]:
         """The prompts' own trajectories. A sub-agent has its caller's score, so it would count twice in a headline."""
-        return [line for line in self.lines if line.parent_id is None]
+        return [line for line in self.counted if line.parent_id is None]
 
     @cached_property
     def called(self) -> list[Line]:
         """The trajectories of sub-agents."""
-        return [line for line in self.lines if line.parent_id is not None]
+        return [line for line in self.counted if line.parent_id is not None]
 
     @cached_property
     def begin(self) -> float:
@@ -199,7 +206,7 @@ class Figures:
 
     def under_way(self) -> list[float]:
         """Return the mean number of the prompts' own trajectories under way in each part."""
-        return self._busy([life for line in self.own for life in line.lives])
+        return self._busy([life for line in self.lines if line.parent_id is None for life in line.lives])
 
     def load(self) -> list[float]:
         """Return the mean number of generations under way in each part."""

@@ -165,7 +165,8 @@ class RunMetrics:
         return "chat", self._kinds.get(engine, "fsm_rollout"), self._models.get(engine, engine)
 
     def _generated(self, trajectory: Trajectory, event: events.Generated) -> None:
-        stream, tokens = trajectory.open_streams.get(event.context), len(event.ids)
+        stream, usage = trajectory.open_streams.get(event.context), event.usage
+        read = nan if stream is None else stream.tokens.length - len(event.ids) if usage is None else usage.input
         engine, aborted = "policy" if stream is None else stream.engine, event.finish_reason == FinishReason.ABORT
         found = self._generations.get((engine, trajectory.agent, aborted))
         if found is None:
@@ -179,7 +180,7 @@ class RunMetrics:
             if event.versions:
                 self._series(VERSION, (engine,))
         found.heard.append((
-            event.seconds, tokens, nan if stream is None else stream.tokens.length - tokens, event.queue_seconds,
+            event.seconds, event.tokens, read, event.queue_seconds,
             trajectory.time_spent.idle_until(event.at - event.seconds - event.queue_seconds, trajectory.started_at),
         ))  # fmt: skip
         if event.versions:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from html import escape
 from io import StringIO
@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.scheduler.recorder import Recorder
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
+from fsm_rollout.scheduler.run_counts import RunCounts, SampleKey
+from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
@@ -73,7 +74,7 @@ def shown_where_wanted(recorder: Recorder, total: int, wanted: bool | None) -> I
     if cell is not None:
         console = Console(file=cell, width=200, force_terminal=False, force_jupyter=False)
     every = CELL_EVERY if cell is not None else PLAIN_EVERY
-    with RunProgress(total, 0, console, every, first=SLOW_AFTER, alone=True) as progress:
+    with RunProgress(total, (), console, every, first=SLOW_AFTER, alone=True) as progress:
         listeners, recorder.listeners = recorder.listeners, (*recorder.listeners, progress)
         try:
             yield
@@ -107,7 +108,7 @@ class RunProgress:
 
     Args:
         total: trajectories of the run.
-        done: how many of them had ended in an earlier part of it.
+        ended: the samples that had ended in an earlier part of it.
         console: where to show it.
         every: seconds between two lines where there is no terminal.
         first: seconds until the first of them; 0: it comes at once.
@@ -117,23 +118,20 @@ class RunProgress:
     """
 
     def __init__(
-        self, total: int, done: int, console: Console, every: float = PLAIN_EVERY, *, first: float = 0.0,
-        alone: bool = False,
+        self, total: int, ended: Collection[SampleKey], console: Console, every: float = PLAIN_EVERY, *,
+        first: float = 0.0, alone: bool = False,
     ) -> None:  # fmt: skip
-        self._total, self._done = total, done
+        self._total = total
         self._console = console
         self._first, self._every = first, every
         self._shown = ExitStack()
-        self._states: Counter[str] = Counter()
-        self._sub_agents: set[str] = set()
-        self._open: dict[str, Trajectory] = {}
-        self._tokens = 0
-        self._shards: dict[int, tuple[Counter[str], int, int]] = {}  # what each has counted
+        self._counts = RunCounts(ended)
+        self._shards: dict[int, tuple[Mapping[str, int], int, int]] = {}  # what each has counted
         self._begun = self._alone = alone
         self._started = time.monotonic()
         columns = TextColumn("trajectories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._bar = Progress(*columns, console=console)
-        self._task = self._bar.add_task("", total=total, completed=done)
+        self._task = self._bar.add_task("", total=total, completed=len(ended))
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> RunProgress:
@@ -158,42 +156,26 @@ class RunProgress:
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""
-        name, is_sample = trajectory.trajectory_id, trajectory.parent_id is None
-        match event:
-            case Generated():
-                self._tokens += len(event.ids)
-            case Transitioned() if is_sample:
-                self._states[event.source] -= 1
-                self._states[event.dest] += 1
-            case Prompted() | Resumed() if is_sample:
-                self._begun = True
-                self._open[name] = trajectory
-                self._states[trajectory.state] += 1
-            case Prompted() | Resumed():
-                self._sub_agents.add(name)
-            case Ended() | Suspended() if is_sample:
-                self._states[trajectory.state] -= isinstance(event, Suspended)
-                self._done += self._open.pop(name, None) is not None  # an end may be reported twice
-                self._bar.update(self._task, completed=self._done)
-            case Ended() | Suspended():
-                self._sub_agents.discard(name)
+        self._begun = True
+        self._counts(trajectory, event)
 
     def counted(self, shard: int, states: Mapping[str, int], done: int, tokens: int) -> None:
         """Take in how far one shard is of several; events are not told then."""
         self._begun = True
-        before, self._shards[shard] = self._shards.get(shard, (Counter[str](), 0, 0)), (Counter(states), done, tokens)
-        self._states.subtract(before[0])
-        self._states.update(states)
-        self._done = min(self._total, self._done + done - before[1])
-        self._tokens += tokens - before[2]
-        self._bar.update(self._task, completed=self._done)
+        self._shards[shard] = states, done, tokens
+
+    @property
+    def _done(self) -> int:
+        ended = len(self._counts.ended) + sum(done for _, done, _ in self._shards.values())
+        return min(self._total, ended)  # a shard that died has counted what another begins anew
 
     def _doing(self) -> str:
         """Return how fast it goes; when all have ended, what is still done, which takes seconds in a large run."""
-        if self._done >= self._total and not self._open and not self._alone:
+        if self._done >= self._total and not self._counts.open and not self._alone:
             return "writing the batch and the report …"
         seconds = max(time.monotonic() - self._started, 1e-9)
-        return f"{self._tokens:,} tokens sampled, {self._tokens / seconds:,.0f} tokens/s"
+        tokens = self._counts.tokens + sum(tokens for _, _, tokens in self._shards.values())
+        return f"{tokens:,} tokens sampled, {tokens / seconds:,.0f} tokens/s"
 
     def _render(self) -> RenderableType:
         if not self._begun:
@@ -201,14 +183,15 @@ class RunProgress:
         states = Table.grid(padding=(0, 2))
         states.add_column()
         states.add_column(justify="right")
-        for state, count in self._states.items():
+        self._bar.update(self._task, completed=self._done)
+        for state, count in sum((Counter(each[0]) for each in self._shards.values()), self._counts.states).items():
             if count:
                 states.add_row(Text(state), f"{count:,}")
-        if self._sub_agents:
-            states.add_row("sub-agents", f"{len(self._sub_agents):,}", style="dim")
+        if sub_agents := self._counts.sub_agents:
+            states.add_row("sub-agents", f"{len(sub_agents):,}", style="dim")
         lines: list[RenderableType] = [self._bar, states, Text(self._doing(), style="dim")]
-        if self._open and self._total - self._done <= max(4, self._total // 20):
-            oldest = list(self._open.values())[:4]
+        if self._counts.open and self._total - self._done <= max(4, self._total // 20):
+            oldest = list(self._counts.open.values())[:4]
             tail = ", ".join(f"{t.trajectory_id} {t.state} (generation {t.generations})" for t in oldest)
             lines.append(Text(f"tail: {tail}", style="dim"))
         return Group(*lines)

@@ -71,14 +71,15 @@ def run_view(run: RunFolder) -> RenderableType:
     figures, visits = Figures(), Counter[str]()
     for recording in run.recordings():
         figures.add(recording)
-        if recording.trajectory.parent_id is None:
-            visits.update(recording.trajectory.visits)
+    for line in figures.own:
+        visits.update(line.visits)
     samples, called, groups = figures.own, figures.called, len({line.group_id for line in figures.own})
-    trained = sum(line.trained for line in figures.lines)
+    trained, again = sum(line.trained for line in figures.counted), len(figures.lines) - len(figures.counted)
     head = Text(f"{run.folder}: {len(samples):,} {'trajectory' if len(samples) == 1 else 'trajectories'} in ")
     head.append(f"{groups:,} {'group' if groups == 1 else 'groups'}")
     head.append(f" + {len(called):,} of sub-agents" if called else "")
     head.append(f", {duration(figures.seconds)}, {trained:,} trained tokens{' in all' if called else ''}")
+    head.append(f"; {again:,} given up, in whose place others began" if again else "")
     parts: list[RenderableType] = [*_notes(run.notes), head]
     if not figures.lines:
         return Group(*parts, Text("it has no trajectories"))
@@ -91,7 +92,7 @@ def run_view(run: RunFolder) -> RenderableType:
     if scored := sum(line.score is not None for line in samples):
         of_all = "" if scored == len(samples) else f" (scored {scored:,} of {len(samples):,})"
         parts.append(Text(f"score: {score_with_error(scores)}{of_all}"))
-    if given := [line.tool_rewards for line in figures.lines if line.tool_rewards]:
+    if given := [line.tool_rewards for line in samples if line.tool_rewards]:
         mean = number(sum(map(sum, given)) / len(given))
         parts.append(Text(f"tool rewards: {mean} per trajectory that was given any; {sum(map(len, given)):,} in all"))
     return Group(*parts, _Slowest(sorted(figures.lines, key=lambda line: -line.wall)[:ROWS]))

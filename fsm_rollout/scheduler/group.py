@@ -14,9 +14,10 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 from fsm_rollout.scheduler.run_agents import RunnableAgent
-from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.tools import AgentCall
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
+from fsm_rollout.trajectory.events import UNREAD
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trace_ids import tries_before
 from fsm_rollout.trajectory.trajectory import Trajectory

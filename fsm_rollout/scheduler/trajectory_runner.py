@@ -31,7 +31,7 @@ from fsm_rollout.scheduler.failure_policy import class_of, class_of_timeout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
 from fsm_rollout.states import built_in
-from fsm_rollout.states.active_trajectory import UNREAD, ActiveTrajectory, Kept, LiveUser, Record
+from fsm_rollout.states.active_trajectory import ActiveTrajectory, Kept, LiveUser, Record
 from fsm_rollout.states.base import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.effect_log import Replayed
@@ -39,7 +39,7 @@ from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired, ToolDied
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitName, StopReason, Trigger
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Prompted, Refused, TimedOut
+from fsm_rollout.trajectory.events import UNREAD, AnyEvent, Ended, Prompted, Refused, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.stream import pictures_of, root_of

@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 _unkept: set[str] = set()  # interactions of which it was logged that their state is not kept
 CLOSE_SECONDS = 30.0  # how long an interaction may take to close
-# The `detail` of a suspended sub-agent's trajectory whose caller has ended and will not call it again.
-UNREAD = "nobody waits for its answer any more"
 
 
 @dataclass(frozen=True, slots=True)

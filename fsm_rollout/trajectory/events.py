@@ -163,6 +163,11 @@ class Generated(Event, frozen=True, kw_only=True, tag="generated"):
     usage: Usage | None = None  # of an engine that gives text alone: the tokens as it counts them
     cost: float | None = None  # in money, where the engine has a price
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens it took, as its engine counts them, where it does."""
+        return len(self.ids) if self.usage is None else self.usage.output
+
     def said(self) -> Message:
         """Return the whole assistant message in OpenAI's form: with the calls among the attempts that could be read."""
         calls = [
@@ -350,6 +355,7 @@ class TeacherScored(Event, frozen=True, kw_only=True, tag="taught"):
     seconds: float = 0.0
 
 
+UNREAD = "nobody waits for its answer any more"  # the `detail` of a sub-agent's end whose caller ended without it
 DIED = "the process died during a call"  # the `reason` of `Suspended` that is found out when the run is resumed
 
 

@@ -5,7 +5,7 @@ import json
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fsm_rollout.jobs import runner
 from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute, resume
 from fsm_rollout.scheduler.recorder import Listener
+from fsm_rollout.scheduler.run_counts import SampleKey
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, JournalFolder, histories, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -60,8 +61,8 @@ class Ear:
         self.shown = (0, 0)
 
     @contextmanager
-    def __call__(self, total: int, done: int) -> Iterator[Listener]:
-        self.shown = (total, done)
+    def __call__(self, total: int, ended: Collection[SampleKey]) -> Iterator[Listener]:
+        self.shown = (total, len(ended))
         yield self.hear
 
     def hear(self, trajectory: Trajectory, event: AnyEvent) -> None:

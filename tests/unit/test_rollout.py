@@ -491,6 +491,7 @@ def test_a_wrong_argument_is_one_clear_line(case: dict[str, Any]) -> None:
         fr.Rollout(**{"agent": agent(), "engine": SCRIPTED} | case["given"])
     assert case["says"] in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+    assert {entry.path for entry in caught.traceback} == {Path(__file__)}, "the caller's line, and none of ours"
 
 
 def test_prompts_may_be_given_as_their_file(made: Made, tmp_path: Path) -> None:
@@ -535,5 +536,6 @@ def test_prompts_without_what_the_reward_reads_are_refused_before_anything_is_sa
 
 @pytest.mark.parametrize("case", table("rollout_arguments")["run"], ids=str)
 def test_a_wrong_number_is_one_clear_line(made: Made, case: dict[str, Any]) -> None:
-    with made(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(case["says"])):
+    with made(agent(), SCRIPTED) as rollout, pytest.raises(fr.ConfigError, match=re.escape(case["says"])) as caught:
         rollout.run(["What is 2 + 2?"], **case["given"])
+    assert {entry.path for entry in caught.traceback} == {Path(__file__)}

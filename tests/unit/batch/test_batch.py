@@ -1,8 +1,10 @@
 """Batches: each oracle reads the events, never the streams or rows that the batch was made from."""
 
+import errno
 import gc
 import json
 import math
+import os
 import resource
 from array import array
 from dataclasses import fields
@@ -458,6 +460,22 @@ def test_saving_replaces_a_batch_and_nothing_else(tmp_path: Path) -> None:
     assert (precious / "thesis.tex").read_text() == "…"
     with pytest.raises(BatchError, match=r"did you mean '.*/deep/batch'\?"):
         TrajectoryBatch.load(path.parent)
+
+
+def test_a_batch_stands_until_the_next_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = tmp_path / "batch", Path.rename
+    TrajectoryBatch.from_trajectories([trajectory("old")], pad_id=0).save(path)
+
+    def fails(folder: Path, to: Path) -> Path:
+        if folder.name == "new":
+            raise OSError(errno.EIO, "the disk says no")
+        return rename(folder, to)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="the disk says no"):
+        TrajectoryBatch.from_trajectories([trajectory("new")], pad_id=0).save(path)
+    assert [row.trajectory_id for row in TrajectoryBatch.load(path).rows()] == ["old"]
+    assert os.listdir(tmp_path) == ["batch"], "nothing is left beside it"
 
 
 def test_repr_says_what_was_left_out() -> None:

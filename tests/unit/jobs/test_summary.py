@@ -197,7 +197,7 @@ def test_what_running_cost_is_said_where_it_is_felt() -> None:
 
 def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
     console = Console(width=80, file=StringIO(), force_terminal=False)
-    progress, (parent, child) = RunProgress(1, 0, console), parent_and_child()
+    progress, (parent, child) = RunProgress(1, (), console), parent_and_child()
     begun = prompted()
     left = Transitioned(at=1.0, trigger="x", source="PENDING", dest="WORKING", spent={})
     for trajectory, event in ((parent, begun), (child, begun), (parent, left), (child, left)):

@@ -60,6 +60,17 @@ def test_a_sub_agent_is_in_no_headline(tmp_path: Path) -> None:
     assert "↳ 0/0/solve.1" in screen
 
 
+def test_an_attempt_that_was_given_up_is_in_no_headline(tmp_path: Path) -> None:
+    child = ended("0/0/solve.1", "done", parent="0/0")
+    again = {"0/0": ended("0/0", "failed:E"), "0/0/solve.1": child, "0/0~1": ended("0/0~1", "done", score=1.0)}
+    write_report(write_run(tmp_path, again))
+    page, screen = text_of(tmp_path / "report.html"), " ".join(on_screen(show(tmp_path)).split())
+    assert "trajectories 1 in 1 group mean score 1" in page
+    assert "1 trajectory in 1 group, 10.0 s, 10 trained tokens; 2 given up, in whose place others began" in screen
+    assert "ended: done 1 " in screen
+    assert "failed:E" in screen, "it can be looked at all the same"
+
+
 def test_an_author_s_own_end_is_no_failure() -> None:
     assert {kind_of_end(Outcome(trigger, limit="x", error="E").stop_reason) for trigger in IMPLICIT_TRIGGERS} == {"cut"}
     assert kind_of_end("prompt_too_long") == "cut"

@@ -14,9 +14,12 @@ from fsm_rollout.report.metrics import DURATION, LAG, METRICS, SECONDS, TOKENS, 
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.serve.metrics import page_of
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
+from fsm_rollout.trajectory.tokens import Usage
+from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import table
 from tests.collector import Collector
 from tests.embedded import tokenizer
+from tests.events import generated, opened, prompted
 from tests.foreign import CALL
 from tests.runs import TOOLS, agent
 
@@ -86,6 +89,16 @@ def test_they_are_those_of_the_trajectories() -> None:
     assert (score.count, score.sum, score.bucket_counts[5]) == (2, 1.0, 2)
     inputs = found[USAGE.name][*chat, "input"]
     assert inputs.sum > output.sum
+
+
+def test_an_engine_that_counts_for_itself_is_believed() -> None:
+    metrics, begun = RunMetrics({}), prompted()
+    trajectory = Trajectory.fold([begun])
+    for event in (opened(text_only=True), generated(usage=Usage(1200, 800, 0, 700))):
+        trajectory.apply(event)
+        metrics(trajectory, event)
+    sums = {labels[-1]: numbers[0] for labels, numbers in metrics.values[USAGE].items()}
+    assert sums == {"input": 1200.0, "output": 800.0}
 
 
 def test_what_running_costs_is_read_when_it_is_shown() -> None:

@@ -41,7 +41,7 @@ class Lines(StringIO):
 
 def test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so() -> None:
     lines = Lines()
-    with RunProgress(3, 0, Console(file=lines), every=0.01) as shown:
+    with RunProgress(3, (), Console(file=lines), every=0.01) as shown:
         assert lines.getvalue().startswith("starting the engines …\n")
         lines.wait_for("starting the engines …", times=3)
         trajectory = Trajectory.fold([BEGUN])
@@ -56,6 +56,16 @@ def test_a_piped_run_says_at_once_that_engines_start_and_goes_on_saying_so() -> 
     assert lines.getvalue() == before, "nothing comes after the end"
 
 
+def test_a_sample_that_begins_anew_has_not_ended() -> None:
+    shown = RunProgress(3, {("0", 0), ("1", 0)}, Console(file=Lines()))
+    for name, done in ("0/0~1", 2), ("2/0", 3), ("2/0~1", 3):
+        trajectory = Trajectory.fold([begun := prompted(name)])
+        shown(trajectory, begun)
+        assert str(shown.line()).startswith(f"{done - 1}/3 trajectories"), name
+        shown(trajectory, Ended(at=1.0, stop_reason="failed:E"))
+        assert str(shown.line()).startswith(f"{done}/3 trajectories"), name
+
+
 def test_what_comes_before_the_engines_is_said_when_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -67,7 +77,7 @@ def test_what_comes_before_the_engines_is_said_when_it_takes_long(
 
     def work(make: Progress) -> Summary:
         lines.wait_for("reading agents and prompts … (0 s)", times=2)
-        with make(3, 0):
+        with make(3, ()):
             assert "starting the engines …" in lines.getvalue()
             raise KeyboardInterrupt
 
@@ -105,14 +115,14 @@ def test_so_is_what_looks_at_a_run_again(command: str, monkeypatch: pytest.Monke
 
 def test_in_a_terminal_no_lines_are_added() -> None:
     lines = Lines()
-    with RunProgress(3, 0, Console(file=lines, force_terminal=True), every=0.01):
+    with RunProgress(3, (), Console(file=lines, force_terminal=True), every=0.01):
         pass
     assert [thread for thread in threading.enumerate() if thread.name == "progress"] == []
 
 
 def test_when_all_have_ended_the_lines_say_what_is_still_done() -> None:
     lines = Lines()
-    with RunProgress(1, 0, Console(file=lines), every=0.01) as shown:
+    with RunProgress(1, (), Console(file=lines), every=0.01) as shown:
         trajectory = Trajectory.fold([BEGUN])
         shown(trajectory, BEGUN)
         shown(trajectory, Ended(at=1.0, stop_reason="answered"))

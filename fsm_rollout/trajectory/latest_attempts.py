@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from fsm_rollout.states.active_trajectory import UNREAD
+from fsm_rollout.trajectory.events import UNREAD
 from fsm_rollout.trajectory.journal import Recorded, Report, recordings, trajectory_ids
 
 _SAMPLE = re.compile(r"(.*/\d+)(?:~(\d+))?")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsm_rollout.jobs.latest_attempts import latest_attempts
+from fsm_rollout.trajectory.latest_attempts import latest_attempts
 from tests.events import prompted, written
 
 
