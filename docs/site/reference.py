@@ -40,9 +40,11 @@ MARKER = re.compile(r"<!-- reference: (\w+) -->\n(?:.*?<!-- end of reference -->
 
 def agent_yaml() -> str:
     """Return every key of an agent's YAML."""
+    from fsm_rollout.agent.handlers import load_handler
     from fsm_rollout.agent.json_schema import agent_schema
 
-    definitions = agent_schema()["$defs"]
+    # A built-in handler's keys of its own stand beside those of every state.
+    definitions = agent_schema()["$defs"] | {"External": load_handler("external").Options.model_json_schema()}
     places = {
         "AgentGraph": "The agent",
         "Context": "`contexts`: each entry",
@@ -51,6 +53,7 @@ def agent_yaml() -> str:
         "Retry": "`tools`: `retry`",
         "InteractionSpec": "`interaction`",
         "StateSpec": "`states`: each entry",
+        "External": "`states`: beside `handler: external`",
         "Sampling": "`sampling`",
         "TransitionSpec": "`transitions`: each one",
         "MCP": "`tools`: `mcp`",

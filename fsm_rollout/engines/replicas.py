@@ -50,8 +50,7 @@ class Replicas(Orders):
         self.open: list[Replica] = []  # those of them that are given requests
         self.looks = 0  # looks at the others that go on, because one has just been lost and more may have gone with it
         self.closed = False
-        self._version = 0
-        self._restarts = restarts
+        self._version, self._restarts = 0, restarts
         self._weights = PresentWeights()
         self._unfilled: list[Replica] = []  # those that live and wait for an update, as the present weights are gone
         if not placement.restarts:
@@ -364,8 +363,9 @@ class Replicas(Orders):
         staying = [replica for replica in self.all if replica.state in ("up", "starting") and not replica.leaving]
         replica = next((replica for replica in staying if replica.name == name), None)
         if replica is None:
-            names = [replica.name for replica in staying]
-            raise EngineError(f"there is no replica '{name}'{did_you_mean(name, names)}; there are {', '.join(names)}")
+            if any(replica.name == name for replica in self.all):
+                raise EngineError(f"replica '{name}' is dead, leaves or has left")
+            raise EngineError(f"there is no replica '{name}'{did_you_mean(name, [each.name for each in staying])}")
         if len(staying) == 1:
             raise EngineError(f"'{name}' is the only replica that would stay; add another one first")
         # 1. It says what it has begun.

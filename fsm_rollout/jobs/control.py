@@ -20,8 +20,9 @@ import msgspec
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.replica import Rows
 from fsm_rollout.errors import ConfigError, EngineError, RolloutError, did_you_mean
-from fsm_rollout.jobs.run_folder import LOCK, is_written
+from fsm_rollout.jobs.run_folder import LOCK, SUMMARY, is_written
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.trajectory.journal import JournalFolder
 
 logger = logging.getLogger(__name__)
 SOCKET = "run.sock"
@@ -113,9 +114,7 @@ def ask(folder: Path, order: Order) -> OrderAnswer:
         try:
             connection.connect(path)
         except OSError as error:
-            who = (folder / LOCK).read_text("utf-8").strip() if is_written(folder) else ""
-            why = f"it is {who}: ask on that machine, once it has started" if who else "start one, or give its folder"
-            raise ConfigError(f"'{folder}': no run takes orders here ({why})") from error
+            raise ConfigError(f"'{folder}': no run takes orders here ({_why_not(folder)})") from error
         connection.sendall(msgspec.json.encode(order) + b"\n")
         with connection.makefile("rb") as lines:
             line = lines.readline()
@@ -125,6 +124,17 @@ def ask(folder: Path, order: Order) -> OrderAnswer:
     if answer.error:
         raise EngineError(answer.error)
     return answer
+
+
+def _why_not(folder: Path) -> str:
+    if is_written(folder):
+        who = (folder / LOCK).read_text("utf-8").strip()
+        return f"it is {who}: ask on that machine, once it has started"
+    if (folder / SUMMARY).is_file():
+        return "the one in it has ended"
+    if JournalFolder(folder).first.is_file():
+        return f"the one in it has stopped: fsm-rollout resume {folder}"
+    return "it is no run's folder"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ and the run's YAML does not is refused. The YAML is the file with which the run 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from fsm_rollout.trajectory.journal import JournalFolder
 
 logger = logging.getLogger(__name__)
 
+NOT_COMPARED = ("agent_overrides", "out", "serve", "tracing", "variants")  # what a run that goes on has from elsewhere
+LONGEST_VALUE = 40  # characters of a value that is said beside its key
 _PLAIN = re.compile(r"[\w.+-]*")  # the values of overrides that can name no code: numbers and words
 
 
@@ -55,7 +58,10 @@ def recorded_config(
     config = recorded_run(text, Path(base), overrides)
     # 2. What the user's own file says.
     yaml_file = _own_file(folder, recorded, file) if own is None else own.file or "the command line"
-    own = own or load_run(yaml_file, overrides)
+    if own is None:
+        own = load_run(yaml_file, overrides)
+        if changed := list(_changed(config, own)):
+            say(f"what {yaml_file} says now is not what the run began with, and goes on with: {', '.join(changed)}")
     in_yaml, in_journal = dict(_code(own)), dict(_code(config))
     for override in config.agent_overrides:
         key, _, value = override.partition("=")
@@ -78,6 +84,23 @@ def recorded_config(
     if config.tracing not in (None, own.tracing):
         say(f"spans go where {yaml_file} says, and not where they went before; else give tracing=ADDRESS")
     return config.with_keys_of(own).model_copy(update={"out": folder.absolute(), "tracing": own.tracing})
+
+
+def _changed(config: RunConfig, own: RunConfig) -> Iterator[str]:
+    """Yield the keys with which a run began that its YAML gives otherwise, or that the command line gave then."""
+    began, now = (dict(_values(json.loads(each.to_json()))) for each in (config, own))
+    for key in began | now:
+        if began.get(key) != now.get(key) and key.partition(".")[0] not in NOT_COMPARED:
+            values = [json.dumps(of.get(key), ensure_ascii=False) for of in (began, now)]
+            yield f"{key} {values[0]} (there {values[1]})" if max(map(len, values)) <= LONGEST_VALUE else key
+
+
+def _values(data: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _values(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _own_file(folder: Path, recorded: Mapping[str, object], file: Path | None) -> Path:

@@ -30,6 +30,7 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.control import taking_orders
+from fsm_rollout.jobs.latest_attempts import latest_of
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, recorded_run
@@ -48,6 +49,7 @@ from fsm_rollout.scheduler.run_counts import SampleKey
 from fsm_rollout.trajectory.journal import JOURNAL, Journal, Recorded, metadata, read, recordings
 from fsm_rollout.trajectory.latest_attempts import latest_of
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def execute(config: RunConfig, progress: Progress, *, replace: bool = False) -> 
     agents, prompts = load_agents(config), prompts_of(config)
     with interruptible() as main, claimed(config.out):
         check_free(config.out, replace=replace)
+        check_parts(config, prompts)
         return _carry_out(main, config, agents, prompts, progress)
 
 
@@ -85,8 +88,9 @@ def resume(
 
     Trajectories that have ended stay as they are and come into the batch too; the journal continues where it stopped.
     ``overrides`` change the run, its engine say, but not its agents, which must be what they were, nor a reward that
-    has scored something. Code is imported as the run's YAML names it (``file``; by default the one with which the run
-    began) or the config ``own`` does, see :mod:`fsm_rollout.jobs.recorded_config`; ``say`` hears which file that is.
+    has scored something. A run of which nothing is left to do stays as it is. Code is imported as the run's YAML names
+    it (``file``; by default the one with which the run began) or the config ``own`` does, see
+    :mod:`fsm_rollout.jobs.recorded_config`; ``say`` hears which file that is.
 
     Raises:
         ConfigError: no run wrote that folder, or something in the run, its agents, prompts or engines is wrong now.
@@ -123,16 +127,39 @@ def resume(
         if changed:
             raise ConfigError(f"{changed[0]} when the run in '{folder}' began; put it back, or start a new run")
         # 3. So must the reward, once it has scored anything.
-        before = recorded_run(recorded["run"], Path(recorded["base"])).reward
+        before = recorded_run(recorded["run"], Path(recorded["base"]))
         scored = sum(trajectory.rewarded for trajectory in earlier if trajectory.parent_id is None)
-        if scored and config.reward != before:
-            names = ", ".join(reward.use for reward in before) or "nothing"
+        if scored and config.reward != before.reward:
+            names = ", ".join(reward.use for reward in before.reward) or "nothing"
             raise ConfigError(
                 f"reward: {scored:,} trajectories of the run in '{folder}' were scored by {names}, and a run has one "
                 f"reward; finish it with that one, then score it anew: fsm-rollout rescore {folder} --reward …"
             )
-        # 4. The rest of the run.
+        # 4. The rest of the run, if there is any.
+        check_parts(config, prompts)
+        if (summary := _summary_of_ended(config, before, len(prompts), earlier)) is not None:
+            more = "" if config.target_groups is None else "; target_groups=null goes on with what was set aside"
+            say(f"nothing is left to do: the run in '{folder}' has come to its end and stays as it is{more}")
+            return summary
         return _carry_out(main, config, agents, prompts, progress, recorded_events)
+
+
+def _summary_of_ended(
+    config: RunConfig, before: RunConfig, prompts: int, earlier: Sequence[Trajectory]
+) -> Summary | None:
+    """Return what a run came to of which nothing is left; ``None``: samples, scores or its results are missing."""
+    if not (config.out / SUMMARY).is_file() or not (config.out / "batch").is_dir():
+        return None
+    summary: Summary = json.loads((config.out / SUMMARY).read_bytes())
+    if config.reward != before.reward or summary.get("reward_errors"):
+        return None
+    ended = sum(trajectory.ended for trajectory in latest_of(earlier) if trajectory.parent_id is None)
+    # One that ends early is not whole, but has all that it wanted, unless its journal was damaged since.
+    reasons = summary["stop_reasons"]
+    had = summary["trajectories"] - reasons.get("suspended", 0) - reasons.get("unfinished", 0)
+    ends = [(each.target_groups, each.until, each.group_filter) for each in (config, before)]
+    as_wanted = ends[0] == ends[1] and ends[0][:2] != (None, None) and ended >= had
+    return summary if as_wanted or ended == prompts * config.n else None
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:
@@ -203,7 +230,6 @@ def _carry_out(
     earlier: Sequence[Recorded] | None = None,
 ) -> Summary:
     """Run ``prompts``, or what is left of them after the trajectories ``earlier``."""
-    check_parts(config, prompts)
     for line in start_lines(agents.values()):
         print(line, file=sys.stderr)
     began = latest_of([trajectory for trajectory, _ in earlier or ()])

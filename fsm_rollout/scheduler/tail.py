@@ -99,8 +99,7 @@ def tail_of(words: str, staleness: int | None = None) -> Tail:
     names, known = words.split("+"), [*POLICIES, LONGEST]
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigError(f"tail: there is no policy '{name}'{hint}; there are {', '.join(known)}")
+            raise ConfigError(f"tail: there is no policy '{name}'{did_you_mean(name, known)}")
     batches = [name for name in names if name != LONGEST]
     if len(batches) > 1 or len(names) > len(set(names)):
         raise ConfigError(f"tail: {words!r} names two policies for one thing; give one of {', '.join(POLICIES)}")

@@ -75,7 +75,7 @@ def server_of(config: RunConfig | None, tokens: int | None) -> ServerCosts:
     changes: dict[str, object] = {}
     if said is not None and config is not None:
         given = Memory.model_validate(said)
-        changes = {name: getattr(given, name) for name in ServerCosts.model_fields if hasattr(given, name)}
+        changes = {name: getattr(given, name) for name in given.model_fields_set & ServerCosts.model_fields.keys()}
         if (running := config.engine.get("max_running")) is not None:
             changes["max_running"] = running
     return ServerCosts.model_validate(changes if tokens is None else {**changes, "tokens": tokens})

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import correlation
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.scheduler.tail import tail_of
+from fsm_rollout.scheduler.tail import POLICIES, tail_of
 from fsm_rollout.simulation.agent import LIVES, BlockTokenizer, Lives, client_of
 from fsm_rollout.simulation.bound import LowerBound, bound, streams
 from fsm_rollout.simulation.servers import ServerCosts, SilentEngine
@@ -57,7 +58,9 @@ class Policy:
         admission, _, tail = name.partition("+")
         number = "1024" if admission in ("auto", "today") else admission.removeprefix("count:")
         if not number.isdecimal() or not int(number):
-            raise ConfigError(f"--policy: {name!r} is none; write auto, today or count:64, and behind it +paced, say")
+            known = {"auto": "auto", "today": "today"} | {tail: f"auto+{tail}" for tail in POLICIES}
+            meant = next((f"; did you mean '{known[word]}'?" for word in get_close_matches(admission, known)), "")
+            raise ConfigError(f"--policy: {name!r} is none; write auto, today or count:64, and behind it +paced{meant}")
         if tail:
             tail_of(tail)
         return cls(name, "auto" if admission == "auto" else int(number), admission == "auto", tail)
@@ -250,7 +253,7 @@ async def _run(
         concurrency=result.policy.concurrency, sampling=Sampling(max_tokens=most // block + 1), listeners=[listen],
         max_staleness=staleness if tail else None, tail=tail or "carry",
     )  # fmt: skip
-    watching = loop.create_task(_watch(result.course, pool, engines))
+    watching = loop.create_task(_watch(result.course, pool, engines, result.bound.seconds))
     prompts, n = iter(lives.prompts), max(map(len, groups))
     try:
         while len(result.order) < len(groups):
@@ -271,9 +274,9 @@ async def _run(
         await pool.aclose()
 
 
-async def _watch(course: Utilisation, pool: EnginePool, engines: Sequence[SimulatedEngine]) -> None:
+async def _watch(course: Utilisation, pool: EnginePool, engines: Sequence[SimulatedEngine], shortest: float) -> None:
     """Note what servers do, now and then: more rarely, the longer that lasts."""
-    loop, every = asyncio.get_running_loop(), 1.0
+    loop, every = asyncio.get_running_loop(), shortest / SAMPLES
     while True:
         loads = [SimulatedEngine.load(engine) for engine in engines]
         room = sum(load.capacity for load in loads)

@@ -328,13 +328,35 @@ def test_a_run_that_is_told_to_end_is_suspended(run: Path, whole: dict[str, Any]
     assert rows(out) == whole
 
 
-def test_the_command_line_goes_on(run: Path, whole: dict[str, Any]) -> None:
-    execute(load_run(run), Ear())
-    done = CliRunner().invoke(app, ["resume", str(run.parent / "out"), "engine.max_running=2"])
+def test_the_command_line_goes_on_and_leaves_what_has_ended_as_it_is(run: Path, whole: dict[str, Any]) -> None:
+    out = run.parent / "out"
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        execute(load_run(run, ["concurrency=2"]), Ear(Called, 1))
+    done = CliRunner().invoke(app, ["resume", str(out), "engine.max_running=2"])
     assert done.exit_code == 0, done.output
     assert "answered 8" in done.output
     assert f"code is imported as {run} names it" in done.stderr
-    assert rows(run.parent / "out") == whole
+    assert f"{run} says now is not what the run began with, and goes on with: concurrency 2 (there 3)\n" in done.stderr
+    assert rows(out) == whole
+    # Another time there is nothing to do, whatever it would be done with; a reward that failed is asked again.
+    before = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
+    again = CliRunner().invoke(app, ["resume", str(out), "engine.max_running=4"])
+    assert (again.exit_code, again.stdout) == (0, done.stdout), again.output
+    assert "nothing is left to do" in again.stderr
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == before
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    (out / "summary.json").write_text(json.dumps(summary | {"reward_errors": ["0/0: it failed"]}), "utf-8")
+    assert "nothing is left" not in CliRunner().invoke(app, ["resume", str(out)]).stderr
+
+
+def test_a_run_that_has_its_target_ends_there_until_it_is_given_another(run: Path, whole: dict[str, Any]) -> None:
+    out = run.parent / "out"
+    summary = execute(load_run(run, ["target_groups=1", "over_sample=4"]), Ear())
+    told: list[str] = []
+    assert resume(out, [], Ear(), say=told.append) == summary
+    assert "target_groups=null goes on" in told[-1]
+    assert resume(out, ["target_groups=null"], Ear())["trajectories"] == 8
+    assert rows(out) == whole
 
 
 def test_a_damaged_event_costs_a_resumed_run_nothing_that_cannot_be_made_again(

@@ -208,7 +208,7 @@ def read_json(text: str, start: int = 0) -> tuple[object, int]:
         value, end = _decoder.raw_decode(text, start)
     except json.JSONDecodeError as error:
         at = len(text) if error.msg.startswith("Unterminated string") else error.pos
-        message = f"invalid JSON: {error.msg} at character {error.pos - start}"
+        message = f"invalid JSON: {error.msg.removesuffix(' at')} at character {error.pos - start}"
         raise BadCallError("invalid_json", message, at=at) from None
     except BadCallError:
         raise

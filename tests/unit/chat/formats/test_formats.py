@@ -208,6 +208,7 @@ def test_odd_json_is_a_problem(name: str, arguments: str, kind: str) -> None:
     parsed = parse(name, text)
     assert parsed.calls == ()
     assert [problem.kind for problem in parsed.problems] == [kind]
+    assert " at at " not in parsed.problems[0].message
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
