@@ -30,7 +30,6 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
 from fsm_rollout.jobs.control import taking_orders
-from fsm_rollout.jobs.latest_attempts import latest_of
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, recorded_run
