@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request, basic_facts
@@ -76,18 +77,13 @@ class VerlEngine:
             output = await self.client.generate(request.session, prompt_ids=ids, sampling_params=params, **pictures)
             for chunk in self._chunks(request, output):
                 stream.put(chunk)
+            return
         except asyncio.CancelledError:
-            stream.put(Chunk(request.request_id, weight_version=self.weight_version, finish_reason=FinishReason.ABORT))
+            text = None
         except Exception as error:  # whatever verl's client and servers raise
-            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            stream.put(
-                Chunk(
-                    request.request_id,
-                    weight_version=self.weight_version,
-                    finish_reason=FinishReason.ABORT,
-                    error=f"EngineError: {text}",
-                )
-            )
+            text = f"EngineError: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}"
+        aborted = Chunk(request.request_id, weight_version=self.weight_version, finish_reason=FinishReason.ABORT)
+        stream.put(replace(aborted, error=text))
 
     def _chunks(self, request: Request, output: Any) -> list[Chunk]:
         """Return verl's answer as one chunk, or two where it spans weight versions."""
@@ -111,22 +107,15 @@ class VerlEngine:
         if experts is not None:  # [tokens, layers, top_k], from the first token on
             fed = np.asarray(experts)[request.routed : len(request.ids) + len(ids) - 1]
             notes = (routed_experts(request.routed, fed),)
-        chunks = []
-        split = len(ids) if oldest == newest else len(ids) - 1
-        for start, end, version in ((0, split, oldest), (split, len(ids), newest)):
-            if start < end:
-                last = end == len(ids)
-                chunks.append(
-                    Chunk(
-                        request.request_id,
-                        as_ids(ids[start:end]),
-                        as_logprobs(logprobs[start:end]),
-                        weight_version=version,
-                        finish_reason=reason if last else None,
-                        notes=notes if last else (),
-                    )
-                )
-        return chunks
+        whole = Chunk(
+            request.request_id, as_ids(ids), as_logprobs(logprobs), weight_version=newest, finish_reason=reason,
+            notes=notes,
+        )  # fmt: skip
+        if oldest == newest:
+            return [whole]
+        before = Chunk(request.request_id, whole.ids[:-1], whole.logprobs[:-1], weight_version=oldest)
+        last = replace(whole, ids=whole.ids[-1:], logprobs=whole.logprobs[-1:])
+        return [before, last] if len(ids) > 1 else [last]
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(request_id, None)

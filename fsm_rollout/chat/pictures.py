@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -106,9 +107,11 @@ class PictureReader:
     """
 
     def __init__(self, processor: Any, renderer: Renderer, encoder: MarkerEncoder, now: datetime) -> None:
-        self._looker = looker_of(processor)
+        self._looker = looker = looker_of(processor)
         marker = self._placeholder(renderer, encoder, now)
-        self._text = marker.text
+        self.knows = partial(looker.knows, placeholder=marker.text)
+        self.seen = partial(looker.seen, placeholder=marker.text)
+        """Those of :class:`Looker`, where the template has a picture."""
         self.placeholder = marker.id
         """The id that the template writes for a picture."""
         self.pads = pads_of(processor) | {self.placeholder}
@@ -134,19 +137,11 @@ class PictureReader:
             "the template writes nothing for a picture that the model's processor knows; give one that does",
         )
 
-    def knows(self, picture: StoredPicture) -> bool:
-        """Say whether a picture was seen, so that :meth:`seen` answers at once."""
-        return self._looker.knows(picture, self._text)
-
     def see(self, pictures: Iterable[StoredPicture]) -> None:
         """See pictures, in a thread: what is wrong with one is told where it is placed."""
         for picture in pictures:
             with suppress(PictureError):
                 self.seen(picture)
-
-    def seen(self, picture: StoredPicture) -> Seen:
-        """Return a picture as the model sees it; see :meth:`Looker.seen`."""
-        return self._looker.seen(picture, self._text)
 
     def placed(self, encoded: Encoded, pictures: Sequence[StoredPicture]) -> Encoded:
         """Return the ids with each picture's own instead of its placeholder.

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from fsm_rollout.agent import graph
 from fsm_rollout.errors import ConfigError, ToolError
-from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, NotReady, Session
+from fsm_rollout.tools.bound_tools import BoundTool, MakeContext, Session, made_once
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.tools.schema import Arguments, parameters_of
 from fsm_rollout.trajectory.events import Message
@@ -214,19 +214,11 @@ class TasksetTools:
 
     async def toolsets(self, session: Session, *, shared: bool) -> list[Any]:
         """Return the toolsets of a trajectory, or those that all share; they are made once for all calls."""
-        loop = asyncio.get_running_loop()
-        making = self._shared.get(loop) if shared else session.instances.get(self)
-        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
-            making = loop.create_task(self._set_up(None if shared else session.extra.get(FIELD)))
-            if shared:
-                self._shared[loop] = making
-            else:
-                session.instances[self] = making
-        try:
-            made: list[Any] = await asyncio.shield(making)
-            return made
-        except Exception as error:  # the toolset's own code
-            raise NotReady from error
+        instances, key = (self._shared, asyncio.get_running_loop()) if shared else (session.instances, self)
+        made: list[Any] = await made_once(
+            instances, key, lambda: self._set_up(None if shared else session.extra.get(FIELD))
+        )
+        return made
 
     async def _set_up(self, own: object) -> list[Any]:
         toolsets = self._make(shared=own is None)

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -61,6 +61,31 @@ class Session(Protocol):
     hidden: ToolsKwargs
     instances: dict[Holder, Any]
     run_agent: RunAgent | None
+
+
+def succeeded(making: asyncio.Task[Any]) -> bool:
+    """Whether what is made is there."""
+    return making.done() and not making.cancelled() and making.exception() is None
+
+
+async def made_once(
+    made: MutableMapping[Any, asyncio.Task[Any]], key: object, make: Callable[[], Coroutine[object, object, Any]],
+    name: str | None = None,
+) -> Any:  # fmt: skip
+    """Return what stands at a key in ``made``: made once, for all calls that come meanwhile, and anew where it failed.
+
+    A call that gives up waiting does not stop it: a sandbox that takes a minute to start is ready for the next call.
+
+    Raises:
+        NotReady: making it has raised.
+    """
+    making = made.get(key)
+    if making is None or (making.done() and not succeeded(making)):
+        making = made[key] = asyncio.get_running_loop().create_task(make(), name=name)
+    try:
+        return await asyncio.shield(making)
+    except Exception as error:  # the user's own code
+        raise NotReady from error
 
 
 class BoundTool(ABC):
@@ -257,7 +282,7 @@ class ClassTool(BoundTool):
     async def snapshot(self, session: Session) -> bytes | None:
         """Return what the trajectory's instance keeps; ``None`` if there is none."""
         creating = session.instances.get(self)
-        if creating is None or not _succeeded(creating):
+        if creating is None or not succeeded(creating):
             return None
         data = await invoke(creating.result().snapshot, {})
         if not isinstance(data, bytes):
@@ -270,21 +295,11 @@ class ClassTool(BoundTool):
         await invoke(partial(instance.restore, data), {})
 
     async def _instance(self, session: Session, context: MakeContext) -> Instance:
-        """Return the trajectory's instance.
-
-        It is created once, for all calls that come meanwhile, and a call that gives up waiting does not stop it: a
-        sandbox that takes a minute to start is ready for the next call.
-        """
-        creating = session.instances.get(self)
-        if creating is None or (creating.done() and not _succeeded(creating)):
-            creating = asyncio.get_running_loop().create_task(
-                self._create(session.hidden.get(self.name, {}), context), name=f"create of tool '{self.name}'"
-            )
-            session.instances[self] = creating
-        try:
-            return await asyncio.shield(creating)
-        except Exception as error:  # whatever the class raises
-            raise NotReady from error
+        """Return the trajectory's instance."""
+        return await made_once(
+            session.instances, self, lambda: self._create(session.hidden.get(self.name, {}), context),
+            f"create of tool '{self.name}'",
+        )  # fmt: skip
 
     async def _create(self, tools_kwargs: Mapping[str, object], context: MakeContext) -> Instance:
         make: Function = self.cls
@@ -318,12 +333,8 @@ class ClassTool(BoundTool):
             await asyncio.wait({creating})
         finally:
             creating.cancel()
-        if _succeeded(creating) and hasattr(creating.result(), "release"):
+        if succeeded(creating) and hasattr(creating.result(), "release"):
             await invoke(creating.result().release, {})
-
-
-def _succeeded(task: asyncio.Task[Instance]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 class AgentTool(BoundTool):

@@ -137,7 +137,7 @@ async def bounded(
     try:
         await asyncio.sleep(0)  # in this pass of the loop it runs to its first wait, and many have no wait
         if not task.done():
-            await _ended(task, None if seconds is None else begun + seconds)
+            await asyncio.wait({task}, timeout=None if seconds is None else begun + seconds - loop.time())
     except asyncio.CancelledError:
         await _stop(task, stop_seconds)
         raise
@@ -147,24 +147,6 @@ async def bounded(
     if task.cancelled():
         raise RuntimeError("CancelledError: it was cancelled from within")
     return task.result()
-
-
-async def _ended(task: asyncio.Task[T], until: float | None) -> None:
-    """Wait for a task, or until that time on the loop's clock."""
-    loop = task.get_loop()
-    ended = loop.create_future()
-
-    def end(_: object = None) -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    task.add_done_callback(end)
-    timer = None if until is None else loop.call_at(until, end)
-    try:
-        await ended
-    finally:
-        if timer is not None:
-            timer.cancel()
 
 
 async def _stop(task: asyncio.Task[T], seconds: float | None) -> None:

@@ -239,22 +239,7 @@ class ToolSession:
                 called = replace(await self._run(tool, attempt, span), seconds=loop.time() - begun)
                 if self.keeps and tool.snapshots:
                     await self._keep(tool)
-                if called.shown:
-                    return await self._fitted(called, tool, attempt, tokenizer, room, eye)
-                # 3. Cut to size. A text has no more tokens than bytes, so most need not be tokenised.
-                limit, most = tool.spec.response_tokens, len(called.result) * (1 if called.result.isascii() else 4)
-                if limit is None:
-                    if room is None or most <= LEAST_TOKENS:
-                        return called
-                    limit = room()
-                    if most <= limit:
-                        return called
-                arguments = (called.result, _needed(tokenizer, tool), limit, tool.spec.truncate)
-                if len(called.result) > LONG_TEXT:  # in a thread, where nothing waits for it
-                    text, dropped = await asyncio.to_thread(truncate, *arguments)
-                else:
-                    text, dropped = truncate(*arguments)
-                return replace(called, result=text, truncated_tokens=dropped)
+                return await self._fitted(called, tool, attempt, tokenizer, room, eye)
         finally:
             self.under_way.pop(attempt.id, None)
 
@@ -267,21 +252,33 @@ class ToolSession:
         room: Callable[[], int] | None,
         eye: Eye | None,
     ) -> Called:
-        """Return a result that shows pictures as the model can be given it."""
-        try:
-            if eye is None:
-                raise ChatTemplateError("multimodal-content", "nobody here sees pictures")
-            sizes = await eye.sizes_in_results([part["image"] for part in called.shown if "image" in part])
-        except (ChatTemplateError, PictureError) as error:
-            failed, _ = _failure(tool, attempt, Unshowable(f"a picture cannot be shown to this model: {error}"))
-            return replace(failed, seconds=called.seconds, tries=called.tries, failed_tries=called.failed_tries)
-        limit = tool.spec.response_tokens or (room() if room is not None else None)
+        """Return a result as the model can be given it: with pictures that it sees, and cut to size."""
+        # 1. A text has no more tokens than bytes, so most need not be tokenised.
+        text, sizes = called.result, list[int]()
+        most: float = len(text) * (1 if text.isascii() else 4)
+        if called.shown:
+            try:
+                if eye is None:
+                    raise ChatTemplateError("multimodal-content", "nobody here sees pictures")
+                sizes = await eye.sizes_in_results([part["image"] for part in called.shown if "image" in part])
+            except (ChatTemplateError, PictureError) as error:
+                failed, _ = _failure(tool, attempt, Unshowable(f"a picture cannot be shown to this model: {error}"))
+                return replace(failed, seconds=called.seconds, tries=called.tries, failed_tries=called.failed_tries)
+            most = float("inf")
+        limit = tool.spec.response_tokens
         if limit is None:
-            return called
-        tokenizer = _needed(tokenizer, tool)
-        fit = partial(tool_messages.fit, called.shown, sizes, tokenizer, limit, tool.spec.truncate)
-        shown, dropped = await asyncio.to_thread(fit) if len(called.result) > LONG_TEXT else fit()
-        return replace(called, result=text_of({"content": shown}), shown=shown, truncated_tokens=dropped)
+            if room is None or most <= LEAST_TOKENS:
+                return called
+            limit = room()
+            if most <= limit:
+                return called
+        # 2. Long ones are cut in a thread, where nothing waits for it.
+        how = _needed(tokenizer, tool), limit, tool.spec.truncate
+        cut = partial(tool_messages.fit, called.shown, sizes, *how) if called.shown else partial(truncate, text, *how)
+        kept, dropped = await asyncio.to_thread(cut) if len(text) > LONG_TEXT else cut()
+        if isinstance(kept, str):
+            return replace(called, result=kept, truncated_tokens=dropped)
+        return replace(called, result=text_of({"content": kept}), shown=kept, truncated_tokens=dropped)
 
     async def _keep(self, tool: BoundTool) -> None:
         """Ask a tool for its state; a failure is logged, and then there is none to go on from."""

@@ -30,6 +30,7 @@ PROBLEMS: dict[str, ProblemKind] = {
     "invalid_json": "invalid_json",
     "unclosed_block": "unclosed",
     "missing_name": "no_name",
+    "ok": "not_an_object",
     "malformed_structure": "malformed",
 }
 
@@ -82,16 +83,14 @@ class RendererFormat:
             span = self._span(attempt, text, tokens, cut, len(lead))
             cut = span[1]
             status = str(attempt.status.value)
-            if status not in ("ok", "unknown_tool"):
-                kind = PROBLEMS.get(status, "malformed")
-                problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
-            elif not _finite(attempt.arguments):
-                problems.append(CallProblem("invalid_json", "NaN and Infinity are not JSON", span, attempt.name))
-            elif attempt.name and isinstance(attempt.arguments, dict):
-                calls.append(Call(attempt.name, attempt.arguments, span, attempt.id))
-            else:
-                kind = "not_an_object" if status == "ok" else "malformed"
-                problems.append(CallProblem(kind, f"the call is broken: {status}", span, attempt.name))
+            kind, message = PROBLEMS.get(status, "malformed"), f"the call is broken: {status}"
+            if status in ("ok", "unknown_tool"):
+                if not _finite(attempt.arguments):
+                    kind, message = "invalid_json", "NaN and Infinity are not JSON"
+                elif attempt.name and isinstance(attempt.arguments, dict):
+                    calls.append(Call(attempt.name, attempt.arguments, span, attempt.id))
+                    continue
+            problems.append(CallProblem(kind, message, span, attempt.name))
         if self._header and not problems:  # between its channels there is no text but headers
             return Parsed((response.content or "").strip(), tuple(calls))
         pieces = outside(text, [call.span for call in calls])

@@ -19,6 +19,7 @@ from fsm_rollout.chat.formats import Call, CallProblem, Parsed, ToolFormat, get_
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
 from fsm_rollout.testing.strategies.calls import calls_of_template
+from fsm_rollout.testing.strategies.schema_values import plain_data
 
 Written = tuple[str, dict[str, object]]  # a call as it is to be written: the tool's name and its arguments
 Render = Callable[[Sequence[Written]], str]
@@ -34,11 +35,7 @@ TOOLS: Sequence[dict[str, object]] = tuple(
 )
 
 _words = st.text("ab Zé漢🙂09.,:;'\"\\/{}[]()!?=-_\n", max_size=10)
-_values = st.recursive(
-    st.booleans() | st.integers(-99, 99) | _words,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
-    max_leaves=4,
-)
+_values = plain_data(_words, st.integers(-99, 99), max_leaves=4)
 _arguments = st.fixed_dictionaries(
     {},
     optional={

@@ -60,13 +60,16 @@ class ReplyFate(Fate):
     done: bool = False
 
 
+FaultKind = Literal[
+    "cancel", "update_weights", "suspend", "pause", "abort", "kill_replica", "add_replica", "remove_replica", "stop"
+]
+
+
 class Fault(StrictModel):
     """Something done to the run from outside, at a moment of the virtual clock."""
 
     at: Moment
-    kind: Literal[
-        "cancel", "suspend", "stop", "update_weights", "pause", "abort", "kill_replica", "add_replica", "remove_replica"
-    ]
+    kind: FaultKind
     target: int = Field(0, ge=0)
     """the number of the trajectory or of the replica"""
     seconds: Moment = 1.0

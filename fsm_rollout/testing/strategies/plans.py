@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import get_args
 
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.testing.simulation.plan import Fault, Plan, ReplyFate, Schedule, ToolFate
+from fsm_rollout.testing.simulation.plan import Fault, FaultKind, Plan, ReplyFate, Schedule, ToolFate
 from fsm_rollout.testing.strategies.vocabulary import cut_texts, vocabularies
 from fsm_rollout.trajectory.events import PlainData as Data
 
@@ -111,19 +112,7 @@ def fault_schedules(*, trajectories: int = 4, max_faults: int = 3) -> st.SearchS
     fault = st.builds(
         Fault,
         at=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0, 2.5, 10.0]) | st.floats(0, 100, allow_nan=False),
-        kind=st.sampled_from(
-            [
-                "cancel",
-                "update_weights",
-                "suspend",
-                "pause",
-                "abort",
-                "kill_replica",
-                "add_replica",
-                "remove_replica",
-                "stop",
-            ]
-        ),
+        kind=st.sampled_from(get_args(FaultKind)),
         target=st.integers(0, max(0, trajectories - 1)),
         seconds=st.sampled_from([1.0, 0.1, 700.0]),
     )

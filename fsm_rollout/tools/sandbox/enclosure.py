@@ -13,15 +13,14 @@ import json
 import os
 import resource
 import select
-import signal
 import socket
 import struct
 import threading
+from functools import partial
 from typing import Any
 
 from fsm_rollout.tools.sandbox.guard import kill_all_but
-from fsm_rollout.tools.sandbox.kernel import DIE_WITH_PARENT, NAMESPACES, checked, libc
-from fsm_rollout.tools.sandbox.walls import OUTPUT, build_root, confine, map_users
+from fsm_rollout.tools.sandbox.walls import OUTPUT, build_root, confine, fork_within
 from fsm_rollout.tools.sandbox.wire import JSONLines, Settings
 
 WORK, HOME = "/tmp/work", "/tmp/home"  # in the walls: where files are put and commands run, and what is their HOME
@@ -35,16 +34,8 @@ def enclosure(run: socket.socket) -> None:
     if job is None:
         return
     ours, theirs = socket.socketpair()
-    entered, has_entered = os.pipe()
-    mapped, users_mapped = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _enter(job, theirs, (has_entered, mapped), (run.detach(), entered, users_mapped))
-    for descriptor in (has_entered, mapped, theirs.detach()):
-        os.close(descriptor)
-    if os.read(entered, 1):
-        map_users(child)
-    os.close(users_mapped)
+    with theirs:
+        fork_within(partial(_work, job, theirs), theirs, [run, ours], namespaces=True)
     data, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, 1)
     if descriptors:
         listener = socket.socket(fileno=descriptors[0])
@@ -57,35 +48,16 @@ def enclosure(run: socket.socket) -> None:
     run.sendall(data or b'{"failed": "the enclosure ended"}\n')
 
 
-def _enter(job: Settings, run: socket.socket, pipes: tuple[int, int], ours: tuple[int, ...]) -> None:
-    """Enter namespaces of its own, and be what starts all in them; never return."""
-    has_entered, mapped = pipes
-    try:
-        for descriptor in ours:
-            os.close(descriptor)
-        checked(libc.unshare, NAMESPACES)
-        os.write(has_entered, b"!")
-        os.close(has_entered)
-        libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        os.read(mapped, 1)
-        if first := os.fork():
-            run.close()
-            os.waitpid(first, 0)
-            os._exit(0)
-        libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        listener = _listener(job["port"])
-        socket.send_fds(run, [b"!"], [listener.detach()])
-        build_root(job)
-        _write(job["files"])
-        os.makedirs(HOME, mode=0o777, exist_ok=True)
-        os.chmod(HOME, 0o777)
-        ended = [_command(command, job) for command in job["commands"]]
-        answer: dict[str, Any] = {"ended": ended}
-    except BaseException as error:  # the run hears why
-        answer = {"failed": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(OSError):
-        run.sendall(json.dumps(answer).encode() + b"\n")
-    os._exit(0)
+def _work(job: Settings, run: socket.socket) -> None:
+    """Do a job, as what starts all in these namespaces, and say how its commands ended."""
+    listener = _listener(job["port"])
+    socket.send_fds(run, [b"!"], [listener.detach()])
+    build_root(job)
+    _write(job["files"])
+    os.makedirs(HOME, mode=0o777, exist_ok=True)
+    os.chmod(HOME, 0o777)
+    ended = [_command(command, job) for command in job["commands"]]
+    run.sendall(json.dumps({"ended": ended}).encode() + b"\n")
 
 
 def _listener(port: int) -> socket.socket:

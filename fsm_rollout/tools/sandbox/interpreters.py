@@ -5,12 +5,17 @@ Invariant: a call's output goes to a file that the guard's limits hold for, and 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import linecache
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import traceback
+import types
 from typing import Any
 
 from fsm_rollout.tools.sandbox.wire import JSONLines
@@ -54,12 +59,6 @@ class _Python:
     """A session of Python: names stay, and the value of a last expression is printed."""
 
     def __init__(self) -> None:
-        import ast
-        import linecache
-        import traceback
-        import types
-
-        self._ast, self._linecache, self._traceback = ast, linecache, traceback
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         self._names: dict[str, Any] = vars(module)
@@ -84,8 +83,7 @@ class _Python:
     def _run(self, code: str) -> bool:
         self._number += 1
         name = f"<code {self._number}>"
-        self._linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-        ast = self._ast
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         try:
             tree = ast.parse(code, name)
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -103,7 +101,7 @@ class _Python:
             frames = error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
                 frames = frames.tb_next
-            self._traceback.print_exception(type(error), error, frames, limit=20)
+            traceback.print_exception(type(error), error, frames, limit=20)
         return False
 
 
@@ -111,13 +109,7 @@ class _Bash:
     """A session of bash: variables and the working directory stay."""
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        import subprocess
-
-        done, self._tell = os.pipe()
-        self._done = done
+        self._done, self._tell = os.pipe()
         self._shell = subprocess.Popen(
             ["bash", "--noprofile", "--norc"], stdin=subprocess.PIPE, pass_fds=(self._tell,), bufsize=0
         )

@@ -15,11 +15,11 @@ import shutil
 import signal
 import socket
 import tempfile
+from functools import partial
 
 from fsm_rollout.tools.sandbox.guard import descendants, guard
-from fsm_rollout.tools.sandbox.kernel import ADOPT, DIE_WITH_PARENT, NAMESPACES, checked, libc
-from fsm_rollout.tools.sandbox.walls import map_users
-from fsm_rollout.tools.sandbox.wire import Settings
+from fsm_rollout.tools.sandbox.kernel import ADOPT, libc
+from fsm_rollout.tools.sandbox.walls import fork_within
 
 
 def nursery(control: socket.socket) -> None:
@@ -34,9 +34,9 @@ def nursery(control: socket.socket) -> None:
                 break
             settings = json.loads(data)
             folder = "" if settings["namespaces"] else tempfile.mkdtemp(prefix="sandbox-", dir=settings["folder"])
-            pid = _fork_guard(settings, descriptors[0], control, folder)
-            guards[pid] = folder
-            os.close(descriptors[0])
+            with socket.socket(fileno=descriptors[0]) as session:
+                work = partial(guard, settings, session, folder)
+                guards[fork_within(work, session, [control], namespaces=settings["namespaces"])] = folder
         _reap(guards)
     for pid in guards:
         with contextlib.suppress(ProcessLookupError):
@@ -54,60 +54,3 @@ def _reap(guards: dict[int, str]) -> None:
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
             if folder := guards.pop(pid, ""):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fork_guard(settings: Settings, descriptor: int, control: socket.socket, folder: str) -> int:
-    """Fork a guard, into namespaces of its own where ``settings`` say so; return its process id."""
-    entered, has_entered = os.pipe()  # told when the process is in its namespaces
-    mapped, users_mapped = os.pipe()  # closed once their users are mapped
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            for ours in (control.detach(), entered, users_mapped):
-                os.close(ours)
-            if settings["namespaces"]:
-                checked(libc.unshare, NAMESPACES)
-                os.write(has_entered, b"!")
-            libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)  # ends with the nursery
-            os.close(has_entered)
-            os.read(mapped, 1)
-            os.close(mapped)
-            if not settings["namespaces"] or _is_first(descriptor):
-                guard(settings, socket.socket(fileno=descriptor), folder)
-            status = 0
-        except BaseException as error:  # whatever it is, this process ends here; the run hears why
-            _tell_failure(descriptor, error)
-        finally:
-            os._exit(status)
-    os.close(has_entered)
-    os.close(mapped)
-    try:
-        if os.read(entered, 1):
-            map_users(pid)
-    except OSError as error:
-        _tell_failure(descriptor, error)
-        os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(entered)
-        os.close(users_mapped)
-    return pid
-
-
-def _is_first(descriptor: int) -> bool:
-    """Fork the first process of the new process namespace, which this one is not in; return which of them returns.
-
-    The other waits for it, without the session's descriptor, and ends when it ends.
-    """
-    pid = os.fork()
-    if pid == 0:
-        libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        return True
-    os.close(descriptor)
-    os.waitpid(pid, 0)
-    return False
-
-
-def _tell_failure(descriptor: int, error: BaseException) -> None:
-    with contextlib.suppress(OSError):
-        os.write(descriptor, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 
 from fsm_rollout.tools.sandbox import kernel
 from fsm_rollout.tools.sandbox.kernel import BIND, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, checked, libc, mount
@@ -25,7 +28,76 @@ BEFORE = "/.before"  # where the root that was before is, until it is let go of
 OUTPUT = "/dev/shm"  # where a session in namespaces keeps the output of a call
 
 
-def map_users(pid: int) -> None:
+def fork_within(
+    work: Callable[[], None], session: socket.socket, others: Iterable[socket.socket], *, namespaces: bool
+) -> int:
+    """Fork a process for ``work``, the first one of namespaces of its own; return the one to wait for.
+
+    It ends with this process, and does without the ``others``. What goes wrong is told as a line of
+    JSON over ``session``.
+
+    Args:
+        work: what it does.
+        session: stays open in the process that works, and in this one.
+        others: sockets.
+        namespaces: whether there are any; else it works where this process is.
+    """
+    entered, has_entered = os.pipe()  # told when the process is in its namespaces
+    mapped, users_mapped = os.pipe()  # closed once their users are mapped
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for descriptor in (*(other.fileno() for other in others), entered, users_mapped):
+                os.close(descriptor)
+            if namespaces:
+                checked(libc.unshare, kernel.NAMESPACES)
+                os.write(has_entered, b"!")
+            libc.prctl(kernel.DIE_WITH_PARENT, signal.SIGKILL)
+            os.close(has_entered)
+            os.read(mapped, 1)
+            os.close(mapped)
+            if not namespaces or _is_first(session):
+                work()
+            status = 0
+        except BaseException as error:  # whatever it is, this process ends here; the run hears why
+            _tell_failure(session, error)
+        finally:
+            os._exit(status)
+    os.close(has_entered)
+    os.close(mapped)
+    try:
+        if os.read(entered, 1):
+            _map_users(pid)
+    except OSError as error:
+        _tell_failure(session, error)
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(entered)
+        os.close(users_mapped)
+    return pid
+
+
+def _is_first(session: socket.socket) -> bool:
+    """Fork the first process of the new process namespace, which this one is not in; return which of them returns.
+
+    The other waits for it, without the session's socket, and ends when it ends.
+    """
+    pid = os.fork()
+    if pid == 0:
+        libc.prctl(kernel.DIE_WITH_PARENT, signal.SIGKILL)
+        return True
+    session.close()
+    os.waitpid(pid, 0)
+    return False
+
+
+def _tell_failure(session: socket.socket, error: BaseException) -> None:
+    with contextlib.suppress(OSError):
+        session.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+
+
+def _map_users(pid: int) -> None:
     """Say who the users of a guard's namespace are: root may have nobody there too, others only themselves."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
