@@ -243,14 +243,14 @@ async def never_returns(self, trajectory, ctx):
     await asyncio.Event().wait()
 
 
-@handler(5, "cancelled at its await number 2, and went on")
+@handler(5, "was cancelled, and went on: it returned Outcome")
 async def swallows(self, trajectory, ctx):
     await asyncio.sleep(0)
     with suppress(asyncio.CancelledError):
         await asyncio.sleep(1.0)
 
 
-@handler(5, "cancelled at its await number 1, and went on")
+@handler(5, "was cancelled, and went on: it returned Outcome")
 async def is_deaf(self, trajectory, ctx):
     for _ in range(20):
         with suppress(asyncio.CancelledError):

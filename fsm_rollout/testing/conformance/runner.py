@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from fsm_rollout.concurrency.step_timing import watch_steps
 from fsm_rollout.names.objects import path_of
 from fsm_rollout.testing.simulation import blocked_loop
 from fsm_rollout.testing.simulation.virtual_time import Deadlock, Endless, LeakedTasks, VirtualTimeLoop, run_virtual
+from fsm_rollout.testing.simulation.visits import Stepped
 from fsm_rollout.tools.bounded_call import STOP_SECONDS
 
 if TYPE_CHECKING:
@@ -346,55 +345,3 @@ def named(code: object) -> tuple[str, str]:
     if isinstance(code, str):
         return code, code
     return str(path_of(code)), str(getattr(code, "__name__", repr(code)))
-
-
-# -- steps --------------------------------------------------------------------------------------------------------
-
-
-class Stepped(Generic[T]):
-    """Awaits a coroutine step by step, and calls ``cancel`` when it has waited for the ``cancel_at``-th time, from 1.
-
-    ``ended_by`` is the exception that the coroutine let out, ``None`` when it returned.
-    """
-
-    def __init__(
-        self,
-        coroutine: Coroutine[object, object, T],
-        cancel_at: int | None = None,
-        cancel: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._coroutine, self._cancel_at, self._cancel, self._waited = coroutine, cancel_at, cancel, 0
-        self.cancelled = False
-        self.busiest = 0.0  # the CPU seconds of the longest step
-        self.seconds = 0.0  # the loop's seconds that it took
-        self.ended_by: BaseException | None = None
-
-    def __await__(self) -> Generator[object, None, T]:
-        return self._run().__await__()
-
-    async def _run(self) -> T:
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        try:
-            return await watch_steps(
-                self._coroutine, self._took, seconds=0.0, clock=time.thread_time, waits=self._waits
-            )
-        except BaseException as error:
-            self.ended_by = error
-            raise
-        finally:
-            self.seconds = clock() - started
-
-    def _took(self, seconds: float) -> None:
-        self.busiest = max(self.busiest, seconds)
-
-    def _waits(self) -> None:
-        self._waited += 1
-        if self._waited == self._cancel_at:
-            self.cancelled = True
-            self._cancel()
-
-    @property
-    def let_cancellation_out(self) -> bool:
-        """Whether the coroutine let its cancellation out, where there was one."""
-        return not self.cancelled or isinstance(self.ended_by, asyncio.CancelledError)

@@ -25,17 +25,8 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import ConfigError, RolloutError, single
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
-from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
-from fsm_rollout.testing.conformance.state_runs import (
-    CHECKED,
-    SAYS,
-    SAYS_OR_FAILS,
-    Run,
-    Says,
-    Story,
-    task_factory,
-    watch,
-)
+from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, demand_all, named
+from fsm_rollout.testing.conformance.state_runs import CHECKED, SAYS, SAYS_OR_FAILS, Run, Says, Story, watch
 from fsm_rollout.testing.simulation.laws import Outline, difference
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
@@ -206,7 +197,10 @@ class _Handler(Subject):
             if isinstance(error, ConformanceError) and error.invariant == self.BLOCKING:
                 raise
             failure = error
-        if run.broken:  # the visit's own error is clearer than its consequences
+        for visit in run.visits:  # its own error is clearer than its consequences
+            self.check_busy(visit.steps)
+            demand_all(self.name, *((False, *fault) for fault in visit.faults()))
+        if run.broken:
             raise run.broken[0]
         if isinstance(failure, ConformanceError):
             raise failure
@@ -220,7 +214,6 @@ class _Handler(Subject):
         return ConformanceError(8, f"{self.title} left a trajectory that cannot go on: {why}")
 
     async def _main(self, run: Run, n: int) -> list[Trajectory]:
-        asyncio.get_running_loop().set_task_factory(task_factory)
         scheduler = self._scheduler(run)
         run.interrupt = scheduler.suspend if run.story.suspend else scheduler.cancel
         ended = [t async for group in scheduler.run([self.prompt], n) for t in group.trajectories]
@@ -242,7 +235,7 @@ class _Handler(Subject):
         pool = EnginePool(Placement(engine), times=PoolTimes(silence=self.patience / 4))
         clients = OneEngine(pool, chats=self.chats)
         scheduler = Scheduler({graph.agent: graph}, clients, listeners=[keep])
-        watch(scheduler.agents.of_graph(graph).handlers[CHECKED], run, self)
+        watch(scheduler.agents.of_graph(graph).handlers[CHECKED], run)
         return scheduler
 
     def _look_at_record(self, trajectory: Trajectory, history: list[AnyEvent]) -> None:
@@ -273,9 +266,9 @@ class _Handler(Subject):
     def _calm(self, story: Story) -> None:
         trajectories, run = self.tell(story)
         for visit in run.visits:
-            took = f"a visit of {self.title} took {visit.seconds:g} s"
-            demand(visit.seconds < self.patience, 4, f"{took}; {self.HOW_TIME_PASSES}")
-            error = visit.ended_by and single(visit.ended_by)
+            took = f"a visit of {self.title} took {visit.steps.seconds:g} s"
+            demand(visit.steps.seconds < self.patience, 4, f"{took}; {self.HOW_TIME_PASSES}")
+            error = visit.steps.ended_by and single(visit.steps.ended_by)
             if error is not None and not isinstance(error, LimitReached | asyncio.CancelledError):
                 raise ConformanceError(2, f"{self.name} raised {type(error).__name__}: {error}") from error
         self.first_outlines.setdefault(story, run.outline(trajectories[0]))
@@ -316,7 +309,7 @@ class _Handler(Subject):
         """Interrupt the first visit at each of its awaits in turn; yield where, and what came of it."""
         for number in range(1, MOST_WAITS):
             (trajectory,), run = self.tell(replace(story, cancel_at=number))
-            if not run.visits or not run.visits[0].cancelled:
+            if not run.visits or not run.visits[0].steps.cancelled:
                 return
             yield f"at its await number {number}", trajectory, run
 

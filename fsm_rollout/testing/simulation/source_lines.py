@@ -10,15 +10,21 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
 # Where each task of a virtual loop was asked for.
 _started: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
+
+# The tasks that a visit started; not kept alive, so that asyncio complains about those that fail unheard.
+tasks_of_visit: ContextVar[WeakSet[asyncio.Task[object]] | None] = ContextVar("tasks of a visit", default=None)
+# Where tasks are started that serve several visits.
+_SHARED_WORK = ("fsm_rollout/engines/", "fsm_rollout/tools/", "fsm_rollout/concurrency/")
 
 
 @cache
@@ -45,9 +51,12 @@ def place(frame: FrameType) -> str:
 
 
 def note_start(task: asyncio.Task[object]) -> None:
-    """Remember which line of the user's asks for a task, if one does."""
+    """Remember which line of the user's asks for a task, if one does, and whose visit."""
     if (frame := users_frame(sys._getframe())) is not None:
         _started[task] = place(frame)
+    started, code = tasks_of_visit.get(), getattr(task.get_coro(), "cr_code", None)
+    if started is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
+        started.add(task)
 
 
 def described(task: asyncio.Task[object]) -> str:
