@@ -33,6 +33,7 @@ from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter
 from fsm_rollout.engines.silence import SilenceWatch
+from fsm_rollout.engines.weight_sources import PresentWeights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 
@@ -79,6 +80,7 @@ class EnginePool:
         windows = [replica.live.max_context for replica in self.replicas]
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
+        self._lives.weights = PresentWeights(model=self.facts.tensors)
 
     # -- facts, holds, weights ----------------------------------------------------------------------------------------
 

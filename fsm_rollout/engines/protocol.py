@@ -224,6 +224,8 @@ class EngineFacts:
     """Why it cannot be a teacher; empty: it can (promise 10)."""
     no_grammar: str = "it samples freely alone"
     """Why ``SamplingParams.extra`` may name no grammar (``json_schema``, ``structural_tag``); empty: it may."""
+    tensors: frozenset[str] = frozenset()
+    """The names of its tensors: new weights with all of them take the place of any before; empty: nobody knows."""
 
     @property
     def pad_id(self) -> int:

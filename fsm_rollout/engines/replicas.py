@@ -51,7 +51,7 @@ class Replicas(Orders):
         self.looks = 0  # looks at the others that go on, because one has just been lost and more may have gone with it
         self.closed = False
         self._version, self._restarts = 0, restarts
-        self._weights = PresentWeights()
+        self.weights = PresentWeights()  # of a model that the pool knows once they have started
         self._unfilled: list[Replica] = []  # those that live and wait for an update, as the present weights are gone
         if not placement.restarts:
             self.all[0].live_on(placement.engine)
@@ -156,11 +156,11 @@ class Replicas(Orders):
             raise kind(f"no replica took the weights, {left}: {first_of(failed)}")
         self._version = number
         if self.placement.restarts:
-            self._weights = self._weights.with_update(source, number)
+            self.weights = self.weights.with_update(source, number)
         # 2. Whoever waited for weights that nobody has any more is as the others now, if these are all that it needs.
-        if len(self._weights.updates) == 1:
+        if len(self.weights.updates) == 1:
             self._unfilled = [
-                replica for replica in self._unfilled if replica in failed or not self._weights.cover(replica.mixed)
+                replica for replica in self._unfilled if replica in failed or not self.weights.cover(replica.mixed)
             ]
         self.look_again()
         for replica, error in failed.items():
@@ -246,7 +246,7 @@ class Replicas(Orders):
             return
         if not self.placement.restarts and replica.failure is None:
             return  # it is the only one, and all that there is to hope for
-        half = half and (not self.placement.starts_afresh or self._weights.cover(replica.mixed))
+        half = half and (not self.placement.starts_afresh or self.weights.cover(replica.mixed))
         logger.warning("%s is lost: %s; %d request(s) go on in another", replica.name, why, replica.in_flight)
         self._move("starting", replica)
         replica.cause = why
@@ -338,7 +338,7 @@ class Replicas(Orders):
                 raise EngineError(
                     f"{replica.name} does not serve the same model: {model_of(replica.live)}, not {models}"
                 )
-            if not self._weights.updates and replica.live.weight_version != self._version:
+            if not self.weights.updates and replica.live.weight_version != self._version:
                 raise EngineError(
                     f"{replica.name} has weights of version {replica.live.weight_version}, the others of "
                     f"{self._version}, which did not come from here; load them into it"
@@ -400,7 +400,7 @@ class Replicas(Orders):
     async def _join(self, replica: Replica, held: bool) -> None:
         """Bring an engine, new or ``held``, to where the others are, and let it take part."""
         while True:
-            weights = self._weights
+            weights = self.weights
             try:
                 if not weights.cover(replica.mixed):
                     raise WeightsGone("it has a part of an update that failed, which no later one has replaced")
@@ -409,9 +409,9 @@ class Replicas(Orders):
                 logger.warning("%s waits for the next update: %s", replica.name, error)
                 if not await self._next_update(replica, weights):
                     continue  # it has not taken all of that; perhaps it can be had again
-                weights = self._weights
+                weights = self.weights
             async with self._change:
-                if weights is not self._weights:
+                if weights is not self.weights:
                     continue  # there are newer ones by now
                 async with asyncio.timeout(self.times.order):
                     if held != bool(self.held) and isinstance(replica.live, WeightSink):
@@ -433,7 +433,7 @@ class Replicas(Orders):
         self._news.set()
         try:
             async with asyncio.timeout(self.times.update):
-                await self._until(lambda: weights is not self._weights)
+                await self._until(lambda: weights is not self.weights)
         except TimeoutError:
             raise EngineError(f"nobody has given it weights within {self.times.update:g} s") from None
         else:

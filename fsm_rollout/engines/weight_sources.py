@@ -316,7 +316,10 @@ class Tensors:
                 raise
             self._failed = True
             why = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            return [_because(result, why) for result in results.values()]
+            return [
+                HalfLoaded(f"{why}; {result}") if isinstance(result, HalfLoaded) else result or EngineError(why)
+                for result in results.values()
+            ]
         await each(end(version))
         return list(results.values())
 
@@ -371,25 +374,31 @@ class Loaded:
 class PresentWeights:
     """What turns the weights that an engine is built with into the present ones: updates and their versions, in order.
 
-    They are the last folder, and those updates by tensors since of which later ones have not replaced every tensor.
+    They are the last whole ones, and those updates by tensors since of which later ones have not replaced every tensor.
     """
 
     updates: tuple[tuple[WeightSource, int], ...] = ()
+    model: frozenset[str] = frozenset()
+    """The names of all tensors that the model has; empty: nobody knows."""
 
     def with_update(self, source: WeightSource, version: int) -> PresentWeights:
         """Return what they are after one more."""
         needed, replaced = [(source, version)], ADAPTED.union(source.names or ())
-        for update in reversed(self.updates) if source.names is not None else ():
+        for update in reversed(self.updates) if not self._whole(source.names) else ():
             names = update[0].names
             if names is None or not names <= replaced:
                 needed.insert(0, update)
                 replaced |= names or frozenset()
-        return PresentWeights(tuple(needed))
+        return PresentWeights(tuple(needed), self.model)
+
+    def _whole(self, names: frozenset[str] | None) -> bool:
+        return names is None or bool(self.model and self.model <= names)
 
     def cover(self, names: frozenset[str] | None) -> bool:
         """Say whether they replace all these tensors; ``None``: any that a model has."""
         known = [source.names for source, _ in self.updates]
-        return None in known or (names is not None and names <= frozenset().union(*filter(None, known)))
+        together = frozenset[str]().union(*filter(None, known))
+        return None in known or self._whole(together) or (names is not None and names <= together)
 
     async def fill(self, engine: TokenSource, seconds: float) -> None:
         """Load them; WeightsGone: some are there no more; or the engine's own error."""
@@ -434,13 +443,6 @@ async def answers(asked: Iterable[Awaitable[None]], seconds: float) -> list[Exce
         return None
 
     return await asyncio.gather(*map(answer, asked))
-
-
-def _because(result: Exception | None, why: str) -> Exception:
-    """Return what became of an engine when the source failed."""
-    if result is None:
-        return EngineError(why)
-    return HalfLoaded(f"{why}; {result}") if isinstance(result, HalfLoaded) else result
 
 
 def _current_cuda_device() -> int | None:

@@ -112,6 +112,15 @@ def shapes_in(folder: Path) -> Mapping[str, list[int]]:
     return shapes
 
 
+def needed_of(folder: Path) -> frozenset[str]:
+    """Return the names of the tensors without which new weights are not the model's whole ones; see `shapes_in`.
+
+    A head that is tied, and what a model drafts tokens with (``mtp``), are left out by some trainers.
+    """
+    tied = {"lm_head.weight"} if text_config(folder).get("tie_word_embeddings") else set[str]()
+    return frozenset(name for name in shapes_in(folder) if name not in tied and "mtp" not in name.split("."))
+
+
 def check_weights_there(folder: Path) -> None:
     """Raise EngineError for a folder without whole weights, which SGLang would find out after a minute."""
     if not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pt", "gguf")):

@@ -32,6 +32,7 @@ from fsm_rollout.report.running import running_of
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, request, worst
 from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import CONFIGS
+from tests.remote import serving
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real]
 
@@ -323,6 +324,36 @@ def test_a_server_is_added_to_shards_that_run(pool: EnginePool) -> None:
             assert (rows[name]["url"], rows[name]["weight_version"]) == (urls[1], version)
 
     asyncio.run(main())
+
+
+def test_a_trainer_elsewhere_loads_the_servers_of_its_service(pool: EnginePool, tmp_path: Path) -> None:
+    """Over HTTP, by broadcast, where the service only has the servers take part, and by means of its own."""
+    agent, few = fr.load_agent(CONFIGS / "agents/tool_user.yaml"), CONFIGS / "data/arithmetic.jsonl"
+    prompts, group = fr.read_prompts(few, limit=2), fr.BroadcastGroup()
+
+    async def by_its_own_means(rollout: fr.Rollout, name: str) -> None:
+        async with rollout.updating() as addresses:
+            assert list(addresses) == [replica.live.address for replica in pool.replicas]
+            for replica in pool.replicas:
+                body = {"model_path": str(embedded_model(name)), "flush_cache": False}
+                call = replica.live._endpoint.call("/update_weights_from_disk", body, within=PATIENCE)
+                await asyncio.wrap_future(replica.live._link.do(call))
+
+    with serving(fr.Rollout(agent, pool, seed=7), tmp_path) as url, fr.RemoteRollout(url) as rollout:
+        for how, name in (("by broadcast", "early"), ("from memory", "final"), ("by broadcast, all at once", "early")):
+            given = Counted(name)
+            version = rollout.update_weights(SOURCES[how](given, group))
+            assert set(given.read.values()) == {1}
+            assert are_of(rollout.run(prompts, n=2), {version: name})
+        asyncio.run(by_its_own_means(rollout, "final"))
+        assert are_of(rollout.run(prompts, n=2), {version + 1: "final"})
+        broken = tensors("early")
+        broken["lm_head.weight"][0, 0] = float("nan")
+        with pytest.raises(EngineError, match=r"'lm_head\.weight' is not finite"):
+            rollout.update_weights(fr.Broadcast(lambda: broken, group, bucket_bytes=BUCKET))
+        version = rollout.update_weights(fr.Broadcast(Counted("early"), group))
+        assert are_of(rollout.run(prompts, n=2), {version: "early"})
+    group.close()
 
 
 def test_servers_come_and_go_while_requests_run_and_no_token_is_lost(pool: EnginePool) -> None:

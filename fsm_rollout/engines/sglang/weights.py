@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Seat
 from fsm_rollout.engines.http.engine import HTTPEngine
-from fsm_rollout.engines.protocol import HalfLoaded, Weights, WeightSource
+from fsm_rollout.engines.protocol import EngineFacts, HalfLoaded, Weights, WeightSource
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint, half_loaded_if
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import UPDATE_WITHIN, Bucket, Loaded, as_source
-from fsm_rollout.engines.weights import check_shapes, shapes_in
+from fsm_rollout.engines.weights import check_shapes, needed_of, shapes_in
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -133,7 +134,12 @@ class SGLangServer(HTTPEngine):
         self._link.end_sessions(sessions)
 
     def _route(self, endpoint: SGLangEndpoint) -> None:
-        self._weights = WeightRoutes(endpoint)
+        self._weights, self._tensors = WeightRoutes(endpoint), needed_of(endpoint.folder)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """See there."""
+        return replace(super().facts, tensors=self._tensors)
 
     async def update_weights(self, weights: Weights | WeightSource, version: int | None = None) -> int:
         """See :meth:`HTTPEngine.update_weights`; tensors go by their source."""

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from fsm_rollout.engines import replicas as replicas_module
 from fsm_rollout.engines.client import EngineClient
-from fsm_rollout.engines.protocol import Engine, HalfLoaded
+from fsm_rollout.engines.protocol import Engine, EngineFacts, HalfLoaded
 from fsm_rollout.engines.replica import LocalPlacement, Placement
 from fsm_rollout.engines.router import LeastLoadedRouter
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
@@ -370,6 +371,44 @@ def test_a_server_that_missed_an_update_is_asked_again_as_soon_as_the_driver_has
         await asyncio.sleep(10)
         assert (whole, states(client)) == (["replica-1"], ["up", "up"])
         assert len(place.lives["replica-1"]) == 1, "the life that has waited"
+
+    run(place, main, 2)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_whole_tensors_take_the_place_of_what_a_trainer_has_loaded_by_its_own_means(ours: bool) -> None:
+    """Which cannot be had again: a replica that comes back, or had a part of it, waits for whole ones and no longer."""
+
+    class Known(Bucketed):
+        @property
+        def facts(self) -> EngineFacts:
+            return replace(super().facts, tensors=frozenset({"v", "w"}))
+
+    place = Place(lambda _: Known())
+    place.urls = None if ours else ["a", "b"]
+
+    async def main(client: EngineClient) -> None:
+        client.pool.here()
+        async with updating(client.update_weights):
+            pass
+        await client.update_weights(of(v=2.0))
+        place.last().die()
+        await asyncio.sleep(TIMES.ping_every + 3)
+        assert states(client) == ["starting", "up"], "what `w` was, only the trainer knows"
+        await client.update_weights(of(v=3.0, w=3.0))
+        await asyncio.sleep(NOTICED)
+        assert states(client) == ["up", "up"]
+        place.last(1).die()
+        await asyncio.sleep(TIMES.ping_every + 3)
+        assert states(client) == ["up", "up"]
+        with pytest.raises(ZeroDivisionError):
+            async with updating(client.update_weights):
+                raise ZeroDivisionError
+        await asyncio.sleep(NOTICED)
+        await client.update_weights(of(v=4.0, w=4.0))
+        await asyncio.sleep(NOTICED)
+        assert states(client) == ["up", "up"]
+        assert [cast(Bucketed, place.last(index)).model for index in range(2)] == [{"v": 4.0, "w": 4.0}] * 2
 
     run(place, main, 2)
 
