@@ -16,6 +16,7 @@ from hypothesis.internal.conjecture import engine as shrinking
 
 from fsm_rollout.concurrency.garbage_collection import YOUNG
 from fsm_rollout.testing.plugin.profiles import register
+from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from tests import fork_server
 
 pytest_plugins = ["pytester", "tests.leftovers", "tests.model_fixtures", "tests.ray_fixtures"]
@@ -53,10 +54,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own."""
+    """Run a test that is a coroutine in an event loop of its own, in virtual time where it is marked so."""
     if not inspect.iscoroutinefunction(pyfuncitem.function):
         return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    run = run_virtual if pyfuncitem.get_closest_marker("virtual_time") else asyncio.run
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
 
 

@@ -175,24 +175,20 @@ def test_check_asks_no_server_and_a_wrong_form_is_told_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(
+async def test_sessions_are_a_trajectorys_own_or_shared_and_no_process_stays(
     shared: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
     box = toolbox(mcp=SHARED if shared else STDIO, timeout=PATIENCE)
-
-    async def main() -> None:
-        async with session(box, "a") as first, session(box, "b") as second:
-            answers = [(await call("count")).result.split() for call in (first, second, first)]
-            assert [number for _, number in answers] == (["1", "2", "3"] if shared else ["1", "1", "2"])
-            assert len({process for process, _ in answers}) == (1 if shared else 2)
-            # A session of a trajectory's own has its state: what it is asked in one turn, it does in that order.
-            holders = {tool.holder for tool in box.tools_of("main").values()}
-            assert len(holders) == 1
-            assert (holders == {None}) is shared
-        await box.close()
-
-    asyncio.run(main())
+    async with session(box, "a") as first, session(box, "b") as second:
+        answers = [(await call("count")).result.split() for call in (first, second, first)]
+        assert [number for _, number in answers] == (["1", "2", "3"] if shared else ["1", "1", "2"])
+        assert len({process for process, _ in answers}) == (1 if shared else 2)
+        # A session of a trajectory's own has its state: what it is asked in one turn, it does in that order.
+        holders = {tool.holder for tool in box.tools_of("main").values()}
+        assert len(holders) == 1
+        assert (holders == {None}) is shared
+    await box.close()
     assert set(psutil.Process().children(recursive=True)) <= before
     assert not caplog.records
 
@@ -214,26 +210,22 @@ async def test_a_call_has_its_time_and_the_session_goes_on() -> None:
         assert late.result.startswith("error: hang did not answer and was stopped after 0.2 s")
 
 
-def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     box = toolbox(mcp=STDIO, timeout=PATIENCE)
-
-    async def main() -> None:
-        async with session(box) as call:
-            first = (await call("count")).result.split()[0]
-            died = await call("die")
-            assert (died.failure, died.bad, died.tries) == ("ToolDied", False, 1)
-            second = (await call("count")).result.split()
-            assert second[0] != first
-            assert second[1] == "1"
-            # One that dies while nothing is asked costs no call.
-            psutil.Process(int(second[0])).kill()
+    async with session(box) as call:
+        first = (await call("count")).result.split()[0]
+        died = await call("die")
+        assert (died.failure, died.bad, died.tries) == ("ToolDied", False, 1)
+        second = (await call("count")).result.split()
+        assert second[0] != first
+        assert second[1] == "1"
+        # One that dies while nothing is asked costs no call.
+        psutil.Process(int(second[0])).kill()
+        third = await call("count")
+        while third.failure == "ToolDied":  # its death was not known yet
             third = await call("count")
-            while third.failure == "ToolDied":  # its death was not known yet
-                third = await call("count")
-            assert third.failure is None
-            assert third.result.split()[0] != second[0]
-
-    asyncio.run(main())
+        assert third.failure is None
+        assert third.result.split()[0] != second[0]
     assert "the server has ended; it is started or connected to again" in caplog.text
 
 

@@ -151,38 +151,32 @@ POINTS = [
 ]  # fmt: skip
 
 
-def test_a_shard_that_dies_at_any_of_twenty_points_loses_nothing(
+async def test_a_shard_that_dies_at_any_of_twenty_points_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rollout, in each of whose runs one dies, also one that is to take another's place."""
     assert len(POINTS) == 20
     point, reward = tmp_path / "point", "tests.integration.shard_work:seeded"
     monkeypatch.setenv("SHARD_POINT", str(point))
-
-    async def main() -> None:
-        async with Rollout(agent(), spec(), seed=7) as rollout:  # seeds are others in each run
-            expected = [
-                rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])) for _ in POINTS
-            ]
-        async with Rollout(agent(), spec(), seed=7, workers=2, reward=reward) as rollout:
-            for number, (where, single) in enumerate(zip(POINTS, expected, strict=True)):
-                point.write_text(f"{where} {number}", "ascii")
-                if where.startswith("start"):
-                    shards_of(rollout).kill(0)
-                path = tmp_path / f"{number}.sqlite"
-                with Journal(path) as rollout.journal:
-                    found = trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])
-                    async with asyncio.timeout(300):
-                        while point.exists():  # noqa: ASYNC110  # one that starts may die a little later
-                            await asyncio.sleep(0.01)
-                    rollout.journal.flush()
-                    assert rows(found) == single, where
-                    assert all(trajectory.score is not None for trajectory in found), where
-                rollout.journal = None
-                assert rows(list(journal.read(path))) == single, where
-            assert shards_of(rollout).deaths <= 3, "some group ends between any two"
-
-    asyncio.run(main())
+    async with Rollout(agent(), spec(), seed=7) as rollout:  # seeds are others in each run
+        expected = [rows(trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])) for _ in POINTS]
+    async with Rollout(agent(), spec(), seed=7, workers=2, reward=reward) as rollout:
+        for number, (where, single) in enumerate(zip(POINTS, expected, strict=True)):
+            point.write_text(f"{where} {number}", "ascii")
+            if where.startswith("start"):
+                shards_of(rollout).kill(0)
+            path = tmp_path / f"{number}.sqlite"
+            with Journal(path) as rollout.journal:
+                found = trajectories([group async for group in rollout.stream(prompts(COUNT), 2)])
+                async with asyncio.timeout(300):
+                    while point.exists():  # noqa: ASYNC110  # one that starts may die a little later
+                        await asyncio.sleep(0.01)
+                rollout.journal.flush()
+                assert rows(found) == single, where
+                assert all(trajectory.score is not None for trajectory in found), where
+            rollout.journal = None
+            assert rows(list(journal.read(path))) == single, where
+        assert shards_of(rollout).deaths <= 3, "some group ends between any two"
 
 
 class Counted:
@@ -220,124 +214,103 @@ def test_a_shard_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.
         Rollout(graph, spec(), workers=2)
 
 
-def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        with Journal(tmp_path / "journal.sqlite") as book:
-            async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, concurrency=6, journal=book) as rollout:
-                endless = iter(prompts(40))
-                first = [group async for group in rollout.stream(endless, 2, target_groups=2, over_sample=2)]
-                assert [group.ended for group in first] == [True, True]
-                carried = {group.group_id for group in rollout.carried}
-                assert len(carried) == 2
-                rest = [group async for group in rollout.stream([], 2)]
-                assert {group.group_id for group in rest} == carried
-                single = await alone_of(sorted(carried | {group.group_id for group in first}))
-                assert rows(trajectories([*first, *rest])) == single
-                batch = await rollout.arun(iter(prompts(40)[10:]), 2, target_groups=3)
-                assert batch.figures["groups"] == 3
-
+async def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run(tmp_path: Path) -> None:
     async def alone_of(ids: list[str]) -> dict[str, Any]:
         async with Rollout(agent(), spec(), seed=7) as rollout:
             chosen = [prompt for prompt in prompts(40) if prompt.prompt_id in ids]
             return rows(trajectories([group async for group in rollout.stream(chosen, 2)]))
 
-    asyncio.run(main())
+    with Journal(tmp_path / "journal.sqlite") as book:
+        async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, concurrency=6, journal=book) as rollout:
+            endless = iter(prompts(40))
+            first = [group async for group in rollout.stream(endless, 2, target_groups=2, over_sample=2)]
+            assert [group.ended for group in first] == [True, True]
+            carried = {group.group_id for group in rollout.carried}
+            assert len(carried) == 2
+            rest = [group async for group in rollout.stream([], 2)]
+            assert {group.group_id for group in rest} == carried
+            single = await alone_of(sorted(carried | {group.group_id for group in first}))
+            assert rows(trajectories([*first, *rest])) == single
+            batch = await rollout.arun(iter(prompts(40)[10:]), 2, target_groups=3)
+            assert batch.figures["groups"] == 3
 
 
-def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since(tmp_path: Path) -> None:
-    async def main() -> None:
-        with Journal(tmp_path / "journal.sqlite") as book:
-            async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, concurrency=6, journal=book) as rollout:
-                stream = rollout.stream(iter(prompts(40)), 2, target_groups=2, over_sample=2)
-                delivered = {group.group_id async for group in stream}
-                shards = shards_of(rollout).all
-                for shard in shards:
-                    shard.started.kill()
-                    await shard.gone.wait()
-                carried = {group.group_id for group in rollout.carried if not group.ended}
-                assert carried
-                rest = trajectories([group async for group in rollout.stream([], 2)])
-                assert {t.group_id for t in rest if t.resumptions} == carried
-                chosen = [p for p in prompts(40) if p.prompt_id in {t.group_id for t in rest} - delivered]
-                async with Rollout(agent(), spec(), seed=7) as single:
-                    expected = rows(trajectories([group async for group in single.stream(chosen, 2)]))
-                assert rows(rest) == expected
-
-    asyncio.run(main())
+async def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite") as book:
+        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, concurrency=6, journal=book) as rollout:
+            stream = rollout.stream(iter(prompts(40)), 2, target_groups=2, over_sample=2)
+            delivered = {group.group_id async for group in stream}
+            shards = shards_of(rollout).all
+            for shard in shards:
+                shard.started.kill()
+                await shard.gone.wait()
+            carried = {group.group_id for group in rollout.carried if not group.ended}
+            assert carried
+            rest = trajectories([group async for group in rollout.stream([], 2)])
+            assert {t.group_id for t in rest if t.resumptions} == carried
+            chosen = [p for p in prompts(40) if p.prompt_id in {t.group_id for t in rest} - delivered]
+            async with Rollout(agent(), spec(), seed=7) as single:
+                expected = rows(trajectories([group async for group in single.stream(chosen, 2)]))
+            assert rows(rest) == expected
 
 
-def test_a_run_and_an_evaluation_beside_it_have_their_own_groups_also_when_a_shard_dies() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), spec(delay=0.3), seed=7, workers=2, concurrency=8) as rollout:
-            running = asyncio.create_task(rollout.arun(prompts(4)))
-            beside = asyncio.create_task(rollout.aevaluate(prompts(3)))
-            runs = shards_of(rollout).runs
-            await until(lambda: sum(len(lease.groups) for run in runs.values() for lease in run._open.values()) == 7)  # type: ignore[attr-defined]
-            shards_of(rollout).kill(0)
-            of_run, of_evaluation = await asyncio.gather(running, beside)
-            assert sorted(of_run["group_id"]) == [prompt.prompt_id for prompt in prompts(4)]
-            assert sorted(of_evaluation["group_id"]) == [f"evaluation/{prompt.prompt_id}" for prompt in prompts(3)]
-
-    asyncio.run(main())
+async def test_a_run_and_an_evaluation_beside_it_have_their_own_groups_also_when_a_shard_dies() -> None:
+    async with Rollout(agent(), spec(delay=0.3), seed=7, workers=2, concurrency=8) as rollout:
+        running = asyncio.create_task(rollout.arun(prompts(4)))
+        beside = asyncio.create_task(rollout.aevaluate(prompts(3)))
+        runs = shards_of(rollout).runs
+        await until(lambda: sum(len(lease.groups) for run in runs.values() for lease in run._open.values()) == 7)  # type: ignore[attr-defined]
+        shards_of(rollout).kill(0)
+        of_run, of_evaluation = await asyncio.gather(running, beside)
+        assert sorted(of_run["group_id"]) == [prompt.prompt_id for prompt in prompts(4)]
+        assert sorted(of_evaluation["group_id"]) == [f"evaluation/{prompt.prompt_id}" for prompt in prompts(3)]
 
 
-def test_prompts_of_a_run_that_was_closed_get_other_names_in_the_next(tmp_path: Path) -> None:
-    async def main() -> None:
-        with Journal(tmp_path / "journal.sqlite") as book:
-            async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, journal=book) as rollout:
-                stream = rollout.stream(prompts(COUNT))
-                await anext(stream)
-                await stream.aclose()
-                again = [group.group_id async for group in rollout.stream(prompts(COUNT))]
-                assert sorted(again) == [f"{prompt.prompt_id}#2" for prompt in prompts(COUNT)]
-                assert shards_of(rollout).deaths == 0
-
-    asyncio.run(main())
-
-
-def test_what_was_carried_and_is_too_old_by_the_next_run_is_sampled_anew() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), spec(), seed=7, workers=2, max_staleness=0) as rollout:
-            stream = rollout.stream(iter(prompts(12)), 2, target_groups=2, over_sample=3)
+async def test_prompts_of_a_run_that_was_closed_get_other_names_in_the_next(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite") as book:
+        async with Rollout(agent(), spec(delay=0.05), seed=7, workers=2, journal=book) as rollout:
+            stream = rollout.stream(prompts(COUNT))
             await anext(stream)
-            await until(lambda: len(rollout.scheduler.groups.by_state[GroupState.DONE]) == 5)
-            assert len([group async for group in stream]) == 1
-            carried = {group.group_id for group in rollout.carried if group.ended}
-            assert len(carried) >= 4
-            await rollout.aupdate_weights({}, 1)
-            batch = await rollout.arun([], 2)
-            assert carried <= set(batch["group_id"])
-            assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
-
-    asyncio.run(main())
+            await stream.aclose()
+            again = [group.group_id async for group in rollout.stream(prompts(COUNT))]
+            assert sorted(again) == [f"{prompt.prompt_id}#2" for prompt in prompts(COUNT)]
+            assert shards_of(rollout).deaths == 0
 
 
-def test_a_prompt_that_is_wrong_ends_its_own_run_and_no_other() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
-            wrong = prompts(1)[0].model_copy(update={"prompt_id": "wrong", "agent": "nobody"})
-            with pytest.raises(ConfigError, match="nobody"):
-                await rollout.arun(iter([wrong]), target_groups=1)
-            assert len(await rollout.arun(prompts(2))) == 2
+async def test_what_was_carried_and_is_too_old_by_the_next_run_is_sampled_anew() -> None:
+    async with Rollout(agent(), spec(), seed=7, workers=2, max_staleness=0) as rollout:
+        stream = rollout.stream(iter(prompts(12)), 2, target_groups=2, over_sample=3)
+        await anext(stream)
+        await until(lambda: len(rollout.scheduler.groups.by_state[GroupState.DONE]) == 5)
+        assert len([group async for group in stream]) == 1
+        carried = {group.group_id for group in rollout.carried if group.ended}
+        assert len(carried) >= 4
+        await rollout.aupdate_weights({}, 1)
+        batch = await rollout.arun([], 2)
+        assert carried <= set(batch["group_id"])
+        assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
 
-    asyncio.run(main())
+
+async def test_a_prompt_that_is_wrong_ends_its_own_run_and_no_other() -> None:
+    async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+        wrong = prompts(1)[0].model_copy(update={"prompt_id": "wrong", "agent": "nobody"})
+        with pytest.raises(ConfigError, match="nobody"):
+            await rollout.arun(iter([wrong]), target_groups=1)
+        assert len(await rollout.arun(prompts(2))) == 2
 
 
-def test_who_takes_the_place_of_a_shard_has_its_share_of_replicas() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), {**spec(), "replicas": 3}, workers=2) as rollout:
-            shards = shards_of(rollout)
-            shards, replicas = shards_of(rollout), rollout.engines["policy"]
-            assert len(await replicas.rows()) == 3
-            (second,) = (shard for shard in shards.all if shard.place == 1)
-            second.started.kill()
-            await second.gone.wait()
-            assert len(await rollout.arun(prompts(2))) == 2
-            assert shards._starting is not None
-            await shards._starting
-            assert len(await replicas.rows()) == 3
-
-    asyncio.run(main())
+async def test_who_takes_the_place_of_a_shard_has_its_share_of_replicas() -> None:
+    async with Rollout(agent(), {**spec(), "replicas": 3}, workers=2) as rollout:
+        shards = shards_of(rollout)
+        shards, replicas = shards_of(rollout), rollout.engines["policy"]
+        assert len(await replicas.rows()) == 3
+        (second,) = (shard for shard in shards.all if shard.place == 1)
+        second.started.kill()
+        await second.gone.wait()
+        assert len(await rollout.arun(prompts(2))) == 2
+        assert shards._starting is not None
+        await shards._starting
+        assert len(await replicas.rows()) == 3
 
 
 def test_quotas_are_added_up() -> None:
@@ -369,74 +342,61 @@ def test_a_tools_slots_are_shared_among_the_shards() -> None:
             assert max(asyncio.run(said())) == str(2 // workers)
 
 
-def test_new_weights_reach_all_shards_at_once() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
-            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
-            await asyncio.sleep(0)
-            assert await rollout.aupdate_weights({}, 3) == 3
-            assert rollout.weight_version == 3
-            batch = await running
-            versions = [row.versions[row.mask == 1] for row in batch.rows()]
-            assert {version for of_row in versions for version in of_row.tolist()} <= {0, 3}
-            assert all((np.diff(of_row) >= 0).all() for of_row in versions)
-            after = await rollout.arun(prompts(COUNT), 2)
-            assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {3}
-
-    asyncio.run(main())
+async def test_new_weights_reach_all_shards_at_once() -> None:
+    async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
+        running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+        await asyncio.sleep(0)
+        assert await rollout.aupdate_weights({}, 3) == 3
+        assert rollout.weight_version == 3
+        batch = await running
+        versions = [row.versions[row.mask == 1] for row in batch.rows()]
+        assert {version for of_row in versions for version in of_row.tolist()} <= {0, 3}
+        assert all((np.diff(of_row) >= 0).all() for of_row in versions)
+        after = await rollout.arun(prompts(COUNT), 2)
+        assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {3}
 
 
-def test_a_shard_that_alone_cannot_load_new_weights_is_replaced(
+async def test_a_shard_that_alone_cannot_load_new_weights_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARD_REFUSES", str(tmp_path / "refused"))
-
-    async def main() -> None:
-        async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
-            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
-            await asyncio.sleep(0)
-            assert await rollout.aupdate_weights({}) == 1
-            assert (shards_of(rollout).deaths, (tmp_path / "refused").exists()) == (1, True)
-            assert len(await running) == COUNT * 2
-            shards_of(rollout).start_missing()
-            async with asyncio.timeout(300):
-                await shards_of(rollout)._starting
-            after = await rollout.arun(prompts(COUNT), 2)
-            assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
-            assert len(shards_of(rollout).alive) == 2
-
-    asyncio.run(main())
+    async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2) as rollout:
+        running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+        await asyncio.sleep(0)
+        assert await rollout.aupdate_weights({}) == 1
+        assert (shards_of(rollout).deaths, (tmp_path / "refused").exists()) == (1, True)
+        assert len(await running) == COUNT * 2
+        shards_of(rollout).start_missing()
+        async with asyncio.timeout(300):
+            await shards_of(rollout)._starting
+        after = await rollout.arun(prompts(COUNT), 2)
+        assert {version for row in after.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
+        assert len(shards_of(rollout).alive) == 2
 
 
-def test_new_weights_that_are_of_this_process_are_refused() -> None:
-    async def main() -> None:
-        async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
-            with pytest.raises(EngineError, match=r"cannot have a Tensors, .* give a folder .* sglang_http"):
-                await rollout.aupdate_weights(Tensors({}))
-            with pytest.raises(EngineError, match="of this process; give a folder"):
-                async with rollout.updating():
-                    raise AssertionError
-            assert len(await rollout.arun(prompts(2))) == 2
-            assert rollout.weight_version == 0
-
-    asyncio.run(main())
+async def test_new_weights_that_are_of_this_process_are_refused() -> None:
+    async with Rollout(agent(), spec(), seed=7, workers=2) as rollout:
+        with pytest.raises(EngineError, match=r"cannot have a Tensors, .* give a folder .* sglang_http"):
+            await rollout.aupdate_weights(Tensors({}))
+        with pytest.raises(EngineError, match="of this process; give a folder"):
+            async with rollout.updating():
+                raise AssertionError
+        assert len(await rollout.arun(prompts(2))) == 2
+        assert rollout.weight_version == 0
 
 
-def test_no_trained_token_is_older_than_allowed() -> None:
-    async def main() -> None:
-        # Four run at a time, so some are back, and told to be, long before the others.
-        options: dict[str, Any] = {"seed": 7, "workers": 2, "max_staleness": 0, "concurrency": 4}
-        async with Rollout(agent(), spec(delay=0.2), **options) as rollout:
-            back = asyncio.Event()
-            rollout.scheduler.recorder.listeners = (Counted(lambda number, states, done, tokens: done and back.set()),)
-            running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
-            await back.wait()
-            await rollout.aupdate_weights({}, 1)
-            batch = await running
-            assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
-            assert batch.figures["samples"] == COUNT * 2
-
-    asyncio.run(main())
+async def test_no_trained_token_is_older_than_allowed() -> None:
+    # Four run at a time, so some are back, and told to be, long before the others.
+    options: dict[str, Any] = {"seed": 7, "workers": 2, "max_staleness": 0, "concurrency": 4}
+    async with Rollout(agent(), spec(delay=0.2), **options) as rollout:
+        back = asyncio.Event()
+        rollout.scheduler.recorder.listeners = (Counted(lambda number, states, done, tokens: done and back.set()),)
+        running = asyncio.create_task(rollout.arun(prompts(COUNT), 2))
+        await back.wait()
+        await rollout.aupdate_weights({}, 1)
+        batch = await running
+        assert {version for row in batch.rows() for version in row.versions[row.mask == 1].tolist()} == {1}
+        assert batch.figures["samples"] == COUNT * 2
 
 
 @pytest.mark.parametrize(

@@ -183,15 +183,12 @@ def test_plain_run_works_where_a_loop_is_running(made: Made) -> None:
     assert asyncio.run(notebook()) == 3
 
 
-def test_async_run_and_stream(made: Made) -> None:
-    async def main() -> tuple[int, list[str]]:
-        rollout = made(agent(), SCRIPTED)
-        batch = await rollout.arun(["one", "two"], packed=True)
-        seen = [group.group_id async for group in rollout.stream([{"messages": [{"role": "user", "content": "x"}]}])]
-        await rollout.aclose()
-        return len(batch), seen
-
-    assert asyncio.run(main()) == (2, ["2"])  # the third prompt of this rollout
+async def test_async_run_and_stream(made: Made) -> None:
+    rollout = made(agent(), SCRIPTED)
+    batch = await rollout.arun(["one", "two"], packed=True)
+    seen = [group.group_id async for group in rollout.stream([{"messages": [{"role": "user", "content": "x"}]}])]
+    await rollout.aclose()
+    assert (len(batch), seen) == (2, ["2"])  # the third prompt of this rollout
 
 
 def test_it_closes_what_it_built_and_only_that() -> None:
@@ -233,19 +230,15 @@ def test_several_agents_and_validation_sampling(made: Made) -> None:
 USER_AGENT = FILES["chats with a model"]
 
 
-def test_a_model_may_be_the_user(tmp_path: Path) -> None:
+async def test_a_model_may_be_the_user(tmp_path: Path) -> None:
     """Its text enters the policy's stream as environment; what it was asked enters no stream."""
     (tmp_path / "chat.yaml").write_text(USER_AGENT, "utf-8")
     user = fr.ScriptedEngine(["And then?", "Why?"], tokenizer=tokenizer(), log=True)
     groups: list[Any] = []
-
-    async def main() -> None:
-        rollout = fr.Rollout(fr.load_agent(tmp_path / "chat.yaml"), SCRIPTED | {"turns": ["A.", "B.", "C."]},
-                             engines={"user": user})  # fmt: skip
-        groups.extend([group async for group in rollout.stream(["Tell me."])])
-        await rollout.aclose()
-
-    asyncio.run(main())
+    rollout = fr.Rollout(fr.load_agent(tmp_path / "chat.yaml"), SCRIPTED | {"turns": ["A.", "B.", "C."]},
+                         engines={"user": user})  # fmt: skip
+    groups.extend([group async for group in rollout.stream(["Tell me."])])
+    await rollout.aclose()
     (trajectory,) = groups[0].trajectories
     assert trajectory.stop_reason == "interaction_done"
     (stream,) = trajectory.streams
@@ -353,23 +346,20 @@ def test_several_samples_of_an_evaluation_are_drawn_unless_it_says_otherwise(mad
         assert temperatures(rollout, n=2) == {greedy}
 
 
-def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
+@pytest.mark.virtual_time
+async def test_a_pause_of_the_engine_stops_the_clocks_of_an_evaluation_too() -> None:
     engine = fr.ScriptedEngine([Turn(text="one two three four", delay=2.0, chunks=4)], tokenizer=tokenizer())
-
-    async def main() -> list[str]:
-        rollout = fr.Rollout(agent(), engine)
-        client = rollout.clients["policy"]
-        batches = []
-        for seconds in (5, 0):  # 0: it begins while the engine is paused
-            evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
-            await asyncio.sleep(seconds)
-            await client.pause()
-            await asyncio.sleep(90)  # a visit has 60 seconds
-            await client.resume()
-            batches.append(await evaluation)
-        return [batch.tensordict["stop_reason"][0] for batch in batches]
-
-    assert run_virtual(main()) == ["answered", "answered"]
+    rollout = fr.Rollout(agent(), engine)
+    client = rollout.clients["policy"]
+    batches = []
+    for seconds in (5, 0):  # 0: it begins while the engine is paused
+        evaluation = asyncio.create_task(rollout.aevaluate(["same"]))
+        await asyncio.sleep(seconds)
+        await client.pause()
+        await asyncio.sleep(90)  # a visit has 60 seconds
+        await client.resume()
+        batches.append(await evaluation)
+    assert [batch.tensordict["stop_reason"][0] for batch in batches] == ["answered", "answered"]
 
 
 def test_what_the_filter_turned_down_is_listed_and_counted(made: Made) -> None:

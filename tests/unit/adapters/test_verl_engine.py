@@ -61,15 +61,11 @@ def chunks(answer: Any, asked: Request | None = None) -> list[Chunk]:
     return rest
 
 
-def test_verl_is_asked_with_its_own_words() -> None:
+async def test_verl_is_asked_with_its_own_words() -> None:
     policy = engine(output([STOP]))
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "presence_penalty": 0.5, "extra": {"x": 1}}
-
-    async def main() -> None:
-        async for _ in policy.generate([request(sampling=sampling)]):
-            pass
-
-    asyncio.run(main())
+    async for _ in policy.generate([request(sampling=sampling)]):
+        pass
     ((name, words),) = policy.client.asked
     assert name == "s", "turns of one stream go to one server"
     assert words["prompt_ids"] == [10, 11]
@@ -131,18 +127,14 @@ def test_where_weights_changed_only_the_last_token_carries_the_newest(fields: di
     assert [chunk.finish_reason for chunk in found] == [None] * (len(found) - 1) + [FinishReason.STOP]
 
 
-def test_the_engine_is_as_new_as_the_newest_answer() -> None:
+async def test_the_engine_is_as_new_as_the_newest_answer() -> None:
     policy = engine(output([STOP], global_steps=3))
-
-    async def main() -> list[int]:
-        seen = []
-        for policy.client.answer in (output([STOP], global_steps=3), output([STOP], global_steps=2)):
-            async for _ in policy.generate([request()]):
-                pass
-            seen.append(policy.weight_version)
-        return seen
-
-    assert asyncio.run(main()) == [3, 3]
+    seen = []
+    for policy.client.answer in (output([STOP], global_steps=3), output([STOP], global_steps=2)):
+        async for _ in policy.generate([request()]):
+            pass
+        seen.append(policy.weight_version)
+    assert seen == [3, 3]
 
 
 def test_experts_begin_where_those_that_are_known_end() -> None:

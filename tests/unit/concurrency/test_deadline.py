@@ -60,21 +60,19 @@ def test_a_wall_is_not_held_up(seconds: int, wall: int, held: int) -> None:
     assert run_virtual(main()) == expected
 
 
-def test_holds_nest_and_none_never_expires() -> None:
-    async def main() -> None:
-        with Deadline(1.0) as deadline:
-            deadline.hold()
-            deadline.hold()
-            deadline.run()
-            await asyncio.sleep(10)
-            deadline.run()
-            await asyncio.sleep(0.5)
-        assert not deadline.expired
-        with Deadline(None) as forever:
-            await asyncio.sleep(1e6)
-        assert not forever.expired
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_holds_nest_and_none_never_expires() -> None:
+    with Deadline(1.0) as deadline:
+        deadline.hold()
+        deadline.hold()
+        deadline.run()
+        await asyncio.sleep(10)
+        deadline.run()
+        await asyncio.sleep(0.5)
+    assert not deadline.expired
+    with Deadline(None) as forever:
+        await asyncio.sleep(1e6)
+    assert not forever.expired
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 20), st.integers(0, 40))

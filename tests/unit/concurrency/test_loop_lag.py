@@ -7,17 +7,13 @@ from fsm_rollout.concurrency.loop_lag import EVERY, LoopLag
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 
 
-def test_what_blocks_the_loop_is_seen() -> None:
+async def test_what_blocks_the_loop_is_seen() -> None:
     lag, done = LoopLag(), asyncio.Event()
-
-    async def main() -> None:
-        with lag.watched(), lag.watched():
-            asyncio.get_running_loop().call_later(EVERY, done.set)
-            time.sleep(5 * EVERY)  # noqa: ASYNC251  # it is to block
-            await done.wait()
-
     assert lag.figures() == {}
-    asyncio.run(main())
+    with lag.watched(), lag.watched():
+        asyncio.get_running_loop().call_later(EVERY, done.set)
+        time.sleep(5 * EVERY)  # noqa: ASYNC251  # it is to block
+        await done.wait()
     found = lag.figures()
     assert found["max"] > 3 * EVERY
     assert 0 < found["p50"] <= found["p99"] <= found["max"]

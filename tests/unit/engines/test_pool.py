@@ -589,17 +589,13 @@ def test_a_pool_serves_one_loop_after_another() -> None:
     assert all(life.stopped for life in quick.all)
 
 
-def test_a_pool_may_be_closed_from_another_loop_while_its_own_still_runs() -> None:
+async def test_a_pool_may_be_closed_from_another_loop_while_its_own_still_runs() -> None:
     """As ``with Rollout(…) as rollout: await rollout.arun(…)`` does."""
     place = Place()
-
-    async def main() -> None:
-        pool = make(place, 2)
-        await EngineClient(pool).pause()
-        await asyncio.to_thread(asyncio.run, pool.aclose())
-        assert all(life.stopped for life in place.all)
-
-    asyncio.run(main())
+    pool = make(place, 2)
+    await EngineClient(pool).pause()
+    await asyncio.to_thread(asyncio.run, pool.aclose())
+    assert all(life.stopped for life in place.all)
 
 
 # -- silence ---------------------------------------------------------------------------------------------------------

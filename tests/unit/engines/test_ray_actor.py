@@ -1,6 +1,5 @@
 """What runs in a Ray actor, without Ray: an engine that has not every plane is left alone, as one here is."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -23,15 +22,12 @@ class TokensAlone:
             setattr(self, name, getattr(self._engine, name))
 
 
-def test_what_an_engine_does_not_have_is_not_asked_of_it() -> None:
-    async def body() -> None:
-        made: Any = TokensAlone
-        actor = ReplicaActor("replica-0", lambda name: made())
-        await actor.start(False)
-        for order in ("pause", "resume", "sleep", "wake"):
-            await actor.ask(order)
-        with pytest.raises(EngineError, match="changed by their owner"):
-            await actor.ask("update_weights", {}, 1)
-        await actor.ask("aclose")
-
-    asyncio.run(body())
+async def test_what_an_engine_does_not_have_is_not_asked_of_it() -> None:
+    made: Any = TokensAlone
+    actor = ReplicaActor("replica-0", lambda name: made())
+    await actor.start(False)
+    for order in ("pause", "resume", "sleep", "wake"):
+        await actor.ask(order)
+    with pytest.raises(EngineError, match="changed by their owner"):
+        await actor.ask("update_weights", {}, 1)
+    await actor.ask("aclose")

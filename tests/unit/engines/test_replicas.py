@@ -134,7 +134,7 @@ def test_a_start_that_fails_leaves_nothing_behind(other: type[Fragile] | None, s
     assert all(life.stopped for life in place.all)
 
 
-def test_a_start_that_is_given_up_is_not_waited_for() -> None:
+async def test_a_start_that_is_given_up_is_not_waited_for() -> None:
     """A thread that builds an engine cannot be ended; what it builds is dropped."""
     may_go_on, built = threading.Event(), []
 
@@ -143,13 +143,10 @@ def test_a_start_that_is_given_up_is_not_waited_for() -> None:
         built.append(name)
         return Fragile()
 
-    async def main() -> None:
-        starting = asyncio.ensure_future(LocalPlacement(build).start("replica-0"))
-        await asyncio.sleep(0.05)
-        starting.cancel()
-        await asyncio.wait([starting])
-
-    asyncio.run(main())  # ends, although the thread is still there
+    starting = asyncio.ensure_future(LocalPlacement(build).start("replica-0"))
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await asyncio.wait([starting])
     assert not built
     may_go_on.set()
 

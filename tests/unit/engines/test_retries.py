@@ -352,7 +352,8 @@ def test_others_go_on_while_one_is_looked_for() -> None:
     run(Spoils(lambda _: Turn(text="one two", delay=0.5), tokenizer=tokenizer()), body)
 
 
-def test_what_is_on_trial_waits_for_no_place_in_a_memory_that_is_full() -> None:
+@pytest.mark.virtual_time
+async def test_what_is_on_trial_waits_for_no_place_in_a_memory_that_is_full() -> None:
     """Who has a place waits for the one that an engine may die of, which therefore needs none."""
 
     class Full(Fragile):
@@ -364,13 +365,10 @@ def test_what_is_on_trial_waits_for_no_place_in_a_memory_that_is_full() -> None:
                 raise EngineError("it cannot have this one")
             return super().generate(requests)
 
-    async def main() -> None:
-        pool = EnginePool(Place(lambda _: Full()), 1, restarts=9)
-        client, names = EngineClient(pool), [f"{number:02}" for number in range(9)]
-        await done(*(client.submit(ask(name, ids=70)) for name in names))
-        asked = [client.submit(ask(name, turn=1, ids=105)) for name in reversed(names)]  # more than is admitted
-        async with asyncio.timeout(600):
-            assert Counter(await done(*asked)) == {FinishReason.STOP: 8, FinishReason.ABORT: 1}
-        await pool.aclose()
-
-    run_virtual(main())
+    pool = EnginePool(Place(lambda _: Full()), 1, restarts=9)
+    client, names = EngineClient(pool), [f"{number:02}" for number in range(9)]
+    await done(*(client.submit(ask(name, ids=70)) for name in names))
+    asked = [client.submit(ask(name, turn=1, ids=105)) for name in reversed(names)]  # more than is admitted
+    async with asyncio.timeout(600):
+        assert Counter(await done(*asked)) == {FinishReason.STOP: 8, FinishReason.ABORT: 1}
+    await pool.aclose()

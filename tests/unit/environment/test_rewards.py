@@ -308,15 +308,12 @@ def test_a_failing_reward_is_told_of_once(caplog: pytest.LogCaptureFixture):
     assert "ValueError: the judge is down (at test_rewards.py:" in line
 
 
-def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
-    async def main() -> None:
-        wanted = GroupFilter(scores_differ)
-        for _ in range(2 * LOG_EVERY):
-            assert not await wanted.keeps(having(1.0, 1.0))
-        assert await wanted.keeps(having(0.0, 1.0))
+async def test_a_filter_that_drops_everything_says_so_now_and_then(caplog: pytest.LogCaptureFixture):
+    wanted = GroupFilter(scores_differ)
+    for _ in range(2 * LOG_EVERY):
         assert not await wanted.keeps(having(1.0, 1.0))
-
-    asyncio.run(main())
+    assert await wanted.keeps(having(0.0, 1.0))
+    assert not await wanted.keeps(having(1.0, 1.0))
     lines = [record.getMessage() for record in caplog.records if "in a row" in record.getMessage()]
     assert [f"dropped {count} groups in a row" in line for count, line in zip((64, 128), lines, strict=True)] == [
         True

@@ -18,6 +18,8 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.runs import ASKS, Bench, agent, asking, only, prompts, rows
 
+pytestmark = pytest.mark.virtual_time
+
 
 def handled_by(handler: str) -> AgentGraph:
     states = {"PENDING": {}, "WORKING": {"handler": f"{__name__}:{handler}"}}
@@ -82,7 +84,7 @@ def test_of_two_questions_at_once_each_gets_its_own_answer_after_an_interruption
     assert ANSWERS == [("about A", "about B")]
 
 
-def test_a_suspended_sub_agent_with_wrong_glue_fails_too() -> None:
+async def test_a_suspended_sub_agent_with_wrong_glue_fails_too() -> None:
     thinking = {
         "states": {"PENDING": {}, "THINKING": {"handler": "generate", "timeout": 1000.0}},
         "transitions": rows("PENDING prompted THINKING", "THINKING generated TERMINATED"),
@@ -91,19 +93,15 @@ def test_a_suspended_sub_agent_with_wrong_glue_fails_too() -> None:
         asking(agent(thinking, agent="child"), timeout=1000.0),
         lambda request: Turn(text="late", delay=500.0) if request.agent == "child" else Turn(text=ASKS),
     )
-
-    async def main() -> None:
-        asyncio.get_running_loop().call_later(50, bench.stop)
-        async for group in bench.scheduler.run(prompts()):
-            (asked,) = group.children
-            assert asked.suspended == "asked"
-            entry = object()
-            group.glue_entries[asked.trajectory_id] = {entry}
-            bench.scheduler.glue_mismatch(GlueMismatchError("it differs", entry))
-            assert (asked.state, asked.stop_reason) == ("TERMINATED", "failed:GlueMismatchError")
-            assert group.drop_reason == "wrong_tokens"
-
-    run_virtual(main())
+    asyncio.get_running_loop().call_later(50, bench.stop)
+    async for group in bench.scheduler.run(prompts()):
+        (asked,) = group.children
+        assert asked.suspended == "asked"
+        entry = object()
+        group.glue_entries[asked.trajectory_id] = {entry}
+        bench.scheduler.glue_mismatch(GlueMismatchError("it differs", entry))
+        assert (asked.state, asked.stop_reason) == ("TERMINATED", "failed:GlueMismatchError")
+        assert group.drop_reason == "wrong_tokens"
 
 
 CLOSES: list[str] = []
@@ -119,7 +117,7 @@ class ClosesSlowly:
         CLOSES.append("ends")
 
 
-def test_every_interaction_is_closed_whole_when_a_second_cancellation_comes() -> None:
+async def test_every_interaction_is_closed_whole_when_a_second_cancellation_comes() -> None:
     users = {"use": f"{__name__}:ClosesSlowly"}
     states = {
         "PENDING": {}, "GENERATING": {"timeout": 1000.0}, "INTERACTING": {"timeout": 100.0},
@@ -131,17 +129,13 @@ def test_every_interaction_is_closed_whole_when_a_second_cancellation_comes() ->
     )  # fmt: skip
     limits = {"assistant_turns": 6, "user_turns": 10}
     graph = agent({"states": states, "transitions": lines}, interaction=users, limits=limits)
-
-    async def main() -> None:
-        bench = Bench(graph, lambda r: Turn(text="x", delay=1.0 if r.turn == 0 else 500.0))
-        task = asyncio.create_task(bench.run(1, 1))
-        await asyncio.sleep(20)
-        bench.scheduler.cancel("p0/0")
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
     CLOSES.clear()
-    run_virtual(main())
+    bench = Bench(graph, lambda r: Turn(text="x", delay=1.0 if r.turn == 0 else 500.0))
+    task = asyncio.create_task(bench.run(1, 1))
+    await asyncio.sleep(20)
+    bench.scheduler.cancel("p0/0")
+    await asyncio.sleep(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert CLOSES == ["begins", "ends"] * 2

@@ -27,32 +27,29 @@ class Shard:
         self.told.append(what)
 
 
-def test_a_shard_that_joins_while_the_run_ends_is_told_of_that_too() -> None:
-    async def main() -> None:
-        changed = asyncio.Event()
+async def test_a_shard_that_joins_while_the_run_ends_is_told_of_that_too() -> None:
+    changed = asyncio.Event()
 
-        async def change() -> None:
-            changed.clear()
-            await changed.wait()
+    async def change() -> None:
+        changed.clear()
+        await changed.wait()
 
-        run = cast(Any, SimpleNamespace(n=1, stop=None, changed=changed, change=change))
-        starter = SimpleNamespace(run=SimpleNamespace(step=None, trace=None), run_number=0)
-        said = {"starter": starter, "evaluation": None, "histories": False, "batch_options": {}, "lag": None}
-        leases = Leases(cast(Any, SimpleNamespace(groups=GroupTable(), **said)))
-        leases._run, leases.number = run, 0
-        first, second = cast(Any, Shard(1)), cast(Any, Shard(2))
-        leases._begin(first)
-        ending = asyncio.create_task(leases._end_everywhere(run))
-        await asyncio.sleep(0)
-        leases.receive(second, "joined")
-        await asyncio.sleep(0)
-        for shard in (first, second):
-            leases.receive(shard, "ended", None, [], {}, {})
-        async with asyncio.timeout(60):
-            await ending
-        assert first.told == second.told == ["run", "end"]
-
-    asyncio.run(main())
+    run = cast(Any, SimpleNamespace(n=1, stop=None, changed=changed, change=change))
+    starter = SimpleNamespace(run=SimpleNamespace(step=None, trace=None), run_number=0)
+    said = {"starter": starter, "evaluation": None, "histories": False, "batch_options": {}, "lag": None}
+    leases = Leases(cast(Any, SimpleNamespace(groups=GroupTable(), **said)))
+    leases._run, leases.number = run, 0
+    first, second = cast(Any, Shard(1)), cast(Any, Shard(2))
+    leases._begin(first)
+    ending = asyncio.create_task(leases._end_everywhere(run))
+    await asyncio.sleep(0)
+    leases.receive(second, "joined")
+    await asyncio.sleep(0)
+    for shard in (first, second):
+        leases.receive(shard, "ended", None, [], {}, {})
+    async with asyncio.timeout(60):
+        await ending
+    assert first.told == second.told == ["run", "end"]
 
 
 class Obedient:

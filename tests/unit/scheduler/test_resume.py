@@ -56,6 +56,8 @@ from tests.runs import (
     with_tool,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 HERE = "tests.unit.scheduler.test_resume"
 SCRIPTS = st.lists(turns(failures=False), min_size=1, max_size=6)
 
@@ -335,15 +337,11 @@ def test_a_sub_agent_that_its_call_gave_up_stays(at: float | None) -> None:
     assert group.discarded == []
 
 
-def test_two_steps_of_one_rollout_are_different_samples() -> None:
+async def test_two_steps_of_one_rollout_are_different_samples() -> None:
     """Sub-agents' too."""
     graph = asking(agent(agent="helper"))
     bench = Bench(graph, lambda r: Turn(text=ASKS if r.agent == "a" and r.turn == 0 else "done", delay=0.5))
-
-    async def main() -> list[Group]:
-        return [*await bench.run(), *await bench.run()]
-
-    trajectories = [t for group in run_virtual(main()) for t in group.all]
+    trajectories = [t for group in [*await bench.run(), *await bench.run()] for t in group.all]
     assert len({t.seed for t in trajectories}) == len(trajectories) == 16
 
 
@@ -366,7 +364,7 @@ def test_a_prompt_that_a_resumed_group_belongs_to_cannot_come_twice() -> None:
         after.go(1, [*prompts(1), *prompts(1)], resume=histories(before.log))
 
 
-def test_what_waits_can_be_dropped_after_an_interruption_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_can_be_dropped_after_an_interruption_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(agent(), slow())
     interrupted: list[Group] = []
     drop = bench.scheduler._drop
@@ -378,15 +376,11 @@ def test_what_waits_can_be_dropped_after_an_interruption_of_that(monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.scheduler, "_drop", first_is_interrupted)
-
-    async def main() -> list[Group]:
-        await bench.run(1, 6, target_groups=4)
-        assert len(bench.scheduler.carried) > 1
-        with pytest.raises(KeyboardInterrupt):
-            await bench.scheduler.drop_carried()
-        return await bench.scheduler.drop_carried()
-
-    rest = run_virtual(main())
+    await bench.run(1, 6, target_groups=4)
+    assert len(bench.scheduler.carried) > 1
+    with pytest.raises(KeyboardInterrupt):
+        await bench.scheduler.drop_carried()
+    rest = await bench.scheduler.drop_carried()
     assert rest
     assert interrupted[0] not in rest
     assert not bench.scheduler.carried
@@ -457,32 +451,24 @@ def test_what_ends_beyond_the_target_comes_first_in_the_next_run(deliver_at_end:
     assert sorted(group_id for run in runs for group_id in run) == ["p0", "p1", "p2", "p3", "p4"]
 
 
-def test_what_is_carried_goes_on_in_the_order_of_its_prompts() -> None:
+async def test_what_is_carried_goes_on_in_the_order_of_its_prompts() -> None:
     async def judge(trajectory: Trajectory) -> float:
         await asyncio.sleep(10.0 * (trajectory.group_id == "p0"))
         return 1.0
 
     delays = {"p0": 1.0, "p1": 5.0, "p2": 2.0}
     bench = Bench(agent(), lambda r: Turn(text="done", delay=delays[r.group_id]), reward=Reward(judge))
-
-    async def main() -> list[str]:
-        await bench.run(1, 3, target_groups=1, over_sample=3)
-        return [group.group_id for group in bench.scheduler.carried]
-
-    assert run_virtual(main()) == ["p0", "p1"], "also where the first is being scored"
+    await bench.run(1, 3, target_groups=1, over_sample=3)
+    assert [group.group_id for group in bench.scheduler.carried] == ["p0", "p1"], "also where the first is being scored"
 
 
-def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing_of_a_group_later() -> None:
+async def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_missing_of_a_group_later() -> None:
     bench = Bench(agent(), slow(), concurrency=3)
     taken: list[Prompt] = []
-
-    async def main() -> tuple[list[Group], list[Group]]:
-        source = (taken.append(prompt) or prompt for prompt in prompts(1000))  # type: ignore[func-returns-value]
-        both = await bench.run(2, source, target_groups=2), await bench.run(2, source, target_groups=3)
-        await bench.scheduler.drop_carried()
-        return both
-
-    first, second = run_virtual(main())
+    source = (taken.append(prompt) or prompt for prompt in prompts(1000))  # type: ignore[func-returns-value]
+    both = await bench.run(2, source, target_groups=2), await bench.run(2, source, target_groups=3)
+    await bench.scheduler.drop_carried()
+    first, second = both
     assert (len(first), len(second)) == (2, 3)
     assert len(taken) < 10
     for group in first + second:
@@ -568,29 +554,21 @@ def test_what_is_carried_keeps_its_tools_open() -> None:
     assert OPENED[-1] == "-"
 
 
-def test_two_may_drop_what_waits_at_once() -> None:
+async def test_two_may_drop_what_waits_at_once() -> None:
     bench = noting()
-
-    async def main() -> list[list[Group]]:
-        await bench.run(1, 3, target_groups=1, over_sample=3)
-        return await asyncio.gather(bench.scheduler.drop_carried(), bench.scheduler.drop_carried())
-
-    first, second = run_virtual(main())
+    await bench.run(1, 3, target_groups=1, over_sample=3)
+    first, second = await asyncio.gather(bench.scheduler.drop_carried(), bench.scheduler.drop_carried())
     assert {group.group_id for group in first + second} == {"p0", "p2"}
     assert OPENED == ["+p0/0", "+p2/0", "-", "-"]
 
 
-def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> None:
+async def test_stale_ones_that_wait_release_their_tools_and_are_not_handed_out() -> None:
     bench = noting(max_staleness=0)
-
-    async def main() -> list[Group]:
-        await bench.run(1, target_groups=1, over_sample=2)
-        assert OPENED == ["+p0/0"]
-        await bench.new_weights()
-        assert OPENED == ["+p0/0", "-"]
-        return await bench.run(1, [])
-
-    (group,) = run_virtual(main())
+    await bench.run(1, target_groups=1, over_sample=2)
+    assert OPENED == ["+p0/0"]
+    await bench.new_weights()
+    assert OPENED == ["+p0/0", "-"]
+    (group,) = await bench.run(1, [])
     assert [t.suspended for t in group.discarded] == [None]
     assert set(group.trajectories[0].streams[0].tokens.response_versions().tolist()) == {-1, 1}
 
@@ -686,15 +664,11 @@ def test_what_falls_too_far_behind_is_given_up(requeue: int) -> None:
     assert not any(t in old.discarded for t in old.all)
 
 
-def test_what_was_carried_and_is_stale_by_then_begins_anew() -> None:
+async def test_what_was_carried_and_is_stale_by_then_begins_anew() -> None:
     bench = Bench(agent(), slow({"p0": 0.3}), max_staleness=0)
-
-    async def main() -> list[Group]:
-        await bench.run(1, target_groups=1)
-        await bench.new_weights()
-        return await bench.run(1, [])
-
-    (group,) = run_virtual(main())
+    await bench.run(1, target_groups=1)
+    await bench.new_weights()
+    (group,) = await bench.run(1, [])
     assert [t.trajectory_id for t in group.trajectories] == ["p0/0~1"]
     assert [t.stop_reason for t in group.discarded] == ["cancelled"]
 
@@ -796,7 +770,7 @@ def test_only_the_unfinished_groups_of_a_journal_can_be_asked_for(tmp_path: Path
 
 
 @pytest.mark.parametrize(("count", "target"), [(6, None), (2, 2)])
-def test_a_data_set_that_breaks_leaves_nothing_without_an_end(count: int, target: int | None) -> None:
+async def test_a_data_set_that_breaks_leaves_nothing_without_an_end(count: int, target: int | None) -> None:
     """Without a target what runs is cancelled; with one it is carried, and goes on."""
     bench = Bench(agent(), slow({"p0": 0.3}), concurrency=2)
 
@@ -804,13 +778,10 @@ def test_a_data_set_that_breaks_leaves_nothing_without_an_end(count: int, target
         yield from prompts(count)
         raise OSError("the disk is gone")
 
-    async def main() -> list[Group]:
-        with pytest.raises(OSError, match="the disk is gone"):
-            await bench.run(1, source(), target_groups=target)
-        assert target is None or "p0" in {group.group_id for group in bench.scheduler.carried}
-        return await bench.run(1, [])
-
-    groups = run_virtual(main())
+    with pytest.raises(OSError, match="the disk is gone"):
+        await bench.run(1, source(), target_groups=target)
+    assert target is None or "p0" in {group.group_id for group in bench.scheduler.carried}
+    groups = await bench.run(1, [])
     assert {t.stop_reason for group in groups for t in group.trajectories} == ({"answered"} if target else set())
     if target is None:
         stop_reasons = {Trajectory.fold(history).stop_reason for history in histories(bench.log)}
@@ -959,27 +930,23 @@ def test_reopened_groups_that_a_target_leaves_over_are_carried() -> None:
 
 
 @pytest.mark.parametrize("cancelled_at", [0.05, 0.3, 0.55, 1.05, 1.3, 2.4])
-def test_a_step_that_is_cancelled_loses_nothing_that_earlier_steps_carried(cancelled_at: float) -> None:
+async def test_a_step_that_is_cancelled_loses_nothing_that_earlier_steps_carried(cancelled_at: float) -> None:
     bench = Bench(agent(), slow({"p0": 0.3, "p1": 0.1, "p2": 0.4, "p3": 0.35}))
-
-    async def main() -> None:
-        first = await bench.run(1, 4, target_groups=1, over_sample=4)
-        before = {group.group_id for group in bench.scheduler.carried}
-        step = asyncio.ensure_future(bench.run(1, 0, target_groups=1, over_sample=1))
-        await asyncio.sleep(cancelled_at)
-        step.cancel()
-        came: set[str] = set()
-        with suppress(asyncio.CancelledError):
-            came = {group.group_id for group in await step}
-        everything = [Trajectory.fold(history) for history in histories(bench.log)]
-        ended = {t.group_id for t in everything if t.stop_reason == "cancelled"}
-        after = {group.group_id for group in bench.scheduler.carried}
-        assert came | ended | after == before
-        assert len(first) == 1
-        again = {group.group_id for group in await bench.run(1, prompts(4, start=10))}
-        assert again == after | {"p10", "p11", "p12", "p13"}
-
-    run_virtual(main())
+    first = await bench.run(1, 4, target_groups=1, over_sample=4)
+    before = {group.group_id for group in bench.scheduler.carried}
+    step = asyncio.ensure_future(bench.run(1, 0, target_groups=1, over_sample=1))
+    await asyncio.sleep(cancelled_at)
+    step.cancel()
+    came: set[str] = set()
+    with suppress(asyncio.CancelledError):
+        came = {group.group_id for group in await step}
+    everything = [Trajectory.fold(history) for history in histories(bench.log)]
+    ended = {t.group_id for t in everything if t.stop_reason == "cancelled"}
+    after = {group.group_id for group in bench.scheduler.carried}
+    assert came | ended | after == before
+    assert len(first) == 1
+    again = {group.group_id for group in await bench.run(1, prompts(4, start=10))}
+    assert again == after | {"p10", "p11", "p12", "p13"}
 
 
 def test_prompts_may_go_round_and_round() -> None:
@@ -1007,16 +974,13 @@ def test_rewards_beyond_the_target_are_not_waited_for() -> None:
     assert only(groups).score == 1.0
 
 
-def test_closing_a_stream_waits_for_what_runs() -> None:
-    async def main() -> None:
-        rollout = fr.Rollout(agent(), ScriptedEngine(slow({"0": 5.0}), tokenizer=tokenizer()))
-        stream = rollout.stream(["one", "two"])
-        await anext(stream)
-        await stream.aclose()
-        assert not rollout.scheduler.samples.running
-        await rollout.aclose()
-
-    run_virtual(main())
+async def test_closing_a_stream_waits_for_what_runs() -> None:
+    rollout = fr.Rollout(agent(), ScriptedEngine(slow({"0": 5.0}), tokenizer=tokenizer()))
+    stream = rollout.stream(["one", "two"])
+    await anext(stream)
+    await stream.aclose()
+    assert not rollout.scheduler.samples.running
+    await rollout.aclose()
 
 
 def test_agents_of_one_name_are_not_taken_for_one_another() -> None:

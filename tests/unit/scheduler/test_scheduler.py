@@ -32,7 +32,7 @@ from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError, GlueMismatchError
 from fsm_rollout.jobs.summary import summarize
-from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.group import GroupState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -63,6 +63,8 @@ from tests.runs import (
     rows,
     run,
 )
+
+pytestmark = pytest.mark.virtual_time
 
 HERE = "tests.unit.scheduler.test_scheduler"
 SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
@@ -127,22 +129,18 @@ def test_what_lives_before_a_run_is_not_looked_through_by_the_garbage_collector(
     assert gc.get_freeze_count() < min(frozen)
 
 
-def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> None:
+async def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running() -> None:
     seen: list[Trajectory] = []
     engine = ScriptedEngine(
         lambda r: Turn(text="x", delay=1.0 if "p0" in r.trajectory_id else 1e6), tokenizer=tokenizer()
     )
-
-    async def main() -> int:
-        graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
-        scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, listeners=[lambda t, e: seen.append(t)])
-        iterator = scheduler.run(prompts(3))
-        first = await anext(iterator)
-        assert first.group_id == "p0"
-        await iterator.aclose()
-        return len(asyncio.all_tasks())
-
-    assert run_virtual(main()) == 1
+    graph = agent(SINGLE, states={"PENDING": {}, "GENERATING": {"timeout": 1e7}}, limits={"assistant_turns": 1})
+    scheduler = Scheduler({"a": graph}, {"policy": EngineClient(engine)}, listeners=[lambda t, e: seen.append(t)])
+    iterator = scheduler.run(prompts(3))
+    first = await anext(iterator)
+    assert first.group_id == "p0"
+    await iterator.aclose()
+    assert len(asyncio.all_tasks()) == 1
     assert {t.trajectory_id: t.stop_reason for t in seen} == {
         "p0/0": "answered", "p1/0": "cancelled", "p2/0": "cancelled",
     }  # fmt: skip
@@ -228,22 +226,18 @@ def test_a_target_is_reached_though_wrong_glue_is_found_late(
     assert any(group.dropped for group in groups)
 
 
-def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
+async def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
     """Nobody can close a generator that nobody holds any more, so the next run waits until it is closed."""
     engine = ScriptedEngine(lambda r: Turn(text="x", delay=1.0), tokenizer=tokenizer())
-
-    async def main() -> tuple[list[str], list[str]]:
-        scheduler = Scheduler({"a": agent()}, {"policy": EngineClient(engine)})
-        first = scheduler.run(prompts(2), 2)
-        await anext(first)
-        with pytest.raises(ConfigError, match=r"a run is under way already, and there is one at a time; iterate it"):
-            await anext(scheduler.run(prompts(1)))
-        rest = [group.group_id async for group in first]
-        async for _ in scheduler.run(prompts(3), 1):
-            break
-        return rest, [group.group_id async for group in scheduler.run(prompts(1), 1)]
-
-    assert run_virtual(main()) == (["p1"], ["p0"])
+    scheduler = Scheduler({"a": agent()}, {"policy": EngineClient(engine)})
+    first = scheduler.run(prompts(2), 2)
+    await anext(first)
+    with pytest.raises(ConfigError, match=r"a run is under way already, and there is one at a time; iterate it"):
+        await anext(scheduler.run(prompts(1)))
+    rest = [group.group_id async for group in first]
+    async for _ in scheduler.run(prompts(3), 1):
+        break
+    assert (rest, [group.group_id async for group in scheduler.run(prompts(1), 1)]) == (["p1"], ["p0"])
 
 
 @pytest.mark.parametrize("named", ["", " as accepted"])
@@ -916,7 +910,7 @@ def test_entering_the_initial_state_is_charged_like_any_entry() -> None:
 
 
 @pytest.mark.parametrize("response_tokens", [None, 40])
-def test_long_texts_are_encoded_beside_the_event_loop(
+async def test_long_texts_are_encoded_beside_the_event_loop(
     response_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and tool results alike: whoever else runs does not wait for them."""
@@ -933,12 +927,8 @@ def test_long_texts_are_encoded_beside_the_event_loop(
     counted = '<tool_call>\n{"name": "lots", "arguments": {"count": 6000}}\n</tool_call>'
     engine = ScriptedEngine([counted, "done"], tokenizer=tokenizer(), log=True, max_context=200_000)
     graph = agent(TOOLS, tools=tools)
-
-    async def main() -> list[Group]:
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
-        return [group async for group in scheduler.run([long_prompt], 1)]
-
-    trajectory = only(run_virtual(main()))
+    scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+    trajectory = only([group async for group in scheduler.run([long_prompt], 1)])
     assert trajectory.stop_reason == "answered"
     assert max(on_the_loop, default=0) < 20_000
     assert len([length for length in aside if length > 30_000]) >= (2 if response_tokens is None else 1)

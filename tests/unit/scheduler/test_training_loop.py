@@ -31,6 +31,8 @@ from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import ASKS, Bench, agent, asking, histories, outline, prompts, rows, slow, with_tool
 
+pytestmark = pytest.mark.virtual_time
+
 
 def ages(bench: Bench, group: Group) -> list[int]:
     """How many versions behind the engine is each token that a batch of this group would train on."""
@@ -228,7 +230,7 @@ async def linger(text: str) -> str:
 
 
 @pytest.mark.parametrize("deliver_at_end", [False, True])
-def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_at_end: bool) -> None:
+async def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_at_end: bool) -> None:
     """A step is being ended, which takes a while; what completes it has been looked at by then."""
     bench = Bench(
         with_tool("tests.unit.scheduler.test_training_loop:linger"),
@@ -243,14 +245,11 @@ def test_weights_do_not_change_between_the_last_look_and_the_hand_over(deliver_a
             came.append(group.trajectories[0].trajectory_id)
         return came
 
-    async def main() -> None:
-        step = asyncio.ensure_future(take())
-        await asyncio.sleep(3.0)
-        await bench.scheduler.update_weights({})
-        assert bench.engine.weight_version == 1
-        assert await step == ["p1/0"]
-
-    run_virtual(main())
+    step = asyncio.ensure_future(take())
+    await asyncio.sleep(3.0)
+    await bench.scheduler.update_weights({})
+    assert bench.engine.weight_version == 1
+    assert await step == ["p1/0"]
 
 
 def test_a_straggler_begins_anew_a_bounded_number_of_times_and_then_its_group_is_dropped() -> None:
@@ -415,19 +414,15 @@ def test_groups_that_are_set_aside_and_go_on_are_unfinished_again(tmp_path: Path
             kept.delivered("p0")
 
 
-def test_a_group_that_is_under_way_is_not_reopened() -> None:
+async def test_a_group_that_is_under_way_is_not_reopened() -> None:
     bench = Bench(agent(), slow({"p0": 1.0, "p1": 0.3}))
-
-    async def main() -> None:
-        await bench.run(1, target_groups=1)
-        (waiting,) = bench.scheduler.carried
-        assert kept_sessions(bench.engine.log) == ["p0/0/main/1"], "what waits for the next run is idle, not ended"
-        with pytest.raises(ConfigError, match="group 'p0' is under way already"):
-            await bench.run(1, 0, resume=waiting.trajectories)
-        assert [group.group_id for group in await bench.run(1, 0)] == ["p0"]
-        assert not kept_sessions(bench.engine.log)
-
-    run_virtual(main())
+    await bench.run(1, target_groups=1)
+    (waiting,) = bench.scheduler.carried
+    assert kept_sessions(bench.engine.log) == ["p0/0/main/1"], "what waits for the next run is idle, not ended"
+    with pytest.raises(ConfigError, match="group 'p0' is under way already"):
+        await bench.run(1, 0, resume=waiting.trajectories)
+    assert [group.group_id for group in await bench.run(1, 0)] == ["p0"]
+    assert not kept_sessions(bench.engine.log)
 
 
 def test_a_prompt_that_only_shares_its_place_with_a_reopened_one_is_another() -> None:
@@ -465,21 +460,17 @@ def test_a_run_that_is_closed_can_go_on_from_its_journal(tmp_path: Path) -> None
     assert outline(Bench(agent(), slow()).go(2, 3, resume=left)) == expected
 
 
-def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
+async def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
     """Its batch was not given to anybody, so that comes with the next step's."""
     bench = Bench(agent(), slow({"p0": 1.0}))
-
-    async def main() -> None:
-        step = asyncio.ensure_future(bench.run(1, target_groups=2, deliver_at_end=True))
-        await asyncio.sleep(2.5)
-        step.cancel()
-        with suppress(asyncio.CancelledError):
-            await step
-        assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
-        groups = await bench.run(1, prompts(1, start=5), target_groups=2, deliver_at_end=True)
-        assert [group.group_id for group in groups] == ["p1", "p5"]
-
-    run_virtual(main())
+    step = asyncio.ensure_future(bench.run(1, target_groups=2, deliver_at_end=True))
+    await asyncio.sleep(2.5)
+    step.cancel()
+    with suppress(asyncio.CancelledError):
+        await step
+    assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
+    groups = await bench.run(1, prompts(1, start=5), target_groups=2, deliver_at_end=True)
+    assert [group.group_id for group in groups] == ["p1", "p5"]
 
 
 @pytest.mark.parametrize("deliver_at_end", [False, True])
@@ -495,7 +486,7 @@ def test_stopping_a_step_takes_no_further_prompts(reason: str | None, deliver_at
     assert len(came) == 6
 
 
-def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
+async def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
     bench = Bench(
         agent(), slow({"p0": 0.2, "p1": 0.1, "p2": 1.0}), group_filter=GroupFilter(lambda g: g[0].group_id != "p0")
     )
@@ -504,31 +495,23 @@ def test_a_data_set_that_breaks_costs_no_group_that_is_done() -> None:
         yield from prompts(3)
         raise OSError("the disk is gone")  # asked for when p0 is dropped; p1 is done by then
 
-    async def main() -> list[str]:
-        with pytest.raises(OSError, match="the disk is gone"):
-            await bench.run(1, source(), target_groups=2, deliver_at_end=True)
-        return [group.group_id for group in await bench.run(1, 0)]
-
-    assert sorted(run_virtual(main())) == ["p0", "p1", "p2"]
+    with pytest.raises(OSError, match="the disk is gone"):
+        await bench.run(1, source(), target_groups=2, deliver_at_end=True)
+    assert sorted([group.group_id for group in await bench.run(1, 0)]) == ["p0", "p1", "p2"]
 
 
-def test_a_rollout_hands_over_nothing_older_than_the_bound(tmp_path: Path) -> None:
+async def test_a_rollout_hands_over_nothing_older_than_the_bound(tmp_path: Path) -> None:
     """Through the front door: weights that change while `arun` waits for the rest of its batch."""
-
-    async def main() -> tuple[fr.TrajectoryBatch, list[list[AnyEvent]]]:
-        engine = ScriptedEngine(slow({"1": 0.5}), tokenizer=tokenizer())
-        with journal.Journal(tmp_path / "j.sqlite") as kept:
-            rollout = fr.Rollout(agent(), engine, max_staleness=0, journal=kept)
-            step = asyncio.ensure_future(rollout.arun(["one", "two"], n=2, target_groups=2))
-            await asyncio.sleep(2.0)
-            await rollout.aupdate_weights({})
-            batch = await step
-            kept.flush()
-            left = list(journal.histories(kept.path, unfinished=True))
-            await rollout.aclose()
-        return batch, left
-
-    batch, left = run_virtual(main())
+    engine = ScriptedEngine(slow({"1": 0.5}), tokenizer=tokenizer())
+    with journal.Journal(tmp_path / "j.sqlite") as kept:
+        rollout = fr.Rollout(agent(), engine, max_staleness=0, journal=kept)
+        step = asyncio.ensure_future(rollout.arun(["one", "two"], n=2, target_groups=2))
+        await asyncio.sleep(2.0)
+        await rollout.aupdate_weights({})
+        batch = await step
+        kept.flush()
+        left = list(journal.histories(kept.path, unfinished=True))
+        await rollout.aclose()
     assert set(batch.tensordict["trajectory_id"]) == {"0/0~1", "0/1~1", "1/0~1", "1/1~1"}
     assert set(batch.tensordict["weight_versions"].unique().tolist()) <= {-1, 1}
     assert {history[0].group_id for history in left} == {"0", "1"}, "whoever crashes now gets this batch again"

@@ -467,14 +467,11 @@ def test_a_server_that_is_started_again_takes_up_what_waits(tmp_path: Path) -> N
     assert len(trajectory.streams) == 1
 
 
-def test_conversations_that_are_not_kept_end_with_the_server() -> None:
-    async def main() -> list[Trajectory]:
-        async with served(lambda request: "well", keep=False) as server:
-            for _ in range(3):
-                await server.ask("hello")
-        return list(server.trajectories.values())
-
-    assert [t.stop_reason for t in asyncio.run(main())] == ["interaction_done"] * 3
+async def test_conversations_that_are_not_kept_end_with_the_server() -> None:
+    async with served(lambda request: "well", keep=False) as server:
+        for _ in range(3):
+            await server.ask("hello")
+    assert [t.stop_reason for t in list(server.trajectories.values())] == ["interaction_done"] * 3
 
 
 # -- limits and errors -----------------------------------------------------------------------------------------------
@@ -523,19 +520,15 @@ async def test_an_engine_that_fails_is_a_503_and_the_next_request_is_served() ->
         assert (await server.ask("hi")).choices[0].message.content == "well"
 
 
-def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
+async def test_text_that_cannot_be_shown_as_it_comes_is_shown_at_its_turn_s_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*args: object) -> str:
         raise ValueError("half a character too many")
 
     monkeypatch.setattr("fsm_rollout.serve.served_conversation.TextStream.new", fails)
-
-    async def main() -> None:
-        async with served([Turn(text="So it goes.", chunks=3)]) as server:
-            assert words(await server.stream([{"role": "user", "content": "?"}])) == ["So it goes."]
-
-    asyncio.run(main())
+    async with served([Turn(text="So it goes.", chunks=3)]) as server:
+        assert words(await server.stream([{"role": "user", "content": "?"}])) == ["So it goes."]
     assert "could not be shown as they came" in caplog.text
 
 

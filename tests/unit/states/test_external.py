@@ -234,18 +234,14 @@ async def gives_up(visit: ForeignVisit) -> None:
         await chat(api, messages)
 
 
-def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
+async def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
     slow = Turn(text="a long answer", delay=0.25, chunks=4)
     engine = ScriptedEngine({"main": [slow, "b"]}, tokenizer=embedded_tokenizer(), log=True)
     SEEN.append(lambda: [e.what for e in engine.log if hasattr(e.what, "finish_reason")])
     trajectories: list[Trajectory] = []
-
-    async def main() -> None:
-        async with fr.Rollout(agent(f"use: '{HERE}:gives_up'"), engine) as rollout:
-            async for group in rollout.stream(["x"]):
-                trajectories.extend(group.trajectories)
-
-    asyncio.run(main())
+    async with fr.Rollout(agent(f"use: '{HERE}:gives_up'"), engine) as rollout:
+        async for group in rollout.stream(["x"]):
+            trajectories.extend(group.trajectories)
     check_exact(trajectories, engine)
     (trajectory,) = trajectories
     assert trajectory.stop_reason == "answered", trajectory.detail

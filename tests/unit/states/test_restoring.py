@@ -333,21 +333,17 @@ def test_a_user_goes_on_where_it_was_whenever_the_trajectory_was_cut_off(
         assert told in caplog.text
 
 
-def test_what_stays_open_is_not_restored(tmp_path: Path) -> None:
+@pytest.mark.virtual_time
+async def test_what_stays_open_is_not_restored(tmp_path: Path) -> None:
     """Carried from one call to the next in one process, a trajectory keeps what it has."""
-    from fsm_rollout.testing import run_virtual
 
     says = [call("tool", "one"), call("tool", "two"), "done"]
     bench = Bench(
         with_tool(f"{HERE}:Notebook"),
         lambda r: Turn(text="done", delay=3.0) if r.group_id == "p1" else Turn(text=says[r.turn], delay=2.0),
     )
-
-    async def main() -> list[Group]:
-        await bench.run(1, target_groups=1)
-        return await bench.run(1, [])
-
-    group = run_virtual(main())
+    await bench.run(1, target_groups=1)
+    group = await bench.run(1, [])
     assert results(only(group)) == ["one", "one two"]
     assert [event for _, event in bench.log if isinstance(event, Resumed)]
     assert not ways(bench)

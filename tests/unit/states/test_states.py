@@ -11,11 +11,9 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import NO_IDS, NO_LOGPROBS, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, SessionEnded, Turn
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -24,6 +22,8 @@ from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import SINGLE, TOOLS, agent, changed, only, prompts, rows, run
 from tests.unit.scheduler.test_scheduler import custom
+
+pytestmark = pytest.mark.virtual_time
 
 HERE = "tests.unit.states.test_states"
 MADE: Counter[str] = Counter()
@@ -260,19 +260,15 @@ LONG = {"page": {"use": f"{HERE}:long_page"}}
     ("limits", "calls", "max_context", "most"),
     table("states")["a result without a bound of its own leaves half of what is left"],
 )
-def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
+async def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
     limits: dict[str, int], calls: int, max_context: int, most: int
 ) -> None:
     """A page of 20,000 tokens is no fault of the policy's: the trajectory goes on, and the model is told of the cut."""
     turns = ["\n".join([call("page", "20000")] * calls), call("page", "12"), "done"]
     graph = agent(TOOLS, tools=LONG, limits={"assistant_turns": 6, "tool_calls": 6, "wall_seconds": 1000.0, **limits})
     engine = ScriptedEngine(turns, tokenizer=tokenizer(), max_context=max_context)
-
-    async def main() -> list[Group]:
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
-        return [group async for group in scheduler.run(prompts(1), 1)]
-
-    trajectory = only(run_virtual(main()))
+    scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+    trajectory = only([group async for group in scheduler.run(prompts(1), 1)])
     assert trajectory.stop_reason == "answered"
     first, second, _ = trajectory.assistant_turns
     before = first.tokens + (trajectory.streams[0].tokens.prompt_length if most in (550, 1_000) else 0)
@@ -284,14 +280,10 @@ def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
     assert [(called.result, called.truncated_tokens) for called in second.results] == [("word " * 12, 0)]
 
 
-def test_a_generation_s_time_is_told_apart_from_its_wait() -> None:
+async def test_a_generation_s_time_is_told_apart_from_its_wait() -> None:
     """From when it was asked for to its end, the first part of it until the engine took it."""
     graph, turn = agent(SINGLE), Turn(text="one two three", chunks=3, delay=2.0)
-
-    async def main() -> list[Group]:
-        engine = ScriptedEngine([turn], tokenizer=tokenizer())
-        scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
-        return [group async for group in scheduler.run(prompts(1), 1)]
-
-    trajectory = only(run_virtual(main()))
+    engine = ScriptedEngine([turn], tokenizer=tokenizer())
+    scheduler = Scheduler({graph.agent: graph}, {"policy": EngineClient(engine)})
+    trajectory = only([group async for group in scheduler.run(prompts(1), 1)])
     assert (trajectory.queue_seconds, trajectory.generate_seconds) == (0.0, pytest.approx(6.0))

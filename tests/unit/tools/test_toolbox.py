@@ -461,22 +461,16 @@ def test_rewards():
 # Time.
 
 
-def test_a_tool_that_never_returns_holds_up_nobody():
+async def test_a_tool_that_never_returns_holds_up_nobody():
     """Real time: a thread has no virtual duration. The gate opens only after the test."""
-
-    async def main() -> None:
-        session = opened(box(hang={"use": "hang", "timeout": 0.01}, add="sync_add"))
-        hanging, adding = await asyncio.gather(
-            session.call(a_call("hang", "c1")), session.call(a_call("add", "c2", left=1, right=2))
-        )
-        assert (hanging.failure, hanging.bad, hanging.tries) == ("timed_out", False, 1)
-        assert hanging.result == (
-            "error: hang did not answer and was stopped after 0.01 s; try again or go on without it"
-        )
-        assert adding.result == "3"
-        assert await session.release() == []
-
-    asyncio.run(main())
+    session = opened(box(hang={"use": "hang", "timeout": 0.01}, add="sync_add"))
+    hanging, adding = await asyncio.gather(
+        session.call(a_call("hang", "c1")), session.call(a_call("add", "c2", left=1, right=2))
+    )
+    assert (hanging.failure, hanging.bad, hanging.tries) == ("timed_out", False, 1)
+    assert hanging.result == ("error: hang did not answer and was stopped after 0.01 s; try again or go on without it")
+    assert adding.result == "3"
+    assert await session.release() == []
     assert not GATE.is_set()
 
 
@@ -524,29 +518,24 @@ def test_a_tool_that_refuses_to_stop_is_left_behind(caplog: pytest.LogCaptureFix
     assert "tool 'stubborn' did not stop" in caplog.text
 
 
-def test_cancelling_a_call_stops_the_tool():
-    async def main() -> None:
-        session = opened(box(sleep="sleep"))
-        call = asyncio.create_task(session.call(a_call("sleep", seconds=10)))
-        await asyncio.sleep(1)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert LOG == [("start", 0.0), ("end", 1.0)]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_cancelling_a_call_stops_the_tool():
+    session = opened(box(sleep="sleep"))
+    call = asyncio.create_task(session.call(a_call("sleep", seconds=10)))
+    await asyncio.sleep(1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert LOG == [("start", 0.0), ("end", 1.0)]
 
 
-def test_cancelling_a_call_leaves_its_thread_behind():
-    async def main() -> None:
-        session = opened(box(hang="hang"))
-        call = asyncio.create_task(session.call(a_call("hang")))
-        await asyncio.sleep(0)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(main())
+async def test_cancelling_a_call_leaves_its_thread_behind():
+    session = opened(box(hang="hang"))
+    call = asyncio.create_task(session.call(a_call("hang")))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
     assert not GATE.is_set()
 
 
@@ -611,20 +600,17 @@ def test_no_more_calls_run_at_once_than_there_are_places(durations: list[float],
     assert all(result.seconds >= d for result, d in zip(results, durations, strict=True))
 
 
-def test_a_thread_left_behind_keeps_its_place_until_it_ends():
-    async def main() -> None:
-        session = opened(box(gated={"use": "gated", "concurrency": 1, "timeout": 1000}, add="sync_add"))
-        given_up = asyncio.create_task(session.call(a_call("gated", "c1")))
-        await asyncio.to_thread(ENTERED.wait)
-        given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        waiting = asyncio.create_task(session.call(a_call("gated", "c2")))
-        assert (await session.call(a_call("add", "c3", left=1, right=2))).result == "3"
-        GATE.set()
-        assert (await waiting).result == "through"
-
-    asyncio.run(main())
+async def test_a_thread_left_behind_keeps_its_place_until_it_ends():
+    session = opened(box(gated={"use": "gated", "concurrency": 1, "timeout": 1000}, add="sync_add"))
+    given_up = asyncio.create_task(session.call(a_call("gated", "c1")))
+    await asyncio.to_thread(ENTERED.wait)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    waiting = asyncio.create_task(session.call(a_call("gated", "c2")))
+    assert (await session.call(a_call("add", "c3", left=1, right=2))).result == "3"
+    GATE.set()
+    assert (await waiting).result == "through"
     assert LOG == ["in", "out", "in", "out"]
 
 
@@ -647,78 +633,66 @@ def test_who_waits_for_places_that_do_not_come_back_is_told_so(caplog: pytest.Lo
     assert caplog.text.count("all 2 slots of tool 'linger' are held by calls that were given up") == 1
 
 
-def test_a_place_that_comes_back_ends_the_wait():
+@pytest.mark.virtual_time
+async def test_a_place_that_comes_back_ends_the_wait():
     """The first call is left running from 35 s on and ends at 50 s; the second may begin then."""
-
-    async def main() -> list[Called]:
-        session = opened(box(linger={"use": "linger", "concurrency": 1, "timeout": 30}))
-        return await asyncio.gather(
-            *(session.call(a_call("linger", f"c{i}", seconds=s)) for i, s in enumerate((99, 1)))
-        )
-
-    slow, quick = run_virtual(main())
+    session = opened(box(linger={"use": "linger", "concurrency": 1, "timeout": 30}))
+    slow, quick = await asyncio.gather(
+        *(session.call(a_call("linger", f"c{i}", seconds=s)) for i, s in enumerate((99, 1)))
+    )
     assert (slow.failure, quick.result) == ("timed_out", "done")
     assert LOG == [("start", 0.0), ("end", 50.0), ("start", 50.0), ("end", 51.0)]
 
 
-def test_who_waits_for_a_place_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.virtual_time
+async def test_who_waits_for_a_place_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch):
     """Thousands of calls may wait at once; had each looked at all others, that would be most of what a run costs."""
     looks: list[asyncio.Timeout] = []
     monkeypatch.setattr(asyncio.Timeout, "expired", looks.append)
+    slots = Slots("busy", 1)
 
-    async def main() -> None:
-        slots = Slots("busy", 1)
+    async def call() -> None:
+        async with slots.hold(5.0):
+            await asyncio.sleep(0)
 
-        async def call() -> None:
-            async with slots.hold(5.0):
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*(call() for _ in range(100)))
-
-    run_virtual(main())
+    await asyncio.gather(*(call() for _ in range(100)))
     assert len(looks) <= 100
 
 
-def test_a_toolbox_serves_one_loop_after_another():
+@pytest.mark.virtual_time
+async def test_a_toolbox_serves_one_loop_after_another():
     toolbox = box(sleep={"use": "sleep", "concurrency": 1})
+    session = opened(toolbox)
+    assert [
+        len(await asyncio.gather(*(session.call(a_call("sleep", f"c{i}", seconds=1)) for i in range(3))))
+        for _ in range(2)
+    ] == [3, 3]
 
-    async def main() -> int:
-        session = opened(toolbox)
-        return len(await asyncio.gather(*(session.call(a_call("sleep", f"c{i}", seconds=1)) for i in range(3))))
 
-    assert [run_virtual(main()) for _ in range(2)] == [3, 3]
-
-
-def test_a_pause_before_a_retry_takes_no_place():
+@pytest.mark.virtual_time
+async def test_a_pause_before_a_retry_takes_no_place():
     tools = box(flaky={"use": "flaky", "concurrency": 1, "retry": {"attempts": 2}})
-
-    async def main() -> None:
-        session = opened(tools)
-        await asyncio.gather(*(session.call(a_call("flaky", f"c{i}", failures=2)) for i in range(2)))
-
-    run_virtual(main())
+    session = opened(tools)
+    await asyncio.gather(*(session.call(a_call("flaky", f"c{i}", failures=2)) for i in range(2)))
     assert LOG[:2] == [0.0, 0.0]
 
 
 # What tools are given.
 
 
-def test_a_tool_may_ask_who_calls():
+@pytest.mark.virtual_time
+async def test_a_tool_may_ask_who_calls():
     tools = box(about="about", threaded="threaded_about")
-
-    async def main() -> tuple[Called, ...]:
-        WHO.set("me")
-        session = opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1})
-        other = opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1}, seed=8)
-        return (
-            await session.call(a_call("about", "c1")),
-            await session.call(a_call("about", "c2")),
-            await opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1}).call(a_call("about", "c1")),
-            await other.call(a_call("about", "c1")),
-            await session.call(a_call("threaded", "c3")),
-        )
-
-    first, second, again, elsewhere, threaded = run_virtual(main())
+    WHO.set("me")
+    session = opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1})
+    other = opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1}, seed=8)
+    first, second, again, elsewhere, threaded = (
+        await session.call(a_call("about", "c1")),
+        await session.call(a_call("about", "c2")),
+        await opened(tools, trajectory_id="g/3", group_id="g", extra={"k": 1}).call(a_call("about", "c1")),
+        await other.call(a_call("about", "c1")),
+        await session.call(a_call("threaded", "c3")),
+    )
     assert '"ids": ["g/3", "g"]' in first.result
     assert '"extra": {"k": 1}, "who": "me"' in first.result
     assert first == again, "the same call of the same trajectory has the same random numbers"
@@ -751,7 +725,7 @@ class Plain:
         return "plain"
 
 
-def test_schemas_are_one_object_for_each_context():
+async def test_schemas_are_one_object_for_each_context():
     tools = {name: {"use": f"{__name__}:{name}"} for name in ("sync_add", "give")}
     contexts = {"critic": {}, "helper": {"tools": ["give"]}}
     agent = graph.AgentGraph(agent="a", tools=tools, contexts=contexts, states={"PENDING": {}}, transitions=())
@@ -759,34 +733,30 @@ def test_schemas_are_one_object_for_each_context():
     names = {c: [s["function"]["name"] for s in toolbox.schemas(c)] for c in ("main", "critic", "helper")}
     assert names == {"main": ["sync_add", "give"], "critic": [], "helper": ["give"]}
     assert toolbox.schemas("main") is toolbox.schemas("main")
-
-    async def main() -> str:
-        return (await opened(toolbox).call(a_call("sync_add", left=1, right=1), context="helper")).result
-
-    assert asyncio.run(main()) == "error: there is no tool 'sync_add'; the tools are: give"
+    assert (
+        await opened(toolbox).call(a_call("sync_add", left=1, right=1), context="helper")
+    ).result == "error: there is no tool 'sync_add'; the tools are: give"
 
 
 # Classes.
 
 
-def test_an_instance_lives_as_long_as_its_trajectory():
-    async def main() -> None:
-        tools = box(sandbox={"use": "Sandbox", "kwargs": {"size": 9}}, unused="Sandbox")
-        session = opened(tools, tools_kwargs={"sandbox": {"start": 5}})
-        other = opened(tools)
-        assert LOG == [], "nothing is made before the first call"
-        results = await asyncio.gather(*(session.call(a_call("sandbox", f"c{i}", by=1)) for i in range(3)))
-        assert [r.result for r in results] == ["6", "7", "8"], "calls of one turn share the instance"
-        assert (await other.call(a_call("sandbox", by=10))).result == "10", "trajectories do not"
-        assert LOG == ["init 9", "create 5", "created", "init 9", "create 0", "created"]
-        LOG.clear()
-        assert await session.release() == await session.release() == []
-        assert LOG == ["release"]
-        await other.release()
-        with pytest.raises(ToolError, match="have been released"):
-            await session.call(a_call("sandbox"))
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_an_instance_lives_as_long_as_its_trajectory():
+    tools = box(sandbox={"use": "Sandbox", "kwargs": {"size": 9}}, unused="Sandbox")
+    session = opened(tools, tools_kwargs={"sandbox": {"start": 5}})
+    other = opened(tools)
+    assert LOG == [], "nothing is made before the first call"
+    results = await asyncio.gather(*(session.call(a_call("sandbox", f"c{i}", by=1)) for i in range(3)))
+    assert [r.result for r in results] == ["6", "7", "8"], "calls of one turn share the instance"
+    assert (await other.call(a_call("sandbox", by=10))).result == "10", "trajectories do not"
+    assert LOG == ["init 9", "create 5", "created", "init 9", "create 0", "created"]
+    LOG.clear()
+    assert await session.release() == await session.release() == []
+    assert LOG == ["release"]
+    await other.release()
+    with pytest.raises(ToolError, match="have been released"):
+        await session.call(a_call("sandbox"))
 
 
 def test_sync_classes_run_in_threads():
@@ -795,97 +765,82 @@ def test_sync_classes_run_in_threads():
     assert made(box(plain="Plain"), a_call("plain")).result == "plain"
 
 
-def test_a_failing_create_is_not_the_models_fault_and_is_tried_anew():
-    async def main() -> None:
-        session = opened(box(sandbox="Sandbox"), tools_kwargs={"sandbox": {"fail": "connection"}})
-        first = await session.call(a_call("sandbox", "c1"))
-        assert (first.failure, first.bad) == ("ConnectionResetError", False)
-        assert first.result == (
-            "error: sandbox is not available (ConnectionResetError); try again later or go on without it"
-        )
-        assert (await session.call(a_call("sandbox", "c2"))).result == "1"
-        assert await session.release() == []
-        assert LOG.count("release") == 1
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_failing_create_is_not_the_models_fault_and_is_tried_anew():
+    session = opened(box(sandbox="Sandbox"), tools_kwargs={"sandbox": {"fail": "connection"}})
+    first = await session.call(a_call("sandbox", "c1"))
+    assert (first.failure, first.bad) == ("ConnectionResetError", False)
+    assert first.result == (
+        "error: sandbox is not available (ConnectionResetError); try again later or go on without it"
+    )
+    assert (await session.call(a_call("sandbox", "c2"))).result == "1"
+    assert await session.release() == []
+    assert LOG.count("release") == 1
 
 
-def test_a_slow_create_goes_on_for_the_next_call():
-    async def main() -> None:
-        tools = box(sandbox={"use": "Sandbox", "timeout": 3})
-        session = opened(tools, tools_kwargs={"sandbox": {"slow": 5}})
-        assert (await session.call(a_call("sandbox", "c1"))).failure == "timed_out"
-        assert (await session.call(a_call("sandbox", "c2"))).result == "1"
-        assert asyncio.get_running_loop().time() == 5.0
-        assert LOG == ["init 1", "create 0", "created"]
-        await session.release()
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_slow_create_goes_on_for_the_next_call():
+    tools = box(sandbox={"use": "Sandbox", "timeout": 3})
+    session = opened(tools, tools_kwargs={"sandbox": {"slow": 5}})
+    assert (await session.call(a_call("sandbox", "c1"))).failure == "timed_out"
+    assert (await session.call(a_call("sandbox", "c2"))).result == "1"
+    assert asyncio.get_running_loop().time() == 5.0
+    assert LOG == ["init 1", "create 0", "created"]
+    await session.release()
 
 
-def test_a_create_under_way_is_stopped_by_the_release():
-    async def main() -> None:
-        tools = box(sandbox={"use": "Sandbox", "timeout": 3})
-        session = opened(tools, tools_kwargs={"sandbox": {"slow": 500}})
-        await session.call(a_call("sandbox", "c1"))
-        assert await session.release() == []
-        assert asyncio.get_running_loop().time() == 3.0
-        assert LOG == ["init 1", "create 0"]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_create_under_way_is_stopped_by_the_release():
+    tools = box(sandbox={"use": "Sandbox", "timeout": 3})
+    session = opened(tools, tools_kwargs={"sandbox": {"slow": 500}})
+    await session.call(a_call("sandbox", "c1"))
+    assert await session.release() == []
+    assert asyncio.get_running_loop().time() == 3.0
+    assert LOG == ["init 1", "create 0"]
 
 
-def test_a_hanging_sync_create_is_reported():
-    async def main() -> list[str]:
-        session = opened(box(tool={"use": "HangingCreate", "timeout": 0.01}))
-        assert (await session.call(a_call("tool"))).failure == "timed_out"
-        return await session.release()
-
-    assert asyncio.run(main()) == ["tool 'tool': release did not end within 0.01 s and was stopped"]
+async def test_a_hanging_sync_create_is_reported():
+    session = opened(box(tool={"use": "HangingCreate", "timeout": 0.01}))
+    assert (await session.call(a_call("tool"))).failure == "timed_out"
+    assert (await session.release()) == ["tool 'tool': release did not end within 0.01 s and was stopped"]
 
 
-def test_a_release_that_fails_is_reported_and_hurts_no_other():
-    async def main() -> None:
-        session = opened(box(bad="BadRelease", slow={"use": "SlowRelease", "timeout": 2}, good="Sandbox"))
-        for name in ("bad", "slow", "good"):
-            await session.call(a_call(name, name))
-        assert await session.release() == [
-            "tool 'bad': release raised Odd: strange",
-            "tool 'slow': release did not end within 2 s and was stopped",
-        ]
-        assert LOG.count("release") == 2
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_release_that_fails_is_reported_and_hurts_no_other():
+    session = opened(box(bad="BadRelease", slow={"use": "SlowRelease", "timeout": 2}, good="Sandbox"))
+    for name in ("bad", "slow", "good"):
+        await session.call(a_call(name, name))
+    assert await session.release() == [
+        "tool 'bad': release raised Odd: strange",
+        "tool 'slow': release did not end within 2 s and was stopped",
+    ]
+    assert LOG.count("release") == 2
 
 
-def test_a_release_ends_what_it_began_when_it_is_cancelled():
-    async def main() -> None:
-        session = opened(box(slow={"use": "SlowRelease", "timeout": 5}, good="Sandbox"))
-        for name in ("slow", "good"):
-            await session.call(a_call(name, name))
-        releasing = asyncio.create_task(session.release())
-        await asyncio.sleep(0)
-        releasing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await releasing
-        assert LOG.count("release") == 1
-        assert asyncio.get_running_loop().time() == 5.0
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_release_ends_what_it_began_when_it_is_cancelled():
+    session = opened(box(slow={"use": "SlowRelease", "timeout": 5}, good="Sandbox"))
+    for name in ("slow", "good"):
+        await session.call(a_call(name, name))
+    releasing = asyncio.create_task(session.release())
+    await asyncio.sleep(0)
+    releasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await releasing
+    assert LOG.count("release") == 1
+    assert asyncio.get_running_loop().time() == 5.0
 
 
-def test_an_instance_is_released_when_its_calls_were_cancelled():
-    async def main() -> None:
-        session = opened(box(sandbox="Sandbox"), tools_kwargs={"sandbox": {"slow": 1}})
-        call = asyncio.create_task(session.call(a_call("sandbox")))
-        await asyncio.sleep(0.5)
-        call.cancel()
-        await asyncio.wait({call})
-        await asyncio.sleep(1)
-        assert await session.release() == []
-        assert LOG == ["init 1", "create 0", "created", "release"]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_an_instance_is_released_when_its_calls_were_cancelled():
+    session = opened(box(sandbox="Sandbox"), tools_kwargs={"sandbox": {"slow": 1}})
+    call = asyncio.create_task(session.call(a_call("sandbox")))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    await asyncio.wait({call})
+    await asyncio.sleep(1)
+    assert await session.release() == []
+    assert LOG == ["init 1", "create 0", "created", "release"]
 
 
 class Account(Tool):
@@ -927,18 +882,16 @@ def test_calls_of_one_turn_to_one_instance_run_in_their_order(order: str, result
     assert (ends == sorted(ends)) is in_order
 
 
-def test_a_call_that_is_given_up_leaves_its_turn_to_the_next() -> None:
-    async def main() -> None:
-        session = opened(box(sandbox={"use": "Account", "timeout": 6}))
-        calls = [asyncio.create_task(session.call(a_call("sandbox", f"c{i}", by=i))) for i in (1, 2, 3)]
-        await asyncio.sleep(7.0)
-        calls[1].cancel()
-        await asyncio.wait(calls)
-        assert [call.cancelled() or call.result().result for call in calls] == [
-            "error: sandbox did not answer and was stopped after 6 s; try again or go on without it", True, "3",
-        ]  # fmt: skip
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_call_that_is_given_up_leaves_its_turn_to_the_next() -> None:
+    session = opened(box(sandbox={"use": "Account", "timeout": 6}))
+    calls = [asyncio.create_task(session.call(a_call("sandbox", f"c{i}", by=i))) for i in (1, 2, 3)]
+    await asyncio.sleep(7.0)
+    calls[1].cancel()
+    await asyncio.wait(calls)
+    assert [call.cancelled() or call.result().result for call in calls] == [
+        "error: sandbox did not answer and was stopped after 6 s; try again or go on without it", True, "3",
+    ]  # fmt: skip
 
 
 # Agents.

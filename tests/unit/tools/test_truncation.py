@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.agent import graph
-from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import AgentAnswer, Toolbox, ToolSession, truncate
 from fsm_rollout.tools.tool_messages import EXACT_CHARACTERS
-from fsm_rollout.trajectory.events import Called, ToolCall
+from fsm_rollout.trajectory.events import ToolCall
 
 MARKER = re.compile(r"…\[([\d,]+) tokens cut\]…")
 SIDES = st.sampled_from(["left", "right", "middle"])
@@ -162,21 +161,19 @@ def long_error() -> str:
 
 
 @pytest.mark.parametrize("use", ["long_answer", "long_error"])
-def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
+@pytest.mark.virtual_time
+async def test_a_tools_results_are_cut_to_its_response_tokens(use: str):
     spec = {"use": f"{__name__}:{use}", "response_tokens": 40, "truncate": "right"}
     agent = graph.AgentGraph(agent="a", tools={"t": spec}, states={"PENDING": {}}, transitions=())
 
     async def no_agent(*_: Any) -> AgentAnswer:
         raise AssertionError
 
-    async def main() -> Called:
-        session = ToolSession(
-            toolbox=Toolbox(agent), trajectory_id="t", group_id="g", seed=0, tools_kwargs=None, extra={},
-            run_agent=no_agent,
-        )  # fmt: skip
-        return await session.call(ToolCall(id="c", name="t", arguments={}), tokenizer=tokenizer())
-
-    result = run_virtual(main())
+    session = ToolSession(
+        toolbox=Toolbox(agent), trajectory_id="t", group_id="g", seed=0, tools_kwargs=None, extra={},
+        run_agent=no_agent,
+    )  # fmt: skip
+    result = await session.call(ToolCall(id="c", name="t", arguments={}), tokenizer=tokenizer())
     assert count(result.result, tokenizer()) <= 40
     assert result.truncated_tokens > 0
     assert result.result.endswith(f"…[{result.truncated_tokens:,} tokens cut]…")

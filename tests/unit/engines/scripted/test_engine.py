@@ -16,6 +16,8 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.kit import new_objects
 
+pytestmark = pytest.mark.virtual_time
+
 
 def request(name: str, turn: int = 0, max_tokens: int = 100, prompt: int = 4, session: str = "t") -> Request:
     params = SamplingParams(max_tokens, stop_ids=frozenset({256}))
@@ -63,25 +65,24 @@ def test_one_list_of_turns_that_begins_again_in_another_context_is_told_once(
     assert all("{'solver/main': [...], 'solver/critic': [...]}" in message for message in caplog.messages)
 
 
-def test_requests_run_at_the_same_time(tokenizer: Any):
-    async def main() -> list[tuple[float, str]]:
-        engine = ScriptedEngine(lambda r: Turn(text="x", delay=float(r.request_id)), tokenizer=tokenizer)
-        answers = await asyncio.gather(*(collect(engine, request(name)) for name in ("3", "1", "2")))
-        return [(chunks[-1][0], chunks[-1][1].request_id) for chunks in answers]
-
-    assert run_virtual(main()) == [(3, "3"), (1, "1"), (2, "2")]
+async def test_requests_run_at_the_same_time(tokenizer: Any):
+    engine = ScriptedEngine(lambda r: Turn(text="x", delay=float(r.request_id)), tokenizer=tokenizer)
+    answers = await asyncio.gather(*(collect(engine, request(name)) for name in ("3", "1", "2")))
+    assert [(chunks[-1][0], chunks[-1][1].request_id) for chunks in answers] == [(3, "3"), (1, "1"), (2, "2")]
 
 
-def test_a_full_engine_admits_in_order(tokenizer: Any):
-    async def main() -> list[tuple[float, str]]:
-        engine = ScriptedEngine([Turn(text="x", delay=5)], tokenizer=tokenizer, max_running=2)
-        stream = engine.generate([request(name) for name in "abcd"])
-        first = await anext(stream)
-        assert engine.load() == Load(running=2, waiting=2, used_tokens=8)
-        rest = [(asyncio.get_running_loop().time(), chunk) async for chunk in stream]
-        return [(at, c.request_id) for at, c in [(0.0, first), *rest] if c.finish_reason is None]
-
-    assert run_virtual(main()) == [(0, "a"), (0, "b"), (5, "c"), (5, "d")]
+async def test_a_full_engine_admits_in_order(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="x", delay=5)], tokenizer=tokenizer, max_running=2)
+    stream = engine.generate([request(name) for name in "abcd"])
+    first = await anext(stream)
+    assert engine.load() == Load(running=2, waiting=2, used_tokens=8)
+    rest = [(asyncio.get_running_loop().time(), chunk) async for chunk in stream]
+    assert [(at, c.request_id) for at, c in [(0.0, first), *rest] if c.finish_reason is None] == [
+        (0, "a"),
+        (0, "b"),
+        (5, "c"),
+        (5, "d"),
+    ]
 
 
 def test_an_error_belongs_to_one_request(tokenizer: Any):
@@ -94,31 +95,29 @@ def test_an_error_belongs_to_one_request(tokenizer: Any):
     assert sum(len(chunk.ids) for chunk in chunks if chunk.request_id == "bad") == 2
 
 
-def test_a_crash_takes_the_dispatch_with_it_and_no_other(tokenizer: Any):
-    async def main() -> tuple[list[str], list[str | None]]:
-        engine = ScriptedEngine(
-            lambda r: Turn(crash="out of memory", delay=1) if r.request_id == "bad" else Turn(text="x", delay=2),
-            tokenizer=tokenizer,
-        )
-        other = asyncio.create_task(collect(engine, request("other")))
-        seen: list[str] = []
-        with pytest.raises(EngineError, match="out of memory"):
-            await listen(engine.generate([request("bad"), request("beside")]), seen)
-        chunks = await other
-        assert engine.load().running == 0
-        return seen, [chunk.finish_reason for _, chunk in chunks]
-
-    assert run_virtual(main()) == (["bad", "beside", "bad"], [None, "stop"])
+async def test_a_crash_takes_the_dispatch_with_it_and_no_other(tokenizer: Any):
+    engine = ScriptedEngine(
+        lambda r: Turn(crash="out of memory", delay=1) if r.request_id == "bad" else Turn(text="x", delay=2),
+        tokenizer=tokenizer,
+    )
+    other = asyncio.create_task(collect(engine, request("other")))
+    seen: list[str] = []
+    with pytest.raises(EngineError, match="out of memory"):
+        await listen(engine.generate([request("bad"), request("beside")]), seen)
+    chunks = await other
+    assert engine.load().running == 0
+    assert (seen, [chunk.finish_reason for _, chunk in chunks]) == (["bad", "beside", "bad"], [None, "stop"])
 
 
-def test_failing_tries_are_counted_per_turn_of_a_trajectory(tokenizer: Any):
+async def test_failing_tries_are_counted_per_turn_of_a_trajectory(tokenizer: Any):
     engine = ScriptedEngine([Turn(text="ok", error="Flaky: once more", fails=2)], tokenizer=tokenizer)
-
-    async def main() -> list[str | None]:
-        tries = [("1", "t"), ("2", "t"), ("3", "t"), ("4", "u")]
-        return [(await collect(engine, request(name, session=session)))[-1][1].error for name, session in tries]
-
-    assert run_virtual(main()) == ["Flaky: once more", "Flaky: once more", None, "Flaky: once more"]
+    tries = [("1", "t"), ("2", "t"), ("3", "t"), ("4", "u")]
+    assert [(await collect(engine, request(name, session=session)))[-1][1].error for name, session in tries] == [
+        "Flaky: once more",
+        "Flaky: once more",
+        None,
+        "Flaky: once more",
+    ]
 
 
 def test_a_script_that_runs_out_fails_that_request(tokenizer: Any):
@@ -152,57 +151,48 @@ def test_a_hanging_turn_ends_only_by_abort_and_keeps_its_tokens(tokenizer: Any):
     assert run_virtual(main(), leaks="ignore") == (tokenizer.encode("abc"), 1e6)
 
 
-def test_a_pause_lengthens_what_is_under_way_by_its_own_length(tokenizer: Any):
-    async def main() -> list[tuple[float, int, str | None]]:
-        engine = ScriptedEngine([Turn(text="abc", chunks=2, delay=10)], tokenizer=tokenizer)
-        stream = asyncio.create_task(collect(engine, request("r")))
-        await asyncio.sleep(4)
-        await engine.pause()
-        await engine.pause()
-        late = asyncio.create_task(collect(engine, request("late")))
-        await asyncio.sleep(100)
-        await engine.resume()
-        await engine.resume()
-        return shape(await stream) + shape(await late)
-
-    assert run_virtual(main()) == [
+async def test_a_pause_lengthens_what_is_under_way_by_its_own_length(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="abc", chunks=2, delay=10)], tokenizer=tokenizer)
+    stream = asyncio.create_task(collect(engine, request("r")))
+    await asyncio.sleep(4)
+    await engine.pause()
+    await engine.pause()
+    late = asyncio.create_task(collect(engine, request("late")))
+    await asyncio.sleep(100)
+    await engine.resume()
+    await engine.resume()
+    assert (shape(await stream) + shape(await late)) == [
         (0, 0, None), (110, 2, None), (120, 2, "stop"),
         (104, 0, None), (114, 2, None), (124, 2, "stop"),
     ]  # fmt: skip
 
 
-def test_it_sleeps_only_when_idle_or_paused(tokenizer: Any):
-    async def main() -> None:
-        engine = ScriptedEngine([Turn(text="a", delay=1)], tokenizer=tokenizer)
-        stream = asyncio.create_task(collect(engine, request("r")))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause the engine"):
-            await engine.sleep()
-        await engine.pause()
+async def test_it_sleeps_only_when_idle_or_paused(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="a", delay=1)], tokenizer=tokenizer)
+    stream = asyncio.create_task(collect(engine, request("r")))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause the engine"):
         await engine.sleep()
-        await engine.resume()
-        await asyncio.sleep(50)
-        assert not stream.done()
-        await engine.wake()
-        assert (await stream)[-1][0] == 51
+    await engine.pause()
+    await engine.sleep()
+    await engine.resume()
+    await asyncio.sleep(50)
+    assert not stream.done()
+    await engine.wake()
+    assert (await stream)[-1][0] == 51
 
-    run_virtual(main())
 
-
-def test_pieces_carry_the_version_of_their_time(tokenizer: Any):
-    async def main() -> list[int]:
-        engine = ScriptedEngine([Turn(text="abc", chunks=4, delay=1)], tokenizer=tokenizer)
-        loop = asyncio.get_running_loop()
-        tasks = [
-            loop.create_task(_at(2.5, engine.update_weights({}))),
-            loop.create_task(_at(3.5, engine.update_weights({}, 9))),
-        ]
-        chunks = await collect(engine, request("r"))
-        await asyncio.gather(*tasks)
-        assert engine.weight_version == 9
-        return [chunk.weight_version for _, chunk in chunks]
-
-    assert run_virtual(main()) == [0, 0, 0, 1, 9]
+async def test_pieces_carry_the_version_of_their_time(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="abc", chunks=4, delay=1)], tokenizer=tokenizer)
+    loop = asyncio.get_running_loop()
+    tasks = [
+        loop.create_task(_at(2.5, engine.update_weights({}))),
+        loop.create_task(_at(3.5, engine.update_weights({}, 9))),
+    ]
+    chunks = await collect(engine, request("r"))
+    await asyncio.gather(*tasks)
+    assert engine.weight_version == 9
+    assert [chunk.weight_version for _, chunk in chunks] == [0, 0, 0, 1, 9]
 
 
 async def _at(delay: float, what: Any) -> None:
@@ -210,41 +200,32 @@ async def _at(delay: float, what: Any) -> None:
     await what
 
 
-def test_closing_ends_everything_also_what_waits(tokenizer: Any):
-    async def main() -> list[str | None]:
-        engine = ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer, max_running=1)
-        stream = asyncio.create_task(collect(engine, *(request(name) for name in "abc")))
-        await asyncio.sleep(1)
-        await engine.aclose()
-        await engine.aclose()
-        with pytest.raises(EngineError, match="closed"):
-            engine.generate([request("d")])
-        return [chunk.finish_reason for _, chunk in await stream]
-
-    assert sorted(filter(None, run_virtual(main()))) == ["abort"] * 3
+async def test_closing_ends_everything_also_what_waits(tokenizer: Any):
+    engine = ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer, max_running=1)
+    stream = asyncio.create_task(collect(engine, *(request(name) for name in "abc")))
+    await asyncio.sleep(1)
+    await engine.aclose()
+    await engine.aclose()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([request("d")])
+    assert sorted(filter(None, [chunk.finish_reason for _, chunk in await stream])) == ["abort"] * 3
 
 
-def test_a_listener_that_leaves_ends_its_requests(tokenizer: Any):
-    async def main() -> Load:
-        engine = ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer)
-        stream = engine.generate([request("a"), request("b")])
-        await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
-        return engine.load()
-
-    assert run_virtual(main()) == Load()
+async def test_a_listener_that_leaves_ends_its_requests(tokenizer: Any):
+    engine = ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer)
+    stream = engine.generate([request("a"), request("b")])
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert engine.load() == Load()
 
 
-def test_an_id_under_way_is_not_taken_twice(tokenizer: Any):
-    async def main() -> None:
-        engine = ScriptedEngine([Turn(text="x", delay=1)], tokenizer=tokenizer)
-        stream = engine.generate([request("a")])
-        with pytest.raises(EngineError, match="request id 'a' is under way already"):
-            engine.generate([request("a")])
-        assert [chunk.finish_reason async for chunk in stream] == [None, "stop"]
-        assert [chunk.finish_reason async for chunk in engine.generate([request("a")])] == [None, "stop"]
-
-    run_virtual(main())
+async def test_an_id_under_way_is_not_taken_twice(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="x", delay=1)], tokenizer=tokenizer)
+    stream = engine.generate([request("a")])
+    with pytest.raises(EngineError, match="request id 'a' is under way already"):
+        engine.generate([request("a")])
+    assert [chunk.finish_reason async for chunk in stream] == [None, "stop"]
+    assert [chunk.finish_reason async for chunk in engine.generate([request("a")])] == [None, "stop"]
 
 
 def test_the_log_holds_every_request_and_chunk_in_order(tokenizer: Any):
@@ -256,13 +237,10 @@ def test_the_log_holds_every_request_and_chunk_in_order(tokenizer: Any):
         _ = ScriptedEngine([], tokenizer=tokenizer).log
 
 
-def test_ten_thousand_requests_at_once(tokenizer: Any):
-    async def main() -> tuple[int, float]:
-        engine = ScriptedEngine([Turn(text="abcdef", chunks=2, delay=0.5)], tokenizer=tokenizer)
-        chunks = await collect(engine, *(request(str(index)) for index in range(10_000)))
-        return sum(chunk.finish_reason == "stop" for _, chunk in chunks), chunks[-1][0]
-
-    assert run_virtual(main()) == (10_000, 1.0)
+async def test_ten_thousand_requests_at_once(tokenizer: Any):
+    engine = ScriptedEngine([Turn(text="abcdef", chunks=2, delay=0.5)], tokenizer=tokenizer)
+    chunks = await collect(engine, *(request(str(index)) for index in range(10_000)))
+    assert (sum(chunk.finish_reason == "stop" for _, chunk in chunks), chunks[-1][0]) == (10_000, 1.0)
 
 
 def test_an_engine_that_is_gone_keeps_no_tokenizer() -> None:

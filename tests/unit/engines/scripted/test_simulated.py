@@ -15,6 +15,8 @@ from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.tokens import as_ids
 
+pytestmark = pytest.mark.virtual_time
+
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
 
 
@@ -101,43 +103,32 @@ def test_a_prompt_is_filled_then_each_step_says_a_token_of_every_request(tokeniz
     assert times(run_virtual(both)) == {"a": [0.0, 1.05], "b": [0.0, 0.55]}  # the first token comes with the filling
 
 
-def test_what_comes_later_is_filled_while_nobody_says_anything(tokenizer: Any) -> None:
-    async def main() -> dict[str, list[float]]:
-        server = engine(tokenizer)
-        first = asyncio.create_task(collect(server, ask("a", 100, 10)))
-        await asyncio.sleep(0.5)
-        second = await collect(server, ask("b", 200, 2, first=500))
-        return times(second | await first)
-
-    assert run_virtual(main()) == {"a": [0.0, 1.2], "b": [0.5, 0.8]}
+async def test_what_comes_later_is_filled_while_nobody_says_anything(tokenizer: Any) -> None:
+    server = engine(tokenizer)
+    first = asyncio.create_task(collect(server, ask("a", 100, 10)))
+    await asyncio.sleep(0.5)
+    second = await collect(server, ask("b", 200, 2, first=500))
+    assert times(second | await first) == {"a": [0.0, 1.2], "b": [0.5, 0.8]}
 
 
-def test_a_batch_that_is_filled_shares_nothing_with_the_one_just_before_it(tokenizer: Any) -> None:
+async def test_a_batch_that_is_filled_shares_nothing_with_the_one_just_before_it(tokenizer: Any) -> None:
     """SGLang admits the next batch before it looks at what it has just computed."""
-
-    async def main() -> list[int]:
-        server, asked = engine(tokenizer), []
-        for number in range(3):
-            asked.append(asyncio.create_task(collect(server, ask(f"r{number}", 100, 10))))
-            await asyncio.sleep(0.04)  # while the first is filled
-        answers = await asyncio.gather(*asked, collect(server, ask("r3", 100, 10)))
-        return [chunks[0][1].cached_tokens for answer in answers for chunks in answer.values()]
-
-    assert run_virtual(main()) == [0, 0, 0, 99]
+    server, asked = engine(tokenizer), []
+    for number in range(3):
+        asked.append(asyncio.create_task(collect(server, ask(f"r{number}", 100, 10))))
+        await asyncio.sleep(0.04)  # while the first is filled
+    answers = await asyncio.gather(*asked, collect(server, ask("r3", 100, 10)))
+    assert [chunks[0][1].cached_tokens for answer in answers for chunks in answer.values()] == [0, 0, 0, 99]
 
 
-def test_who_does_not_fit_is_tried_again_when_somebody_has_left(tokenizer: Any) -> None:
+async def test_who_does_not_fit_is_tried_again_when_somebody_has_left(tokenizer: Any) -> None:
     """What is kept free for the others falls with each step, and SGLang does not look at that."""
-
-    async def main() -> dict[str, list[float]]:
-        server = engine(tokenizer, 200, said=60)
-        first = asyncio.create_task(collect(server, ask("a", 60, 60)))
-        short = asyncio.create_task(collect(server, ask("b", 10, 10, first=1000)))
-        await asyncio.sleep(0)
-        later = await collect(server, ask("c", 40, 40, first=2000))
-        return times(later | await first | await short)
-
-    at = run_virtual(main())
+    server = engine(tokenizer, 200, said=60)
+    first = asyncio.create_task(collect(server, ask("a", 60, 60)))
+    short = asyncio.create_task(collect(server, ask("b", 10, 10, first=1000)))
+    await asyncio.sleep(0)
+    later = await collect(server, ask("c", 40, 40, first=2000))
+    at = times(later | await first | await short)
     assert at["c"][0] == at["b"][-1] < at["a"][-1]
 
 
@@ -161,37 +152,34 @@ def test_a_session_s_next_turn_fills_only_what_is_new_until_the_session_has_ende
 
 
 @pytest.mark.parametrize("tokens", [60, 100, 400])
-def test_however_small_the_memory_is_all_is_said_and_no_more_is_kept_than_there_is_room_for(
+async def test_however_small_the_memory_is_all_is_said_and_no_more_is_kept_than_there_is_room_for(
     tokenizer: Any, tokens: int
 ) -> None:
     server = engine(tokenizer, tokens, said=30)
     loads: list[Load] = []
-
-    async def watched() -> dict[str, list[tuple[float, Chunk]]]:
-        found: dict[str, list[tuple[float, Chunk]]] = {}
-        async for chunk in server.generate([ask(f"r{i}", 20, 30, first=1000 * i) for i in range(8)]):
-            found.setdefault(chunk.request_id, []).append((0.0, chunk))
-            loads.append(server.load())
-        return found
-
-    answers = run_virtual(watched())
+    found: dict[str, list[tuple[float, Chunk]]] = {}
+    async for chunk in server.generate([ask(f"r{i}", 20, 30, first=1000 * i) for i in range(8)]):
+        found.setdefault(chunk.request_id, []).append((0.0, chunk))
+        loads.append(server.load())
+    answers = found
     assert [sum(len(chunk.ids) for _, chunk in answers[f"r{i}"]) for i in range(8)] == [30] * 8
     assert all(load.used_tokens + load.cached_tokens <= load.capacity == tokens for load in loads)
     assert max(load.running for load in loads) == {60: 1, 100: 2, 400: 8}[tokens]
 
 
-def test_who_has_said_least_is_taken_back_when_there_is_no_room_for_another_token(tokenizer: Any) -> None:
+async def test_who_has_said_least_is_taken_back_when_there_is_no_room_for_another_token(tokenizer: Any) -> None:
     """SGLang counts on seven tenths of what may be said, so all that may be said can be more than there is room for."""
     server = engine(tokenizer, 200, said=60)
-
-    async def main() -> dict[str, list[float]]:
-        tasks = []
-        for number in range(3):
-            tasks.append(asyncio.create_task(collect(server, ask(f"r{number}", 10, 60, first=1000 * number))))
-            await asyncio.sleep(0.1)
-        return times({name: chunks for answer in await asyncio.gather(*tasks) for name, chunks in answer.items()})
-
-    ends = {name: each[-1] for name, each in run_virtual(main()).items()}
+    tasks = []
+    for number in range(3):
+        tasks.append(asyncio.create_task(collect(server, ask(f"r{number}", 10, 60, first=1000 * number))))
+        await asyncio.sleep(0.1)
+    ends = {
+        name: each[-1]
+        for name, each in times(
+            {name: chunks for answer in await asyncio.gather(*tasks) for name, chunks in answer.items()}
+        ).items()
+    }
     assert server.counts.retracted == 1
     assert server.counts.filled > server.counts.prompts == 30
     assert max(ends, key=lambda name: ends[name]) == "r2"

@@ -1,6 +1,5 @@
 """Weights from folders, by several at once: transformers builds models under settings of the whole process."""
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,24 +35,21 @@ async def sampled(engine: EnginePool | TransformersEngine) -> dict[str, PendingR
     return found
 
 
-def test_replicas_of_a_pool_in_this_process_load_a_folder_together():
-    async def main() -> None:
-        other = TransformersEngine("embedded:early")
-        wanted = {name: answer.ids for name, answer in (await sampled(other)).items()}
-        await other.aclose()
-        place = LocalPlacement(lambda name: TransformersEngine("embedded"))
-        pool = EnginePool(place, 2, router=LeastLoadedRouter())
-        before = await sampled(pool)
-        assert {name: answer.ids for name, answer in before.items()} != wanted
-        assert await EngineClient(pool).update_weights("embedded:early") == 1
-        found = await sampled(pool)
-        assert {name: answer.ids for name, answer in found.items()} == wanted
-        versions = {(answer.replica, version) for answer in found.values() for _, version in answer.versions}
-        assert versions == {("replica-0", 1), ("replica-1", 1)}
-        assert [stats.restarts for stats in pool.replicas] == [0, 0]
-        await pool.aclose()
-
-    asyncio.run(main())
+async def test_replicas_of_a_pool_in_this_process_load_a_folder_together():
+    other = TransformersEngine("embedded:early")
+    wanted = {name: answer.ids for name, answer in (await sampled(other)).items()}
+    await other.aclose()
+    place = LocalPlacement(lambda name: TransformersEngine("embedded"))
+    pool = EnginePool(place, 2, router=LeastLoadedRouter())
+    before = await sampled(pool)
+    assert {name: answer.ids for name, answer in before.items()} != wanted
+    assert await EngineClient(pool).update_weights("embedded:early") == 1
+    found = await sampled(pool)
+    assert {name: answer.ids for name, answer in found.items()} == wanted
+    versions = {(answer.replica, version) for answer in found.values() for _, version in answer.versions}
+    assert versions == {("replica-0", 1), ("replica-1", 1)}
+    assert [stats.restarts for stats in pool.replicas] == [0, 0]
+    await pool.aclose()
 
 
 def test_threads_may_read_weights_together():

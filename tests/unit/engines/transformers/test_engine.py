@@ -94,7 +94,7 @@ def check_logprobs(chunks: list[Chunk], models: Mapping[int, Any]) -> None:
     assert [p for chunk in chunks for p in chunk.logprobs] == pytest.approx(expected, abs=1e-5)
 
 
-def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any):
+async def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, other_model: Any):
     """Tokens that were sampled and not yet sent at the update keep their version.
 
     Each forward pass needs a permit. There is one to fill the prompt and ten to sample; when the twelfth pass waits for
@@ -108,23 +108,18 @@ def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: Any, ot
             permits.acquire()
 
     own.register_forward_pre_hook(ask)
-
-    async def main() -> list[Chunk]:
-        engine = TransformersEngine(own, tokenizer, send_every=7)
-        chunks: list[Chunk] = []
-        updates = []
-        async for chunk in engine.generate([request("r", 30)]):
-            chunks.append(chunk)
-            if len(chunk.ids) and not updates:
-                await asyncio.to_thread(empty.wait)
-                updates.append(asyncio.create_task(engine.update_weights(other_model.state_dict())))
-                await asyncio.sleep(0)  # the order is in the queue now
-                permits.release(1000)
-        assert await asyncio.gather(*updates) == [1]
-        await engine.aclose()
-        return chunks
-
-    chunks = asyncio.run(main())
+    engine = TransformersEngine(own, tokenizer, send_every=7)
+    chunks: list[Chunk] = []
+    updates = []
+    async for chunk in engine.generate([request("r", 30)]):
+        chunks.append(chunk)
+        if len(chunk.ids) and not updates:
+            await asyncio.to_thread(empty.wait)
+            updates.append(asyncio.create_task(engine.update_weights(other_model.state_dict())))
+            await asyncio.sleep(0)  # the order is in the queue now
+            permits.release(1000)
+    assert await asyncio.gather(*updates) == [1]
+    await engine.aclose()
     versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
     assert versions == [0] * 11 + [1] * 19
     check_logprobs(chunks, {0: make_model(0), 1: other_model})
@@ -144,61 +139,51 @@ def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_pa
     check_logprobs(asyncio.run(main()), {11: other_model})
 
 
-def test_a_folder_that_lacks_tensors_or_has_no_numbers_changes_nothing(tokenizer: Any, tmp_path: Path):
+async def test_a_folder_that_lacks_tensors_or_has_no_numbers_changes_nothing(tokenizer: Any, tmp_path: Path):
     """transformers would make up what is missing, at random."""
     own = make_model(0)
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     own.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-
-    async def main() -> None:
-        engine = TransformersEngine(own, tokenizer)
-        kept = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
-        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(EngineError, match=r"lacks 1 of its tensors: model\.norm\.weight"):
-            await engine.update_weights(tmp_path)
-        bad = tensors["model.norm.weight"].clone()
-        bad[7] = -float("inf")
-        save_file({**kept, "model.norm.weight": bad}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(
-            EngineError, match=r"'model\.norm\.weight' is not finite: 0 NaN and 1 infinite of 48 values"
-        ):
-            await engine.update_weights(tmp_path)
-        assert engine.weight_version == 0
-        await engine.aclose()
-
-    asyncio.run(main())
+    engine = TransformersEngine(own, tokenizer)
+    kept = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"lacks 1 of its tensors: model\.norm\.weight"):
+        await engine.update_weights(tmp_path)
+    bad = tensors["model.norm.weight"].clone()
+    bad[7] = -float("inf")
+    save_file({**kept, "model.norm.weight": bad}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"'model\.norm\.weight' is not finite: 0 NaN and 1 infinite of 48 values"):
+        await engine.update_weights(tmp_path)
+    assert engine.weight_version == 0
+    await engine.aclose()
     assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
 
 
-def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
+async def test_weights_that_do_not_fit_change_nothing(tokenizer: Any):
     own = make_model(0)
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
-
-    async def main() -> None:
-        engine = TransformersEngine(own, tokenizer)
-        good = torch.zeros(48)
-        with pytest.raises(EngineError, match=r"'model\.norm\.wieght', which the model does not have; did you mean"):
-            await engine.update_weights({"model.norm.weight": good, "model.norm.wieght": good})
-        with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \[7\], the model's has \[48\]"):
-            await engine.update_weights({"model.norm.weight": torch.zeros(7)})
-        with pytest.raises(EngineError, match="there is no folder"):
-            await engine.update_weights("/nowhere/at/all")
-        bad = good.clone()
-        bad[[3, 5]] = float("nan")
-        with pytest.raises(
-            EngineError, match=r"new weight 'model\.norm\.weight' is not finite: 2 NaN and 0 infinite of 48"
-        ):
-            await engine.update_weights({"model.layers.0.input_layernorm.weight": good, "model.norm.weight": bad})
-        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is on the meta device"):
-            await engine.update_weights({"model.norm.weight": torch.zeros(48, device="meta")})
-        with pytest.raises(EngineError, match=r"'model\.norm\.weight' is a list; weights are torch tensors by name"):
-            await engine.update_weights({"model.norm.weight": [0.0] * 48})  # type: ignore[dict-item]
-        assert engine.weight_version == 0
-        await engine.aclose()
-
-    asyncio.run(main())
+    engine = TransformersEngine(own, tokenizer)
+    good = torch.zeros(48)
+    with pytest.raises(EngineError, match=r"'model\.norm\.wieght', which the model does not have; did you mean"):
+        await engine.update_weights({"model.norm.weight": good, "model.norm.wieght": good})
+    with pytest.raises(EngineError, match=r"'model\.norm\.weight' has shape \[7\], the model's has \[48\]"):
+        await engine.update_weights({"model.norm.weight": torch.zeros(7)})
+    with pytest.raises(EngineError, match="there is no folder"):
+        await engine.update_weights("/nowhere/at/all")
+    bad = good.clone()
+    bad[[3, 5]] = float("nan")
+    with pytest.raises(
+        EngineError, match=r"new weight 'model\.norm\.weight' is not finite: 2 NaN and 0 infinite of 48"
+    ):
+        await engine.update_weights({"model.layers.0.input_layernorm.weight": good, "model.norm.weight": bad})
+    with pytest.raises(EngineError, match=r"'model\.norm\.weight' is on the meta device"):
+        await engine.update_weights({"model.norm.weight": torch.zeros(48, device="meta")})
+    with pytest.raises(EngineError, match=r"'model\.norm\.weight' is a list; weights are torch tensors by name"):
+        await engine.update_weights({"model.norm.weight": [0.0] * 48})  # type: ignore[dict-item]
+    assert engine.weight_version == 0
+    await engine.aclose()
     assert all(torch.equal(before[name], tensor) for name, tensor in own.state_dict().items())
 
 

@@ -73,27 +73,19 @@ def test_no_token_is_sampled_behind_the_one_that_completes_a_stop_string() -> No
         assert (whole.reason, stopped.reason, rest.reason) == ("length", "stop", "stop")
 
 
-def test_thinking_is_closed_at_its_budget() -> None:
+async def test_thinking_is_closed_at_its_budget() -> None:
     engine = TransformersEngine("embedded", threads=1, send_every=3)
-
-    async def closed() -> None:
-        for prompt in range(4):
-            asked = request(engine, f"r{prompt}", prompt, 32, temperature=1.0, seed=prompt, ignore_eos=True)
-            await closes_thinking(EngineClient(engine), asked)
-        await engine.aclose()
-
-    asyncio.run(closed())
+    for prompt in range(4):
+        asked = request(engine, f"r{prompt}", prompt, 32, temperature=1.0, seed=prompt, ignore_eos=True)
+        await closes_thinking(EngineClient(engine), asked)
+    await engine.aclose()
 
 
-def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:
+async def test_parameters_of_a_server_are_refused_where_there_is_none() -> None:
     engine = TransformersEngine("embedded", threads=1)
-
-    async def answer() -> Any:
-        (got,) = await ask(engine, request(engine, "r", extra={"beam_width": 3}))
-        await engine.aclose()
-        return got
-
-    assert "takes no further sampling parameters, got beam_width" in asyncio.run(answer()).chunks[-1].error
+    (got,) = await ask(engine, request(engine, "r", extra={"beam_width": 3}))
+    await engine.aclose()
+    assert "takes no further sampling parameters, got beam_width" in got.chunks[-1].error
 
 
 def test_what_a_run_sets_reaches_the_engine_under_what_a_prompt_sets() -> None:

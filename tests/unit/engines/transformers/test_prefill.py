@@ -1,6 +1,5 @@
 """Log-probs of given ids, whatever is in the rows: the oracle is the model's own forward pass."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,18 +140,15 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
     assert not loop.running
 
 
-def test_new_weights_are_the_ones_that_score(tokenizer: Any, other_model: Any) -> None:
-    async def main() -> None:
-        engine = TransformersEngine(make_model(0), tokenizer)
-        request = asked(SHARED, 30, session="s")
-        for model, version in ((MODEL, 0), (other_model, 1)):
-            if version:
-                await engine.update_weights(dict(other_model.named_parameters()))
-            chunks = await collect(engine, request)
-            (told,) = [chunk for chunk in chunks if chunk.scores is not None]
-            assert told.scores is not None
-            check(model, request, told.scores)
-            assert (told.weight_version, chunks[-1].finish_reason, len(told.ids)) == (version, "length", 0)
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_new_weights_are_the_ones_that_score(tokenizer: Any, other_model: Any) -> None:
+    engine = TransformersEngine(make_model(0), tokenizer)
+    request = asked(SHARED, 30, session="s")
+    for model, version in ((MODEL, 0), (other_model, 1)):
+        if version:
+            await engine.update_weights(dict(other_model.named_parameters()))
+        chunks = await collect(engine, request)
+        (told,) = [chunk for chunk in chunks if chunk.scores is not None]
+        assert told.scores is not None
+        check(model, request, told.scores)
+        assert (told.weight_version, chunks[-1].finish_reason, len(told.ids)) == (version, "length", 0)
+    await engine.aclose()
