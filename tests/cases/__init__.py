@@ -1,11 +1,13 @@
 """Tables of cases: what is given, and what is said of it."""
 
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 
@@ -14,6 +16,17 @@ def table(name: str) -> dict[str, Any]:
     """Return the table in the file ``name.yaml`` here; it is read once, and nobody changes it."""
     data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
     return data
+
+
+def cases(name: str, *more: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Run a test for each line of the list that is named like it, and for ``more``; a line has its first arguments."""
+
+    def decorate(test: Any) -> Any:
+        lines = [*table(name)[test.__name__.removeprefix("test_").replace("_", " ")], *more]
+        taken = len(lines[0]) if isinstance(lines[0], list) else 1
+        return pytest.mark.parametrize(",".join([*inspect.signature(test).parameters][:taken]), lines)(test)
+
+    return decorate
 
 
 FILES: dict[str, str] = table("files")  # what users write, by name

@@ -23,7 +23,7 @@ from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools import Toolbox, ToolSession
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Restored, ToolCall
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import FILES, table
+from tests.cases import FILES, cases
 from tests.kit import closed_port
 from tests.vision import gemma3_with_tools
 
@@ -151,14 +151,11 @@ async def test_what_the_server_declares_is_shown_and_checked_and_it_sees_no_secr
         assert "API_KEY" not in names
 
 
-@pytest.mark.parametrize(
-    ("tool", "message"),
-    [
-        *table("integration")["a server that cannot be used says why"],
-        ({"mcp": STDIO, "allow": ["ad"]}, "allow: the server has no tool 'ad'; did you mean 'add'?"),
-        ({"mcp": STDIO, "retry": {"attempts": 2}}, "say `repeatable: true` if it may be"),
-        ({"use": "os:getcwd", "mcp": STDIO}, "give either `use`"),
-    ],
+@cases(
+    "integration",
+    ({"mcp": STDIO, "allow": ["ad"]}, "allow: the server has no tool 'ad'; did you mean 'add'?"),
+    ({"mcp": STDIO, "retry": {"attempts": 2}}, "say `repeatable: true` if it may be"),
+    ({"use": "os:getcwd", "mcp": STDIO}, "give either `use`"),
 )
 def test_a_server_that_cannot_be_used_says_why(tool: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolError, match=message):

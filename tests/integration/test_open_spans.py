@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import table
+from tests.cases import cases
 from tests.foreign import agent
 from tests.integration.test_mcp import SERVER, HTTPServer
 from tests.open_spans import TracedRuns, calling
@@ -33,7 +33,7 @@ def test_what_a_tool_begins_elsewhere_is_below_its_try(tool: dict[str, Any], wor
     assert runs.results == spans
 
 
-@pytest.mark.parametrize(("language", "code"), table("integration")["sandboxed code finds it in its environment"])
+@cases("integration")
 def test_sandboxed_code_finds_it_in_its_environment(language: str, code: str) -> None:
     tools = {"here": {"use": f"{SANDBOX}:{language}", "timeout": 600, "kwargs": {"seconds": 60, "processes": 8}}}
     call = calling(code=code)

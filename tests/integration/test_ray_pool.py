@@ -33,7 +33,7 @@ from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler import shard_placement
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.journal import Journal
-from tests.cases import FILES, table
+from tests.cases import FILES, cases
 from tests.embedded import tokenizer
 from tests.integration import ray_work, shard_work
 from tests.integration.ray_work import ByTrajectory, Weighted, ask, right, through
@@ -155,9 +155,7 @@ def test_a_ray_that_starts_when_its_caller_is_interrupted_is_shut_down():
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"), table("integration")["mistakes in a spec are named before anything starts"]
-)
+@cases("integration")
 def test_mistakes_in_a_spec_are_named_before_anything_starts(keys: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
         build_engine(spec(**keys), Path())

@@ -9,23 +9,27 @@ import pytest
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from tests.unit.testing.test_virtual_time import Rests
 
-pytestmark = pytest.mark.virtual_time
-
 pytestmark = pytest.mark.process
 
 
-async def test_a_process_takes_no_virtual_time_and_is_waited_for():
-    async with asyncio.timeout(30):
-        process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
-        output, _ = await process.communicate()
-    assert (output, asyncio.get_running_loop().time()) == (b"4\n", 0.0)
+def test_a_process_takes_no_virtual_time_and_is_waited_for():
+    async def main() -> tuple[bytes, float]:
+        async with asyncio.timeout(30):
+            process = await asyncio.create_subprocess_exec("expr", "2", "+", "2", stdout=subprocess.PIPE)
+            output, _ = await process.communicate()
+        return output, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (b"4\n", 0.0)
 
 
-async def test_a_process_without_pipes_is_waited_for():
-    async with asyncio.timeout(30):
-        process = await asyncio.create_subprocess_shell("exit 3")
-        code = await process.wait()
-    assert (code, asyncio.get_running_loop().time()) == (3, 0.0)
+def test_a_process_without_pipes_is_waited_for():
+    async def main() -> tuple[int, float]:
+        async with asyncio.timeout(30):
+            process = await asyncio.create_subprocess_shell("exit 3")
+            code = await process.wait()
+        return code, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (3, 0.0)
 
 
 def test_a_process_that_is_silent_does_not_stop_time_for_ever():

@@ -24,7 +24,7 @@ from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.journal import Journal, read
 from fsm_rollout.trajectory.tokens import Owner, as_ids
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 
@@ -55,7 +55,7 @@ def same(one: Path, other: Path) -> bool:
     return bool(before)
 
 
-@pytest.mark.parametrize(("name", "engines"), table("laws")["every run replays"])
+@cases("laws")
 def test_every_run_replays(name: str, engines: dict[str, str], tmp_path: Path) -> None:
     run(name, tmp_path / "first")
     of = {"engine": "policy"} | {f"engines.{engine}": engine for engine in engines}

@@ -10,7 +10,7 @@ from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Scored
 from fsm_rollout.trajectory.outcome import Outcome
-from tests.cases import table
+from tests.cases import cases
 from tests.unit.agent.facts import BROKEN, CALL, called, folded, generated, moved, opened, prompted
 
 GRAPH = AgentGraph.model_validate(
@@ -102,9 +102,7 @@ def test_limit_is_the_outcomes() -> None:
     assert not holds(("limit", "tool_calls"))
 
 
-@pytest.mark.parametrize(
-    ("name", "argument", "says"), [*table("agent")["wrong arguments"], ("score_at_least", float("nan"), "got nan")]
-)
+@cases("agent", ("score_at_least", float("nan"), "got nan"))
 def test_wrong_arguments(name: str, argument: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compile_predicate(Predicate(name=name, argument=argument), GRAPH)

@@ -10,7 +10,7 @@ from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.agent.proof import prove
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
-from tests.cases import says, table
+from tests.cases import cases, says, table
 from tests.graphs import graphs
 
 RULES = table("rules")
@@ -81,12 +81,6 @@ def test_7_tokens_that_limits_do_not_allow(predicate: str, limit: str, argument:
     assert verify(graph.model_copy(update={"transitions": (*graph.transitions, routed)})) == []
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        *table("agent")["20 templates name facts and their parts"],
-        ("".join(f"{{{{ {fact} }}}}" for fact in TEMPLATE_FACTS), None),
-    ],
-)
+@cases("agent", ("".join(f"{{{{ {fact} }}}}" for fact in TEMPLATE_FACTS), None))
 def test_20_templates_name_facts_and_their_parts(prompt: str, message: str | None) -> None:
     assert says([] if message is None else [f"…{message}…"], reviewed(prompt=prompt))

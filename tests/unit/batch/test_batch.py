@@ -26,7 +26,7 @@ from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, NotScored, PromptExtended, Scored
 from fsm_rollout.trajectory.tokens import Note, NoteKind
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases, table
 from tests.events import generated, opened, prompted
 from tests.histories import event_sequences, json_values, several_event_sequences, several_trajectories
 
@@ -417,14 +417,7 @@ def test_a_score_that_float32_cannot_hold_is_refused(value: float, turn: int | N
         rows([trajectory("t", 2, Scored(at=4.0, value=value, turn=turn))])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"overflow": "trim"}, "overflow must be 'error', 'omit' or 'truncate', got 'trim'"),
-        ({"prompt_width": -1}, "prompt_width must be 0 or more"),
-        ({"response_width": -1, "overflow": "omit"}, "response_width must be 0 or more"),
-    ],
-)
+@cases("batch")
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(BatchError, match=said):
         TrajectoryBatch.from_trajectories([trajectory("t")], pad_id=0, **arguments)

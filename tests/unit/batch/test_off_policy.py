@@ -16,6 +16,7 @@ from fsm_rollout.batch.off_policy import correct
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.histories import several_trajectories
 from tests.unit.batch.test_credit import trajectory
 
@@ -117,15 +118,7 @@ def test_a_sequence_s_whole_weight_is_unbiased_and_the_others_are_not() -> None:
     assert masked == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"level": "trun"}, "level must be one of token, turn, sequence, got 'trun'; did you mean 'turn'?"),
-        ({"bound": "clip"}, "bound must be 'truncate' or 'mask', got 'clip'"),
-        ({"low": 0.5}, "truncated weights have no lower bound"),
-        ({"high": 0.5}, "`high` must be 1 or more and `low` between 0 and 1, got 0.5 and None"),
-    ],
-)
+@cases("batch")
 def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
     batch = TrajectoryBatch.from_rows([], pad_id=0)
     with pytest.raises(BatchError) as raised:

@@ -12,7 +12,7 @@ from fsm_rollout.chat import ChatTemplate, glue_cache
 from fsm_rollout.chat.glue_cache import MOST_CHARACTERS, Histories
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
-from tests.cases import table
+from tests.cases import cases
 from tests.unit.chat import chat_zoo as zoo
 
 ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -135,7 +135,7 @@ def test_prompts_are_the_references(name: str, system: str | None, user: str, to
         assert outcome(lambda: chat.encode_here(Opening(messages, tools))) == want
 
 
-@pytest.mark.parametrize(("name", "served"), table("chat")["dependence on history is found out"])
+@cases("chat")
 def test_dependence_on_history_is_found_out(name: str, served: bool) -> None:
     chat = chat_of(name)
     arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}

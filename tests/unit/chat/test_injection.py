@@ -15,6 +15,7 @@ from fsm_rollout.chat import ChatTemplate, template
 from fsm_rollout.chat.markers import MarkerEncoder, Part, parts_at
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
+from tests.cases import cases
 from tests.unit.chat import chat_zoo as zoo
 
 TEMPLATE = zoo.CHATML + "{#- <tool_call></tool_call><think><|im_end|> -#}"
@@ -225,19 +226,11 @@ def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
 SHARED = ["a prompt of many samples", "a prompt of many samples", "another long prompt", "a prompt of many samples"]
 
 
-@pytest.mark.parametrize(
-    ("places", "parts"),
-    [
-        ([(0, 0, 1), (1, 3, 5)], [(0, 0, 1), (1, 2, 2)]),
-        ([(0, 2, 5)], [(0, 2, 2)]),  # its first character shares a token with what stands before it
-        ([(0, 3, 6)], [(0, 2, 2)]),  # and here its last one with what follows
-        ([(0, 1, 2)], []),
-    ],
-)
+@cases("chat")
 def test_a_token_that_straddles_an_edge_is_scaffold(places: list[Any], parts: list[Any]) -> None:
     characters = [(0, 1), (1, 3), (3, 4), (4, 5), (5, 7)]
     found = parts_at([(*place, False) for place in places], len(characters), characters.__getitem__)
-    assert [part[:3] for part in found] == parts
+    assert [list(part[:3]) for part in found] == parts
 
 
 def test_a_long_text_is_encoded_in_a_thread_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

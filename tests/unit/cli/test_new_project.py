@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from fsm_rollout.cli import agents, app
 from fsm_rollout.cli.new_project import KINDS, new_project
 from fsm_rollout.errors import ConfigError
-from tests.cases import table
+from tests.cases import cases
 
 
-@pytest.mark.parametrize(("name", "message"), table("cli")["a name that cannot be is refused"])
+@cases("cli")
 def test_a_name_that_cannot_be_is_refused(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match=message):

@@ -17,7 +17,7 @@ from fsm_rollout.agent.graph import Predicate
 from fsm_rollout.cli import app
 from fsm_rollout.diagrams.draw import DrawingError, render, source_of, to_dot, to_mermaid, to_png
 from fsm_rollout.diagrams.picture import picture
-from tests.cases import table
+from tests.cases import cases
 from tests.graphs import graphs
 from tests.kit import ROOT
 from tests.unit.diagrams.sixty_states import sixty_states
@@ -97,7 +97,7 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-@pytest.mark.parametrize(("name", "argument", "spelt"), table("diagrams")["a condition is spelt in words"])
+@cases("diagrams")
 def test_a_condition_is_spelt_in_words(name: str, argument: Any, spelt: str) -> None:
     assert str(Predicate(name=name, argument=argument)) == spelt
 

@@ -19,7 +19,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import EngineError, PromptTooLong
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory.enums import FinishReason
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.unit.engines.kit import TEXT, Fragile, Place, answers, ask, done, make, now, pooled, right, run, soon
 
@@ -241,7 +241,7 @@ class Unruly(ScriptedEngine):
                     yield Chunk(request.request_id)
 
 
-@pytest.mark.parametrize(("how", "says"), table("engines")["a broken engine ends its requests with an error"])
+@cases("engines")
 def test_a_broken_engine_ends_its_requests_with_an_error(how: str, says: str) -> None:
     async def body(client: EngineClient) -> None:
         for answer in await answers(client, "a", "b"):

@@ -17,7 +17,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.cases import table
+from tests.cases import cases, table
 from tests.embedded import tokenizer
 
 
@@ -65,7 +65,7 @@ def test_a_key_that_is_null_is_not_there(tmp_path: Path):
         build_engine({"kind": "transformers", "threads": None, "threds": 1}, tmp_path)
 
 
-@pytest.mark.parametrize(("spec", "messages"), table("engines")["mistakes are named all together"])
+@cases("engines")
 def test_mistakes_are_named_all_together(spec: dict[str, Any], messages: list[str], tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         build_engine(spec, tmp_path)
@@ -73,7 +73,7 @@ def test_mistakes_are_named_all_together(spec: dict[str, Any], messages: list[st
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "messages"), table("engines")["mistakes in a script file have their line"])
+@cases("engines")
 def test_mistakes_in_a_script_file_have_their_line(text: str, messages: list[str], tmp_path: Path):
     (tmp_path / "script.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -154,14 +154,8 @@ def test_an_engine_of_ones_own_has_replicas(tmp_path: Path):
     assert said(spec, tmp_path) == "AB"
 
 
-@pytest.mark.parametrize(
-    ("says", "message"),
-    [
-        ("", "is no engine, it lacks .*generate.*see fsm_rollout.engines.protocol"),
-        ("a", "cannot be built: OSError: no such device"),
-    ],
-)
+@cases("engines")
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_engine_of_ones_own_that_cannot_be_built(tmp_path: Path, says: str, message: str, replicas: int):
+def test_an_engine_of_ones_own_that_cannot_be_built(says: str, message: str, tmp_path: Path, replicas: int):
     with pytest.raises(EngineError, match=message):
         build_engine({"kind": f"{HERE}:broken", "says": says, "replicas": replicas}, tmp_path)

@@ -15,6 +15,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn, scripted_l
 from fsm_rollout.engines.thinking_budget import ThinkingBudget
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import NO_VERSION, as_ids, as_logprobs
+from tests.cases import cases
 from tests.embedded import encoded, tokenizer
 from tests.unit.engines.kit import EOS, ask, run
 
@@ -127,17 +128,7 @@ def test_an_engine_is_asked_for_no_token_that_is_dropped(said: str) -> None:
     run(engine, body)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "aborted", "goes_on"),
-    [
-        ([("abc", None)], False, True),
-        ([("abc", "length")], False, True),
-        ([("ab", None), ("c", "stop")], False, False),  # as its server has it
-        ([("ab<eos>", None)], False, False),
-        ([("abc", "abort")], True, False),  # closed when the turn goes on
-        ([("ab", "length")], False, False),  # its own window is full
-    ],
-)
+@cases("engines")
 def test_what_has_ended_is_not_closed(chunks: list[tuple[str, str | None]], aborted: bool, goes_on: bool) -> None:
     request = asked(3, inside=True, max_tokens=40)
     pending = PendingRequest(request, 0.0, thinking=ThinkingBudget(request, tokenizer()), aborted=aborted)

@@ -29,7 +29,7 @@ from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.trajectory.events import Generated, Message, MessagesAppended, Scored
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.events import opened, prompted
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "calculate", "arguments": {}}}]
@@ -331,16 +331,13 @@ def test_a_reward_may_say_more_than_a_score():
     assert judged(lambda trajectory: {"score": None, "seen": 1}) == [Verdict(None, {"seen": 1.0})] * 4
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        *table("environment")["what a reward says is checked"],
-        ({"score": 1.0, "part": math.inf}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
-        (10**400, "of trajectory t0 must be a finite number or None, got a number of more than 300 digits (at test_re"),
-        (1e39, "must be a finite number or None, got 1e+39 (a float32 holds up to 3.4e+38) (at test_rewards.py:"),
-        (-(10**40), "got -1e+40 (a float32 holds up to 3.4e+38)"),
-        (torch.ones(2), "must be a finite number or None, got tensor([1., 1.])"),
-    ],
+@cases(
+    "environment",
+    ({"score": 1.0, "part": math.inf}, "'part' of reward '<lambda>' of trajectory t0 must be a finite number"),
+    (10**400, "of trajectory t0 must be a finite number or None, got a number of more than 300 digits (at test_re"),
+    (1e39, "must be a finite number or None, got 1e+39 (a float32 holds up to 3.4e+38) (at test_rewards.py:"),
+    (-(10**40), "got -1e+40 (a float32 holds up to 3.4e+38)"),
+    (torch.ones(2), "must be a finite number or None, got tensor([1., 1.])"),
 )
 def test_what_a_reward_says_is_checked(value: Any, says: str):
     error = judged(lambda trajectory: value)[0]

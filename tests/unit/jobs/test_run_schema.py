@@ -18,7 +18,7 @@ from fsm_rollout.engines.specs import KINDS
 from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_schema import run_schema
 from fsm_rollout.trajectory.prompt import Prompt
-from tests.cases import table
+from tests.cases import cases
 from tests.kit import CONFIGS
 from tests.unit.jobs.test_run_config import EVERY_KEY, SMALLEST
 
@@ -95,7 +95,7 @@ def test_the_schema_takes_what_loads() -> None:
     assert accepts(SMALLEST.replace("a.yaml", "{one: a.yaml, two: /b.yaml}"))
 
 
-@pytest.mark.parametrize(("old", "new"), table("jobs")["the schema refuses typos"])
+@cases("jobs")
 def test_the_schema_refuses_typos(old: str, new: str) -> None:
     assert accepts(SMALLEST)
     assert old in SMALLEST

@@ -16,7 +16,7 @@ from fsm_rollout.serve.metrics import page_of
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
 from fsm_rollout.trajectory.tokens import Usage
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.collector import Collector
 from tests.embedded import tokenizer
 from tests.events import generated, opened, prompted
@@ -128,7 +128,7 @@ def test_who_takes_none_is_sent_none_or_not_warned_of(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("settings", "variables", "goes_to"), table("report")["where they go"])
+@cases("report")
 def test_where_they_go(
     settings: dict[str, Any], variables: dict[str, str], goes_to: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

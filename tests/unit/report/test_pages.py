@@ -39,7 +39,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import TokenStream
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.histories import event_sequences
 from tests.kit import ROOT
@@ -274,10 +274,7 @@ def test_a_report_says_what_was_run_and_where_all_time_went(tmp_path: Path) -> N
         shown(str(tmp_path / f"odd{len(odd)}"), "-o", str(tmp_path / "r.html"))
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [*table("report")["numbers are said without noise"], (1 / 3, "0.333"), (4e-9, "4.0e-09"), (float("inf"), "inf")],
-)
+@cases("report", (1 / 3, "0.333"), (4e-9, "4.0e-09"), (float("inf"), "inf"))
 def test_numbers_are_said_without_noise(value: float | None, said: str) -> None:
     assert said_number(value) == said
 

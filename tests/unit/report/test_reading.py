@@ -7,7 +7,6 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -24,7 +23,7 @@ from fsm_rollout.report.trajectory import trajectory_page, why_apart
 from fsm_rollout.trajectory.enums import ForkReason
 from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Scored, Transitioned
 from fsm_rollout.trajectory.journal import Journal
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, on_screen
 from tests.unit.report.recorded_runs import history, write_run
@@ -58,16 +57,7 @@ def test_unfolding_gives_the_sequence_again(items: list[str]) -> None:
     assert [item for block in folded_repeats(items) for _ in range(block.times) for item in block.items] == items
 
 
-@pytest.mark.parametrize(
-    ("items", "blocks"),
-    [
-        ("", []),
-        ("pgtgtgtx", [("p", 1), ("gt", 3), ("x", 1)]),
-        ("aaaa", [("a", 4)]),
-        ("aab", [("a", 1), ("a", 1), ("b", 1)]),
-        ("abcabcabc", [("abc", 3)]),
-    ],
-)
+@cases("report")
 def test_what_repeats_is_said_once(items: str, blocks: list[tuple[str, int]]) -> None:
     assert folded_repeats(items) == [Block(tuple(part), times) for part, times in blocks]
 
@@ -88,9 +78,7 @@ def test_forty_rounds_are_one_line(tmp_path: Path) -> None:
 # Shares.
 
 
-@pytest.mark.parametrize(
-    ("share", "said"), [*table("report")["something is never nothing and never all"], (1e-6, "<0.1 %")]
-)
+@cases("report", (1e-6, "<0.1 %"))
 def test_something_is_never_nothing_and_never_all(share: float, said: str) -> None:
     assert percent(share) == said
 

@@ -26,7 +26,7 @@ from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal, metadata
 from fsm_rollout.trajectory.trace_ids import TraceIds
-from tests.cases import FILES, table
+from tests.cases import FILES, cases
 from tests.collector import Collector
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, closed_port
@@ -201,7 +201,7 @@ def test_a_share_that_is_none_is_said(value: str, monkeypatch: pytest.MonkeyPatc
     assert settings.share == 0.25
 
 
-@pytest.mark.parametrize(("text", "read"), table("report")["a header reads variables that are set"])
+@cases("report")
 def test_a_header_reads_variables_that_are_set(text: str, read: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "mine")
     monkeypatch.delenv("NO_SUCH_NAME", raising=False)

@@ -24,7 +24,7 @@ from fsm_rollout.trajectory.events import Called, Ended
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.laws.world import call
 from tests.runs import (
     ASKS,
@@ -377,7 +377,7 @@ def test_a_bad_call_may_end_its_trajectory() -> None:
     assert (only(groups).stop_reason, only(groups).failure) == ("failed:ToolError", FailureClass.POLICY)
 
 
-@pytest.mark.parametrize(("settings", "says"), table("scheduler")["what cannot be done about a class is refused"])
+@cases("scheduler")
 def test_what_cannot_be_done_about_a_class_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         failures_of(settings)

@@ -35,6 +35,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.laws.agents import agents
 from tests.laws.world import call, scripted, turns
@@ -587,14 +588,7 @@ async def pay(text: str) -> str:
     return f"paid {text}"
 
 
-@pytest.mark.parametrize(
-    ("repeatable", "names", "made", "told"),
-    [
-        (True, ["bob"], ["bob", "bob"], ["paid bob"]),
-        (False, ["bob"], ["bob"], ["may have had its effect"]),
-        (False, ["ann", "bob"], ["ann", "bob"], ["may have had its effect", "paid bob"]),  # one of them had not begun
-    ],
-)
+@cases("scheduler")
 def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(
     repeatable: bool, names: list[str], made: list[str], told: list[str]
 ) -> None:
@@ -788,17 +782,7 @@ async def test_a_data_set_that_breaks_leaves_nothing_without_an_end(count: int, 
         assert stop_reasons == {"answered", "cancelled"}
 
 
-@pytest.mark.parametrize(
-    ("lines", "hurrying", "streams", "between"),
-    [
-        (["GENERATING timed_out GENERATING"], {}, 1, ""),
-        # The header of the turn that never came cannot be taken back, so the history is rendered anew.
-        (
-            ["GENERATING timed_out HURRYING", "HURRYING written GENERATING"],
-            {"HURRYING": {"handler": "write", "prompt": "Hurry!"}}, 2, "<|im_start|>user\nHurry!<|im_end|>\n",
-        ),
-    ],
-)  # fmt: skip
+@cases("scheduler")
 def test_a_turn_of_which_nothing_came_is_asked_for_again_without_a_second_header(
     lines: list[str], hurrying: dict[str, Any], streams: int, between: str
 ) -> None:
@@ -857,13 +841,7 @@ def test_a_filter_that_turns_everything_down_ends_the_run(deliver_at_end: bool) 
     assert ("p1" in later) == deliver_at_end, "kept where it was not delivered"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_filtered": -1}, "max_filtered must be at least 0 groups"),
-        ({"over_sample": 0.5}, "over_sample must be at least 1"),
-    ],
-)
+@cases("scheduler")
 def test_bounds_that_are_none_are_refused(options: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Bench(agent(), slow()).go(target_groups=1, **options)

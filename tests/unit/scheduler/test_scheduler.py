@@ -44,7 +44,7 @@ from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import (
@@ -669,9 +669,7 @@ class Wrong(Speaker):
         return Outcome("said")
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "detail"), table("scheduler")["a failure says what and where also where a row takes it"]
-)
+@cases("scheduler")
 def test_a_failure_says_what_and_where_also_where_a_row_takes_it(how: str, error: str, detail: str) -> None:
     trajectory = only(run(custom("Wrong", options={"how": how}), ["hm"])[0])
     assert trajectory.stop_reason == f"failed:{error}"

@@ -23,6 +23,7 @@ from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.trajectory.events import AnyEvent, Generated, TeacherScored
 from fsm_rollout.trajectory.settings import Concurrency
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import LIMITS, TOOLS, agent, only, prompts
@@ -151,16 +152,7 @@ class Mute(ScriptedEngine):
         return fr.engines.protocol.basic_facts(self)  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"big": {"engine": "mute"}}, "teacher 'big': its engine cannot be one: it does not say log-probs of ids"),
-        ({"big": {"top_k": 3}}, "teacher 'big' needs an engine: "),
-        ({"big": {"engine": "policy", "topk": 3}}, "teacher 'big': .*'topk'.*did you mean 'top_k'"),
-        ({"mute": {"engine": {"kind": "scripted"}}}, "teacher 'mute' has the name of an engine"),
-        ({"big": {"engine": "policy", "hint": "{{"}}, "teacher 'big': its hint is no template"),
-    ],
-)
+@cases("scheduler")
 def test_what_can_be_no_teacher_is_refused_with_the_reason(given: dict[str, Any], message: str) -> None:
     engines = {name: ScriptedEngine(TURNS, tokenizer=tokenizer()) for name in ("policy", "mute")}
     engines["mute"] = Mute(TURNS, tokenizer=tokenizer())

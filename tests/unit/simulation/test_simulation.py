@@ -28,6 +28,7 @@ from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import cases
 
 AUTO, TODAY = Policy.of("auto"), Policy.of("today")
 
@@ -193,16 +194,8 @@ def test_lengths_are_read_from_a_file(tmp_path: Path) -> None:
     assert simulate(workload, ServerCosts()).makespan >= 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"turns": []}', "trace.jsonl:1: no trajectory (it has no turn)"),
-        ('{"turns": [[1, 2]]}', "trace.jsonl:1: no trajectory (not enough values"),
-        ("nonsense", "trace.jsonl:1: no trajectory (Expecting value"),
-        ("", "holds no trajectory with a generation"),
-    ],
-)
-def test_a_file_of_something_else_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+@cases("simulation")
+def test_a_file_of_something_else_is_named_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
     with pytest.raises(ConfigError) as error:
         recorded(tmp_path / "trace.jsonl", 4096)
@@ -266,17 +259,9 @@ def test_no_schedule_that_can_be_found_is_quicker_than_the_bound_and_some_are_as
     assert 1.0 <= min(times) < 1.01
 
 
-@pytest.mark.parametrize(
-    ("tokens", "gap", "seconds"),
-    [
-        (10, 1.0, 9.0),  # both fit: six tokens are filled, two steps, and the gap
-        (8, 0.0, 9.0),  # both fit until their second turns, which are sampled one after the other
-        (5, 0.0, 10.0),  # one after the other
-        (5, 9.0, 22.0),  # in the gap of one the other begins, and both contexts are filled again
-    ],
-)
+@cases("simulation")
 def test_the_search_finds_what_a_few_lines_of_arithmetic_find(
-    exact: Any, tokens: int, gap: float, seconds: float
+    tokens: int, gap: float, seconds: float, exact: Any
 ) -> None:
     life = (TurnLengths(2, 1, gap), TurnLengths(1, 1))
     server = ServerCosts(tokens=tokens, fill=1.0, step=1.0, step_request=0.0, step_token=0.0)

@@ -21,6 +21,7 @@ from fsm_rollout.states.external import gateway
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.foreign import CALCULATOR, CALL, YAML, agent, chat, check_exact, client
 from tests.laws.test_thinking import PREFILLED
 
@@ -333,26 +334,7 @@ def test_a_history_that_is_too_long_may_be_shortened() -> None:
     assert trajectory.generations == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "`messages` must be a list"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: the role must be one of"),
-        ({"n": 2}, "`n` may be 1: ask again"),
-        ({"stop": [1]}, "`stop` must be text"),
-        ({"seed": 1}, "`seed` is not supported: each turn is seeded by"),
-        ({"top_logprobs": 1}, "`top_logprobs` is not supported: of the token that was sampled alone"),
-        ({"response_format": {"type": "xml"}}, "`response_format` must be of type text, json_object or json_schema"),
-        ({"tool_choice": "required"}, "`tool_choice` demands a call, and there is no tool"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "holds no picture: it has type"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "a part of type 'input_audio'"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's own"),
-        ({"temperature": -1}, "sampling"),
-        ({"tools": ["x"]}, r"^`tools\[0\]` must be a tool of type"),
-        ({"tools": [{"type": "function", "function": None}]}, r"^`tools\[0\].function` must be an object"),
-        ({"tools": [{"type": "function", "function": {"name": None}}]}, r"^`tools\[0\].function.name` must be"),
-    ],
-)
+@cases("states")
 def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any], message: str) -> None:
     good = {} if not body else {"messages": [{"role": "user", "content": "x"}]}
 

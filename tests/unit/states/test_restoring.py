@@ -28,7 +28,7 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal.reader import blobs
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.laws.world import call
 from tests.runs import ASKS, TOOLS, Bench, agent, asking, histories, only, results, rows, with_tool
 
@@ -155,9 +155,7 @@ def cuts(log: list[tuple[str, AnyEvent]]) -> list[int]:
     return [place for place, (_, event) in enumerate(log, 1) if isinstance(event, kinds)]
 
 
-@pytest.mark.parametrize(
-    ("use", "spec", "way"), table("states")["a tools notes are there whenever its trajectory was cut off"]
-)
+@cases("states")
 def test_a_tools_notes_are_there_whenever_its_trajectory_was_cut_off(
     use: str, spec: dict[str, Any], way: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,9 +306,7 @@ def spoken_to(use: str) -> AgentGraph:
     return agent(frame)
 
 
-@pytest.mark.parametrize(
-    ("use", "restored", "anew"), table("states")["a user goes on where it was whenever the trajectory was cut off"]
-)
+@cases("states")
 def test_a_user_goes_on_where_it_was_whenever_the_trajectory_was_cut_off(
     use: str, restored: bool, anew: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

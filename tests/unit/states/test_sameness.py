@@ -6,6 +6,7 @@ import pytest
 
 from fsm_rollout.states.external.origins import Origin, origin_of, reads_as_side_call
 from fsm_rollout.states.external.sameness import Pins, chains_of
+from tests.cases import cases
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.3.ab; cc_entrypoint=cli; cch={};You are {}."
 
@@ -53,17 +54,7 @@ def test_calls_are_told_apart_by_what_they_ask_and_not_by_their_names() -> None:
     assert history(one, other) != history(one, other, ids=("a", "a"))
 
 
-@pytest.mark.parametrize(
-    ("system", "user", "beside"),
-    [
-        ("You are a title generator. You output ONLY a thread title.", "hello", True),
-        ("Be brief.", "Please write a 5-10 word title for the following conversation:\nhello", True),
-        ("Summarize this coding conversation in under 50 characters.", "hello", True),
-        ("Does this message begin a new conversation topic?", "hello", True),
-        ("You solve tasks.", "Write a title for this conversation.", False),
-        ("You solve tasks in this session.", "Name the capital.", False),
-    ],
-)
+@cases("states")
 def test_calls_beside_the_work_are_known_by_their_words_but_not_by_those_of_the_task(
     system: str, user: str, beside: bool
 ) -> None:

@@ -17,7 +17,7 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import FrozenMap, Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import SINGLE, TOOLS, agent, changed, only, prompts, rows, run
@@ -256,10 +256,7 @@ async def long_page(text: str) -> str:
 LONG = {"page": {"use": f"{HERE}:long_page"}}
 
 
-@pytest.mark.parametrize(
-    ("limits", "calls", "max_context", "most"),
-    table("states")["a result without a bound of its own leaves half of what is left"],
-)
+@cases("states")
 async def test_a_result_without_a_bound_of_its_own_leaves_half_of_what_is_left(
     limits: dict[str, int], calls: int, max_context: int, most: int
 ) -> None:

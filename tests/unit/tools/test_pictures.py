@@ -19,7 +19,7 @@ from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.stream import text_of
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import table
+from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.runs import asking, with_tool
 from tests.vision import gemma3_with_tools
@@ -30,22 +30,19 @@ STORED = picture_of(RED)
 URI = STORED.data_uri()
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        *table("tools")["what shows a picture"],
-        (STORED, [STORED]),
-        (RED, [STORED]),
-        (Image.fromarray(RED), [STORED]),
-        ({"type": "image_url", "image_url": {"url": URI}}, [STORED]),
-        ({"type": "image", "image": RED}, [STORED]),
-        (["left", STORED, 3, {"a": 1}], ["left", STORED, "3", '{"a": 1}']),
-        (("one", {"type": "text", "text": "two"}, RED), ["one", "two", STORED]),
-        ({"type": "image", "mimeType": "image/png", "data": URI.partition(",")[2]}, [STORED]),
-        ({"type": "video", "video": [RED, RED[:9]]}, [STORED, picture_of(RED[:9])]),
-        ({"type": "video", "video": "film.mp4"}, None),
-        (RED[:, :, 0], None),
-    ],
+@cases(
+    "tools",
+    (STORED, [STORED]),
+    (RED, [STORED]),
+    (Image.fromarray(RED), [STORED]),
+    ({"type": "image_url", "image_url": {"url": URI}}, [STORED]),
+    ({"type": "image", "image": RED}, [STORED]),
+    (["left", STORED, 3, {"a": 1}], ["left", STORED, "3", '{"a": 1}']),
+    (("one", {"type": "text", "text": "two"}, RED), ["one", "two", STORED]),
+    ({"type": "image", "mimeType": "image/png", "data": URI.partition(",")[2]}, [STORED]),
+    ({"type": "video", "video": [RED, RED[:9]]}, [STORED, picture_of(RED[:9])]),
+    ({"type": "video", "video": "film.mp4"}, None),
+    (RED[:, :, 0], None),
 )
 def test_what_shows_a_picture(value: Any, shown: list[Any] | None) -> None:
     text, parts = content(value)

@@ -13,6 +13,7 @@ import fsm_rollout as fr
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import PromptFile, load_run, recorded_run
 from fsm_rollout.trajectory.prompt import as_prompts, read_prompts
+from tests.cases import cases
 from tests.kit import ROOT
 
 QUESTION = [{"role": "user", "content": "What is 1 + 3?"}]
@@ -113,17 +114,7 @@ def test_null_columns_of_a_table_are_not_there() -> None:
     assert list(prompt.messages) == [{"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"messages": "questions"}, r":1: has no column 'questions'; did you mean 'question'\? \(and so in 99 more\)"),
-        ({"messages": "solution.fnal"}, r"has no column 'solution.fnal'; did you mean 'final'\?"),
-        (
-            None,
-            r":1: 'messages' is missing; say which column they are: .*there are id, question, solution.* in 99 more",
-        ),
-    ],
-)
+@cases("trajectory")
 def test_a_hundred_equal_mistakes_are_one_line(columns: dict[str, str] | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         read_prompts(jsonl([OTHER] * 100, tmp_path), columns=columns)

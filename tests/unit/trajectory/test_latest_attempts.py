@@ -5,17 +5,11 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.trajectory.latest_attempts import latest_attempts
+from tests.cases import cases
 from tests.events import prompted, written
 
 
-@pytest.mark.parametrize(
-    ("begun", "counted"),
-    [
-        (["x/0", "x/0~1", "x/1"], ["x/0~1", "x/1"]),
-        (["x/0", "x/0/ask.1", "x/0/ask.1/look.1", "x/0~1", "x/0~1/ask.1"], ["x/0~1", "x/0~1/ask.1"]),
-        (["x/0~2", "x/0~10"], ["x/0~10"]),
-    ],
-)
+@cases("trajectory")
 def test_the_latest_attempt_of_each_sample_with_what_it_has_called(
     begun: list[str], counted: list[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from fsm_rollout.errors import PictureError
 from fsm_rollout.trajectory import pictures
 from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of, stored_pictures
-from tests.cases import table
+from tests.cases import cases
 
 RED = Image.new("RGB", (4, 2), (255, 0, 0))
 
@@ -108,13 +108,7 @@ def test_a_message_without_pictures_is_left_as_it_is(content: object) -> None:
     assert stored_pictures(message) is message
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        *table("trajectory")["a part that shows nothing says which it is"],
-        ({"type": "video", "video": [RED, b"x"]}, "part 1: is no picture"),
-    ],
-)
+@cases("trajectory", ({"type": "video", "video": [RED, b"x"]}, "part 1: is no picture"))
 def test_a_part_that_shows_nothing_says_which_it_is(part: dict[str, Any], words: str) -> None:
     with pytest.raises(PictureError, match=words):
         stored_pictures({"role": "user", "content": [{"type": "text", "text": "x"}, part]})
@@ -167,24 +161,21 @@ def test_what_all_read_alike_stays_as_it_is(form: str) -> None:
     assert picture_of(data).data == data
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        *table("trajectory")["what is no picture says so"],
-        (NOISE[:-200], "damaged"),
-        (Image.open(io.BytesIO(NOISE[:-200])), "damaged"),
-        (Image.new("L", (20_000, 1)), "20,000 × 1 pixels"),
-        (Image.new("L", (10_000, 4_001)), "10,000 × 4,001 pixels"),
-        ("data:," + "x" * (pictures.ENCODED + 1), "100,663,296 are read"),
-        ({"type": "image", "data": "x" * (pictures.ENCODED + 1)}, "100,663,296 are read"),
-        (b"no picture", "PNG, JPEG, WEBP"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "render it first"),
-        (MOVING, "animation of"),
-        (png_of(60_000, 1), "60,000 × 1 pixels"),
-        (png_of(16_000, 16_000), "far larger than the 40,000,000"),
-        (b"x" * (pictures.MOST_BYTES + 1), "33,554,432 are read"),
-        (np.zeros((4, 2, 3)), "float64"),
-    ],
+@cases(
+    "trajectory",
+    (NOISE[:-200], "damaged"),
+    (Image.open(io.BytesIO(NOISE[:-200])), "damaged"),
+    (Image.new("L", (20_000, 1)), "20,000 × 1 pixels"),
+    (Image.new("L", (10_000, 4_001)), "10,000 × 4,001 pixels"),
+    ("data:," + "x" * (pictures.ENCODED + 1), "100,663,296 are read"),
+    ({"type": "image", "data": "x" * (pictures.ENCODED + 1)}, "100,663,296 are read"),
+    (b"no picture", "PNG, JPEG, WEBP"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "render it first"),
+    (MOVING, "animation of"),
+    (png_of(60_000, 1), "60,000 × 1 pixels"),
+    (png_of(16_000, 16_000), "far larger than the 40,000,000"),
+    (b"x" * (pictures.MOST_BYTES + 1), "33,554,432 are read"),
+    (np.zeros((4, 2, 3)), "float64"),
 )
 def test_what_is_no_picture_says_so(source: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(PictureError, match=words):

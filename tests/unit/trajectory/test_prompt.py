@@ -16,7 +16,7 @@ from pyarrow.parquet import write_table
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.prompt import Prompt, as_prompts, read_prompts
 from fsm_rollout.trajectory.settings import Limits, Sampling
-from tests.cases import table
+from tests.cases import cases
 from tests.histories import json_values
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}
@@ -109,17 +109,14 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problems(path) == [": reading parquet needs pyarrow: pip install 'fsm-rollout[parquet]'"]
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        *table("trajectory")["wrong fields"],
-        ({"mesages": [ASK]}, ["'messages' is missing; is it 'mesages'?"]),
-        ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
-        ({**ASK, "limits": {"tool_cals": 3}}, ["limits: unknown key 'tool_cals'; did you mean 'tool_calls'?"]),
-        ({**ASK, "limits": {"tool_calls": "3"}}, ["limits.tool_calls should be a valid integer, got '3'"]),
-        ({**ASK, "sampling": {"top_p": 2}}, ["sampling.top_p should be less than or equal to 1, got 2"]),
-        ({**ASK, "prompt_id": 3}, ["prompt_id should be a valid string, got 3"]),
-    ],
+@cases(
+    "trajectory",
+    ({"mesages": [ASK]}, ["'messages' is missing; is it 'mesages'?"]),
+    ([ASK], ["a prompt is a mapping with 'messages', got a list"]),
+    ({**ASK, "limits": {"tool_cals": 3}}, ["limits: unknown key 'tool_cals'; did you mean 'tool_calls'?"]),
+    ({**ASK, "limits": {"tool_calls": "3"}}, ["limits.tool_calls should be a valid integer, got '3'"]),
+    ({**ASK, "sampling": {"top_p": 2}}, ["sampling.top_p should be less than or equal to 1, got 2"]),
+    ({**ASK, "prompt_id": 3}, ["prompt_id should be a valid string, got 3"]),
 )
 def test_wrong_fields(record: Any, expected: list[str], tmp_path: Path) -> None:
     good = json.dumps(ASK)
@@ -139,19 +136,13 @@ def test_an_assistants_message_may_have_calls_for_content() -> None:
     assert prompt.messages[1] == call
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [*table("trajectory")["lines that are not json"], ("[" * 100_000, [":2: is nested too deeply to be read"])],
-)
+@cases("trajectory", ("[" * 100_000, [":2: is nested too deeply to be read"]))
 def test_lines_that_are_not_json(text: str, expected: list[str], tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", f"{json.dumps(ASK)}\n{text}\n{json.dumps(ASK)}\n")
     assert problems(path) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [*table("trajectory")["files that are not json"], ("[\n" + "[" * 100_000, "is nested too deeply to be read")],
-)
+@cases("trajectory", ("[\n" + "[" * 100_000, "is nested too deeply to be read"))
 def test_files_that_are_not_json(text: str, expected: str, tmp_path: Path) -> None:
     assert problems(written(tmp_path / "p.json", text))[-1] == f":2: {expected}"
 
@@ -240,7 +231,7 @@ def test_prompts_are_read_without_copies(tmp_path: Path, monkeypatch: pytest.Mon
     assert as_prompts(prompts) == prompts
 
 
-@pytest.mark.parametrize(("key", "taken", "refused"), table("trajectory")["sampling has bounds"])
+@cases("trajectory")
 def test_sampling_has_bounds(key: str, taken: list[float], refused: list[float]) -> None:
     for value in taken:
         assert getattr(Sampling(**{key: value}), key) == value

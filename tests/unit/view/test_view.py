@@ -17,7 +17,7 @@ from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal, Search
 from fsm_rollout.view.runs import Runs
 from fsm_rollout.view.server import HOST, ViewServer
-from tests.cases import table
+from tests.cases import cases
 from tests.unit.report.recorded_runs import NASTY, Elements, history, write_run
 
 CALM = "The answer is 3."
@@ -65,19 +65,16 @@ async def until_read(session: aiohttp.ClientSession, server: ViewServer, path: s
             return page
 
 
-@pytest.mark.parametrize(
-    ("query", "found"),
-    [
-        *table("view")["an address finds trajectories"],
-        ("", ["0/0", "0/1", "1/0", "1/1", LONG]),
-        ("ended=unfinished", ["1/1", LONG]),
-        ("state=INTERACTING", ["0/0", "0/1", "1/0", LONG]),
-        ("least=much&page=-3&sort=nothing", ["0/0", "0/1", "1/0", "1/1", LONG]),
-        ("page=7", ["0/0", "0/1", "1/0", "1/1", LONG]),
-        ("sort=-score", ["0/0", "0/1", "1/0", "1/1", LONG]),
-        ("sort=score", ["0/1", "0/0", "1/0", "1/1", LONG]),
-        ("sort=-trajectory", [LONG, "1/1", "1/0", "0/1", "0/0"]),
-    ],
+@cases(
+    "view",
+    ("", ["0/0", "0/1", "1/0", "1/1", LONG]),
+    ("ended=unfinished", ["1/1", LONG]),
+    ("state=INTERACTING", ["0/0", "0/1", "1/0", LONG]),
+    ("least=much&page=-3&sort=nothing", ["0/0", "0/1", "1/0", "1/1", LONG]),
+    ("page=7", ["0/0", "0/1", "1/0", "1/1", LONG]),
+    ("sort=-score", ["0/0", "0/1", "1/0", "1/1", LONG]),
+    ("sort=score", ["0/1", "0/0", "1/0", "1/1", LONG]),
+    ("sort=-trajectory", [LONG, "1/1", "1/0", "0/1", "0/0"]),
 )
 async def test_an_address_finds_trajectories(query: str, found: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", histories())
@@ -171,7 +168,7 @@ async def test_a_page_is_sent_again_only_once_there_is_more(tmp_path: Path) -> N
                     known = answer.headers["ETag"]
 
 
-@pytest.mark.parametrize(("query", "says"), table("view")["what cannot be put beside each other is said"])
+@cases("view")
 async def test_what_cannot_be_put_beside_each_other_is_said(query: str, says: str, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", histories())
     write_run(tmp_path / "runs" / "two", {})
@@ -179,9 +176,7 @@ async def test_what_cannot_be_put_beside_each_other_is_said(query: str, says: st
         assert says in await text_of(session, query, 404)
 
 
-@pytest.mark.parametrize(
-    ("method", "headers", "status", "says"), table("view")["only this machine is answered and only by reading"]
-)
+@cases("view")
 async def test_only_this_machine_is_answered_and_only_by_reading(
     method: str, headers: dict[str, str], status: int, says: str, tmp_path: Path
 ) -> None:

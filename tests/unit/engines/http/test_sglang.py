@@ -34,6 +34,7 @@ from fsm_rollout.engines.updating import updating
 from fsm_rollout.engines.weight_sources import Tensors
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
+from tests.cases import cases
 from tests.integration.sglang_oracle import ask
 from tests.unit.engines.http.stand_ins import EARLY, FIRST, SGLangStandIn, VLLMStandIn
 from tests.unit.engines.http.test_any_server import asked_for, one, request
@@ -416,17 +417,9 @@ def test_a_protocol_without_pictures_is_sent_none(tmp_path: Path) -> None:
     server.stop()
 
 
-@pytest.mark.parametrize(
-    ("info", "keeps", "priorities"),
-    [
-        ({}, False, [None, None, None]),
-        ({"enable_session_radix_cache": True}, True, [None, None, None]),
-        ({"enable_priority_scheduling": True}, False, [0, 1, 2]),
-        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, False, [0, -1, -2]),
-    ],
-)
+@cases("engines")
 async def test_a_server_is_told_of_sessions_and_of_what_has_begun_where_it_heeds_that(
-    server: SGLangStandIn, info: dict[str, object], keeps: bool, priorities: list[int | None]
+    info: dict[str, object], keeps: bool, priorities: list[int | None], server: SGLangStandIn
 ) -> None:
     server.info = info
     engine = SGLangHTTPEngine(server.url)

@@ -11,7 +11,7 @@ from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.script import AnswerPlan, ScriptError, Turn, plan, scripted_logprob, turn_for
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.tokens import as_ids
-from tests.cases import table
+from tests.cases import cases
 
 EOS = 9
 
@@ -117,22 +117,13 @@ def test_a_function_may_be_the_script():
     assert turn_for(script, asked(turn=3)).text == "turn 3"
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        (["a"], r"has 1 turn\(s\) for agent 'solver', context 'main', and turn 1 \(from 0\) was asked for; add a turn"),
-        (
-            {"critic": ["a"]},
-            r"no turns for agent 'solver', context 'main' \(it has 'critic'\); add the key 'solver/main'",
-        ),
-    ],
-)
+@cases("engines")
 def test_a_script_that_runs_out_says_what_to_add(script: object, message: str):
     with pytest.raises(ScriptError, match=message):
         turn_for(script, asked(turn=1))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("turn", [*table("engines")["turns that mean nothing are refused"], {"text": "1", "ids": (1,)}])
+@cases("engines", {"text": "1", "ids": (1,)})
 def test_turns_that_mean_nothing_are_refused(turn: dict[str, object]):
     with pytest.raises(ConfigError):
         Turn(**turn)

@@ -19,6 +19,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import cases
 
 
 def greedy(count: int) -> list[Request]:
@@ -69,13 +70,7 @@ def test_threads_may_read_weights_together():
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("cuda:99", r"device 'cuda:99' is not there: torch .*, or leave `device` out"),
-        ("gpu", "device 'gpu' is none that torch knows; write 'cpu', 'cuda'"),
-    ],
-)
+@cases("engines")
 def test_a_device_that_is_not_there_is_not_the_model_s_fault(device: str, message: str):
     with pytest.raises(EngineError, match=message):
         load_model("absent", device=device)

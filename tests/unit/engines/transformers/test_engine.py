@@ -25,6 +25,7 @@ from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.engines.transformers.key_value_rows import Filling
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
+from tests.cases import cases
 from tests.kit import ROOT, new_objects
 from tests.model_fixtures import make_model
 
@@ -270,14 +271,7 @@ def test_a_broken_model_folder_is_an_engine_error(tmp_path: Path):
         TransformersEngine(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"layer_types": ["full_attention", "sliding_attention"], "_attn_implementation": "sdpa"},
-        {"sliding_window": 128, "_attn_implementation": "sdpa"},
-        {"layer_types": ["full_attention"], "_attn_implementation": "flash_attention_2"},
-    ],
-)
+@cases("engines")
 def test_models_that_cannot_be_decoded_exactly_are_refused(config: dict[str, Any]):
     made = PreTrainedConfig()
     vars(made).update(config)
