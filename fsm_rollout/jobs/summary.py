@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 from rich.table import Table
@@ -22,6 +21,7 @@ from fsm_rollout.report.running import running_costs
 from fsm_rollout.report.spans import PARTS, parts_of
 from fsm_rollout.report.texts import number, shortened, visible
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
+from fsm_rollout.trajectory.stream import turns_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 Summary: TypeAlias = dict[str, Any]  # JSON data
@@ -46,7 +46,7 @@ def summarize(
     batch does, and ``cost``, where engines have a price; ``bad_calls`` are the failures among those calls that the
     model is to blame for, and ``tool_failures`` the others. ``tree_token_ratio`` is how many tokens the rows have
     where those that they share count once, of all that they have (``TrajectoryBatch.tree``), ``None`` without rows.
-    ``turns_mean`` counts the messages of all streams of a trajectory, system messages apart, and ``generations_mean``
+    ``turns_mean`` counts the messages of a trajectory, each once, system messages apart, and ``generations_mean``
     what was sampled. ``stop_reasons`` counts a trajectory that has none as ``suspended``, or ``unfinished``;
     ``forks`` (if there are any) counts the streams that are ones of their own by the reason why.
     ``failures`` (if there are any) says of each kind what the first one was, as ``details`` does of ends that are no
@@ -83,7 +83,7 @@ def summarize(
         **_endings(samples),
         "failure_classes": dict(Counter(str(t.failure) for t in samples if t.failure is not None).most_common()),
         "sub_agents": {"trajectories": len(called), **_endings(called)},
-        "turns_mean": _mean([sum(map(attrgetter("num_turns"), trajectory.streams)) for trajectory in samples]),
+        "turns_mean": _mean([turns_of(trajectory.streams) for trajectory in samples]),
         "generations_mean": _mean([trajectory.generations for trajectory in samples]),
         "tokens": sum(trajectory.response_tokens for trajectory in everything),
         "trained_tokens": sum(trajectory.trained_tokens for trajectory in everything),

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from fsm_rollout.report.spans import BUSY, Clock, Interval, Kind, parts_of
 from fsm_rollout.report.texts import number, percent
 from fsm_rollout.trajectory.latest_attempts import latest_of
 from fsm_rollout.trajectory.pictures import StoredPicture
+from fsm_rollout.trajectory.stream import turns_of
 from fsm_rollout.trajectory.wall_time import covered
 
 BINS = 120  # points of a course over time
@@ -51,7 +51,7 @@ class Line:
         self.sample = trajectory.sample
         self.tool_rewards = tuple(trajectory.tool_rewards)
         self.visits = trajectory.visits
-        self.messages = sum(map(attrgetter("num_turns"), trajectory.streams))
+        self.messages = turns_of(trajectory.streams)
         self.generations = trajectory.generations
         self.tokens = trajectory.response_tokens
         self.trained = trajectory.trained_tokens

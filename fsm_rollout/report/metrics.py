@@ -63,7 +63,12 @@ ENDED = Metric(
 ACTIVE = Metric("fsm_rollout.trajectories_active", "gauge", "{trajectory}", "Trajectories under way", ("agent",))
 LASTED = Metric("fsm_rollout.trajectory.duration", "histogram", "s", "How long trajectories took", ("agent",), LONG)
 SCORE = Metric(
-    "fsm_rollout.score", "histogram", "1", "Scores of trajectories", ("agent",), tuple(i / 10 for i in range(11))
+    "fsm_rollout.score",
+    "histogram",
+    "1",
+    "Scores that the run's reward gave",
+    ("agent",),
+    tuple(i / 10 for i in range(11)),
 )
 OURS = Metric(
     "fsm_rollout.ours.duration", "histogram", "s", "How long generations waited for us before they were asked for",
@@ -219,11 +224,13 @@ class RunMetrics:
 
     def _ended(self, trajectory: Trajectory, event: events.Ended) -> None:
         self._set_aside(trajectory, event)
+        if event.at > (trajectory.ended_at or event.at):
+            return  # it had ended, and has failed since
         self.add(ENDED, 1, (trajectory.agent, event.stop_reason))
         self.add(LASTED, trajectory.elapsed(event.at), (trajectory.agent,))
 
     def _scored(self, trajectory: Trajectory, event: events.Scored) -> None:
-        if event.turn is None:
+        if event.source == events.REWARD:  # a foreign agent's own score stands only until then
             self.add(SCORE, event.value, (trajectory.agent,))
 
 

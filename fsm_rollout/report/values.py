@@ -55,12 +55,14 @@ class RunValues:
         )
 
     def _add(self, recording: Recording) -> None:
-        later = 0.0  # from the end to the beginning: a visit's return is what was given after it began
+        # From the end to the beginning: a visit's return is what was given after it began. Of a trajectory's scores the
+        # last one stands.
+        later = recording.trajectory.score or 0.0
         left: Transitioned | None = None
         group = recording.trajectory.group_id
         for event in reversed(recording.events):
             match event:
-                case Scored():
+                case Scored() if event.turn is not None:
                     later += event.value
                 case Called() if event.reward is not None:
                     later += event.reward

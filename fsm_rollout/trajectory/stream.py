@@ -292,6 +292,16 @@ def whole_conversation(streams: Iterable[Stream]) -> list[Message]:
     return messages
 
 
+def turns_of(streams: Sequence[Stream]) -> int:
+    """Return how many messages a trajectory has in all contexts, each once, system messages apart.
+
+    What a further stream of a context opens with, or a branch of it, has been said before.
+    """
+    roots = dict.fromkeys(root_of(stream.context) for stream in streams)
+    said = (whole_conversation(stream for stream in streams if root_of(stream.context) == root) for root in roots)
+    return sum(message["role"] != "system" for messages in said for message in messages)
+
+
 def pictures_of(streams: Iterable[Stream]) -> list[StoredPicture]:
     """Return the pictures that streams have shown, each once, in the order in which they came."""
     parts = (part for stream in streams for message in stream.messages for part in media_of(message))

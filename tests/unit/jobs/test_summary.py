@@ -84,6 +84,20 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     def seconds(kind: type) -> list[float]:
         return [under_way([(max(0.0, e.at - e.seconds), e.at) for e in every(kind, [events])]) for events in several]
 
+    def said(events: list[AnyEvent]) -> int:
+        """Count its messages; what a context's further stream opens with has been said before, if it has been."""
+        contexts: dict[str, list[Any]] = {}
+        for event in events:
+            if isinstance(event, ContextOpened):
+                before, opening = contexts.setdefault(event.context, []), list(event.messages)
+                goes_on = opening[: len(before)] == before
+                before += opening[len(before) :] if goes_on else [m for m in opening if m not in before]
+            elif isinstance(event, MessagesAppended):
+                contexts[event.context] += event.messages
+            elif isinstance(event, Generated) and not event.continued:
+                contexts[event.context].append(event.message)
+        return sum(message["role"] != "system" for messages in contexts.values() for message in messages)
+
     def visited(events: list[AnyEvent]) -> Counter[str]:
         state, entered, refused = "", Counter[str](), Counter[str]()
         for event in events:
@@ -99,9 +113,6 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
         return under_way([(max(0.0, end - 0.5), end) for end in ends if end > 0])
 
     trained = {(i, e.context): e.trained for i, events in enumerate(everything) for e in every(ContextOpened, [events])}
-    messages = [
-        m for e in every(ContextOpened | MessagesAppended, several) for m in e.messages if m["role"] != "system"
-    ]
     last_scores = [[s.value for s in every(Scored, [events]) if s.turn is None] for events in several]
     scores = [values[-1] for values in last_scores if values]
     ratio = summary["tree_token_ratio"]  # of what, tests of trees say
@@ -114,8 +125,7 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
     assert summary["stop_reasons"] == endings(several)
     called = summary["sub_agents"]
     assert (called["trajectories"], called["stop_reasons"]) == (len(children), endings(children))
-    turns = len(messages) + sum(not event.continued for event in every(Generated, several))
-    assert summary["turns_mean"] == (turns / len(several) if several else None)
+    assert summary["turns_mean"] == (sum(map(said, several)) / len(several) if several else None)
     assert summary["tokens"] == sum(len(event.ids) for event in every(PromptExtended | Generated, everything))
     assert summary["trained_tokens"] == sum(
         len(e.ids) * trained[i, e.context] for i, events in enumerate(everything) for e in every(Generated, [events])

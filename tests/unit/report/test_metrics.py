@@ -10,10 +10,22 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
 import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
-from fsm_rollout.report.metrics import DURATION, LAG, METRICS, SECONDS, TOKENS, UPDATED, USAGE, WIRE, RunMetrics
+from fsm_rollout.report.metrics import (
+    DURATION,
+    ENDED,
+    LAG,
+    METRICS,
+    SCORE,
+    SECONDS,
+    TOKENS,
+    UPDATED,
+    USAGE,
+    WIRE,
+    RunMetrics,
+)
 from fsm_rollout.report.readers import Tracing
 from fsm_rollout.serve.metrics import page_of
-from fsm_rollout.trajectory.events import AnyEvent, Called, Generated
+from fsm_rollout.trajectory.events import REWARD, AnyEvent, Called, Ended, Generated, Scored
 from fsm_rollout.trajectory.tokens import Usage
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import cases
@@ -99,6 +111,17 @@ def test_an_engine_that_counts_for_itself_is_believed() -> None:
         metrics(trajectory, event)
     sums = {labels[-1]: numbers[0] for labels, numbers in metrics.values[USAGE].items()}
     assert sums == {"input": 1200.0, "output": 800.0}
+
+
+def test_a_trajectory_counts_once_with_the_score_that_stands() -> None:
+    heard, trajectory = RunMetrics({}), Trajectory.fold([prompted()])
+    own, rewarded = Scored(at=105.0, value=0.2, source="EXTERNAL"), Scored(at=111.0, value=1.0, source=REWARD)
+    first, late = Ended(at=110.0, stop_reason="answered"), Ended(at=120.0, stop_reason="failed:ToolDied")
+    for event in (own, first, rewarded, late):
+        trajectory.apply(event)
+        heard(trajectory, event)
+    assert [numbers[0] for numbers in heard.values[SCORE].values()] == [1.0]
+    assert {labels[1]: numbers for labels, numbers in heard.values[ENDED].items()} == {"answered": [1.0]}
 
 
 def test_what_running_costs_is_read_when_it_is_shown() -> None:

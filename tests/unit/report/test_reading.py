@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fsm_rollout import Rollout, load_agent
 from fsm_rollout.jobs.summary import summarize, summary_table
+from fsm_rollout.report.figures import Line
 from fsm_rollout.report.folding import Block, folded_repeats
 from fsm_rollout.report.pages import page_path
 from fsm_rollout.report.recording import Recording, open_run
@@ -21,10 +22,19 @@ from fsm_rollout.report.show import show
 from fsm_rollout.report.texts import GOES_ON, percent
 from fsm_rollout.report.trajectory import trajectory_page, why_apart
 from fsm_rollout.trajectory.enums import ForkReason
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Ended, Generated, Scored, Transitioned
+from fsm_rollout.trajectory.events import (
+    AnyEvent,
+    ContextOpened,
+    Ended,
+    Generated,
+    MessagesAppended,
+    Scored,
+    Transitioned,
+)
 from fsm_rollout.trajectory.journal import Journal
 from tests.cases import cases
 from tests.embedded import tokenizer
+from tests.events import generated, opened, prompted
 from tests.kit import CONFIGS, on_screen
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -213,6 +223,19 @@ def test_a_turn_is_a_message_and_a_generation_is_one_everywhere(tmp_path: Path) 
     write_report(tmp_path)
     columns = json.loads(re.search(r'"columns": ?(\[.*?\])', (tmp_path / "report.html").read_text("utf-8"))[1])  # type: ignore[index]
     assert {"messages", "generations"} <= {column["name"] for column in columns}
+
+
+def test_messages_of_a_split_history_count_once() -> None:
+    events: list[AnyEvent] = [prompted()]
+    messages = [{"role": "user", "content": "Go."}]
+    for number in range(4):
+        begins = [{"role": "system", "content": "Be brief."}, *messages]
+        events.append(opened(messages=begins, instead_of_glue=number > 0))
+        said = [{"role": "assistant", "content": f"{number}"}, {"role": "user", "content": f"{number}?"}]
+        events += [generated(message=said[0]), MessagesAppended(at=101.0, context="main", state="S", messages=said[1:])]
+        messages = [*messages, *said]
+    recording = Recording.of(events)
+    assert Line(recording).messages == summarize([recording.trajectory], wall_seconds=1.0)["turns_mean"] == 9
 
 
 def test_a_foreign_agent_s_histories_are_told_apart() -> None:

@@ -11,9 +11,12 @@ from fsm_rollout.diagrams.draw import to_dot, to_mermaid
 from fsm_rollout.diagrams.palette import PALE
 from fsm_rollout.diagrams.picture import picture
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.report.values import values_of_run
+from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.values import RunValues, values_of_run
+from fsm_rollout.trajectory.events import REWARD, Ended, Scored, Transitioned
 from fsm_rollout.trajectory.journal import Journal
 from tests.embedded import tokenizer
+from tests.events import prompted
 from tests.kit import CONFIGS
 
 AGENT = CONFIGS / "agents/tool_user.yaml"
@@ -67,6 +70,15 @@ def test_a_value_is_what_followed(run: Path) -> None:
         ("generated", "PROCESSING_TOOLS"),
         ("tools_done", "GENERATING"),
     ]
+
+
+def test_of_two_scores_of_a_trajectory_the_last_one_counts() -> None:
+    own, rewarded = (Scored(at=1.0, value=1.0, source=source) for source in ("PENDING", REWARD))
+    left = Transitioned(
+        at=1.0, trigger="returned", source="PENDING", dest="END", spent={}, stop_reason="answered", detail=None
+    )
+    events = [prompted(), own, left, Ended(at=1.0, stop_reason="answered"), rewarded]
+    assert RunValues("a", "run", [Recording.of(events)]).of_state("PENDING") == "value 1.00"
 
 
 def test_the_command_draws_them(run: Path, tmp_path: Path) -> None:
