@@ -30,6 +30,7 @@ def cases(name: str, *more: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 FILES: dict[str, str] = table("files")  # what users write, by name
+PROGRAMS: dict[str, str] = table("programs")  # what runs in a process of its own, by what it does
 
 
 def says(expected: Sequence[str], lines: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from fsm_rollout.scheduler.run_counts import SampleKey
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, JournalFolder, histories, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import PROGRAMS
 from tests.kit import ROOT
 from tests.programs import fsm_rollout, program
 
@@ -161,32 +162,7 @@ def test_a_whole_run_is_only_written_again(run: Path, whole: dict[str, Any]) -> 
 
 def test_a_run_that_was_killed_goes_on(run: Path, whole: dict[str, Any]) -> None:
     """Nothing is cleaned up then: the journal's log is left beside it, and visits are cut off in their middle."""
-    text = """
-import os, sys
-from contextlib import contextmanager
-from fsm_rollout.trajectory.events import Called
-from fsm_rollout.jobs.runner import execute
-from fsm_rollout.jobs.run_config import load_run
-from fsm_rollout.trajectory.journal import Journal
-config = load_run(sys.argv[1])
-journals = []
-class Held(Journal):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        journals.append(self)
-import fsm_rollout.jobs.runner as runner
-runner.Journal = Held
-@contextmanager
-def listener(total, done):
-    yield hear
-seen = []
-def hear(trajectory, event):
-    seen.append(event)
-    if sum(isinstance(event, Called) for event in seen) == 4:
-        journals[0].flush()
-        os._exit(9)
-execute(config, listener)
-"""
+    text = PROGRAMS["stops where the fourth call has its result"]
     done = program(text, run)
     assert (done.returncode, done.stderr) == (9, "")
     out = run.parent / "out"
@@ -202,18 +178,7 @@ def test_a_run_in_shards_goes_on_from_all_their_journals(how: signal.Signals, ru
     """It ends while its first group is handed over, and others are at their second turn."""
     late = {"kind": "scripted", "turns": [CALL, {"text": CALL, "delay": 0.3}, "The answer is 3."], "max_running": 2}
     run.write_text(json.dumps(json.loads(run.read_text("utf-8")) | {"workers": 2, "engine": late}), "utf-8")
-    text = """
-import os, sys
-from contextlib import nullcontext
-from fsm_rollout.jobs import runner
-from fsm_rollout.jobs.run_config import load_run
-from fsm_rollout.report.progress import RunProgress
-from rich.console import Console
-async def add(self, group, version):
-    os.kill(os.getpid(), int(sys.argv[2]))
-runner.Tracking.add = add
-runner.execute(load_run(sys.argv[1]), lambda *of: nullcontext(RunProgress(*of, Console(stderr=True))))
-"""
+    text = PROGRAMS["ends while its first group is handed over"]
     done = program(text, run, str(int(how)))
     assert done.returncode != 0
     out = run.parent / "out"
@@ -294,24 +259,7 @@ def test_a_run_goes_on_behind_a_journal_that_is_closed(run: Path, monkeypatch: p
     assert (folder / "report.html").exists()
 
 
-PREEMPTED = """
-import os, signal, sys
-from fsm_rollout import cli
-from fsm_rollout.report.progress import RunProgress
-from fsm_rollout.trajectory.events import Called
-number = getattr(signal, sys.argv[2])
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does to what it starts in the background
-signal.signal(number, signal.SIG_DFL)  # whatever this test was started with
-hear, seen = RunProgress.__call__, []
-def listen(self, trajectory, event):
-    hear(self, trajectory, event)
-    seen.append(event)
-    if isinstance(event, Called) and sum(isinstance(each, Called) for each in seen) in (4, 5):  # in pairs
-        os.kill(os.getpid(), number)
-RunProgress.__call__ = listen
-sys.argv = ["fsm-rollout", "run", sys.argv[1]]
-cli.main()
-"""
+PREEMPTED = PROGRAMS["is told to end at its fourth call, twice"]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])

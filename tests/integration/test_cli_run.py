@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fsm_rollout import TrajectoryBatch
 from fsm_rollout.cli import app
-from tests.cases import FILES, table
+from tests.cases import FILES, PROGRAMS, table
 from tests.kit import CONFIGS
 from tests.programs import fsm_rollout
 
@@ -207,12 +207,7 @@ def test_a_target_and_a_filter_from_the_run_file(place: Path) -> None:
     assert sorted(TrajectoryBatch.load(place / "out/batch").tensordict["group_id"]) == ["1", "3"]
 
 
-REWARD = """
-def correct(trajectory):
-    if int(trajectory.group_id) % 4:
-        raise KeyError("answer")
-    return {"score": 1.0, "length": 5}
-"""
+REWARD = PROGRAMS["a reward that mostly fails"]
 
 
 def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
@@ -220,7 +215,7 @@ def test_rewards_that_mostly_fail_make_a_failed_run(place: Path) -> None:
     write_prompts(place, *[PROMPT] * 8)
     shown = ran(place, "reward=rewards_of_mine:correct", code=1)
     assert "score           1.000 ± 0.000 (scored 2 of 8); length 5.000" in shown
-    first = "scored 2 of 8; the first without a score: 1/0: KeyError: 'answer' (at rewards_of_mine.py:4, in correct)"
+    first = "scored 2 of 8; the first without a score: 1/0: KeyError: 'answer' (at rewards_of_mine.py:3, in correct)"
     assert first in shown
     assert "the reward failed for 6 of 8" in shown
     summary = summary_of(place)

@@ -5,36 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import PROGRAMS
 from tests.kit import CONFIGS
 from tests.programs import program
 
 pytestmark = pytest.mark.process
 
-PROGRAM = """
-import ctypes, os, subprocess, sys
-from fsm_rollout.cli import main
-small, run = sys.argv[1:]
-user, group = os.getuid(), os.getgid()
-NEW_USER, NEW_MOUNTS, CANNOT = 0x10000000, 0x00020000, 77
-if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS):
-    sys.exit(CANNOT)
-for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-    with open(f"/proc/self/{name}", "w") as file:
-        file.write(text)
-if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small]).returncode:
-    sys.exit(CANNOT)
-os.chdir(small)
-def command(*words):
-    child = os.fork()
-    if not child:
-        sys.argv[1:] = words
-        sys.exit(main())
-    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    print(*os.listdir("out"), flush=True)
-command("run", run, "out=out")
-subprocess.run(["mount", "-o", "remount,size=200m", small], check=True)
-command("resume", "out")
-"""
+PROGRAM = PROGRAMS["runs and goes on where a disk is full"]
 
 
 def test_a_disk_that_is_full_ends_the_run_with_a_word_and_loses_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools.commands import MARK
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import PROGRAMS
 from tests.foreign import CALCULATOR, agent, check_exact
 
 # One worker runs them: each looks for what any of them may have left.
@@ -59,23 +60,7 @@ def program(text: str, tmp_path: Path, keys: str = "") -> AgentGraph:
 
 
 CODEX = "@openai/codex@0.169.0"
-RUN_CODEX = """
-set -e
-mkdir -p "$HOME/.codex"
-cat > "$HOME/.codex/config.toml" <<EOF
-model = "tiny"
-model_provider = "local"
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-[model_providers.local]
-name = "local"
-base_url = "$OPENAI_BASE_URL"
-env_key = "OPENAI_API_KEY"
-wire_api = "responses"
-supports_websockets = SOCKETS
-EOF
-PROGRAM exec --skip-git-repo-check "$TASK" < /dev/null
-"""
+RUN_CODEX = PROGRAMS["codex, told where our server is"]
 
 
 @pytest.fixture(scope="session")
@@ -113,19 +98,7 @@ def test_codex_carries_out_a_call_and_its_row_is_exact(sockets: str, codex: Path
 def test_a_program_sees_no_secret_and_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_TOKEN", "secret")
     monkeypatch.setenv("FOR_IT", "given")
-    text = """
-import json, os, sys, urllib.request
-told = json.load(sys.stdin)
-names = {name for name in os.environ}
-assert "API_TOKEN" not in names, names
-assert os.environ["GIVEN"] == "given"
-assert os.listdir() == [] and os.getcwd() == os.path.realpath(os.environ["HOME"])
-assert told["task"] == os.environ["TASK"] and told["extra"] == {"answer": "31"}
-body = json.dumps({"messages": told["messages"], "model": "m"}).encode()
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
-    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-assert json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] == "yes"
-"""
+    text = PROGRAMS["looks at what it is given"]
     engine = scripted(["yes"])
     prompt = {"messages": [{"role": "user", "content": TASK}], "answer": "31"}
     (trajectory,) = run(program(text, tmp_path, ", env: {GIVEN: $FOR_IT}"), engine, prompt)
@@ -157,18 +130,7 @@ def test_a_program_that_fails_says_what_it_wrote(tmp_path: Path) -> None:
     assert "could not be started" in str(missing.detail)
 
 
-FAMILY = """
-import os, subprocess, sys, time
-wait = "import time; time.sleep(10000)"
-subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(10000)
-    os._exit(0)
-print("ready", flush=True)
-time.sleep(10000 if "stay" in sys.argv else 0)
-"""
+FAMILY = PROGRAMS["leaves children that hide"]
 
 
 @pytest.mark.parametrize("stays", [False, True])
@@ -188,20 +150,7 @@ def test_its_children_end_with_the_visit_however_they_hide(stays: bool, tmp_path
 @pytest.mark.parametrize("tools", [[], [CALCULATOR]], ids=["without tools", "with tools"])
 def test_a_killed_run_goes_on_with_the_answers_that_it_had(tmp_path: Path, tools: list[Any]) -> None:
     """The visit begins again; calls that were answered before get the same answers, and nothing is sampled twice."""
-    text = (
-        f"tools = {tools!r}"
-        + """
-import json, os, time, urllib.request
-messages = [{"role": "user", "content": "one"}]
-for number in range(3):
-    stamp = {"role": "system", "content": f"Current time: {time.time()}"}
-    body = json.dumps({"messages": [stamp, *messages], "model": "m", "tools": tools}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
-    messages.append({"role": "user", "content": f"and {number}"})
-"""
-    )
+    text = f"tools = {tools!r}\n" + PROGRAMS["asks three times, at another time each"]
     graph, engine = program(text, tmp_path), scripted(["first", "second", "third"])
     seen: list[Any] = []
 

@@ -5,18 +5,12 @@ import sys
 
 import pytest
 
+from tests.cases import PROGRAMS
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.process
 
-CELL = """
-import sys
-import fsm_rollout as fr
-assert "jinja2" not in sys.modules, "nothing that draws is imported before something is shown"
-data, _ = get_ipython().display_formatter.format(fr.load_agent(r"AGENT"))
-assert "<svg" in data["image/svg+xml"]
-print("shown")
-"""
+CELL = PROGRAMS["a session of IPython"]
 
 
 def test_importing_the_package_is_enough() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsm_rollout.trajectory.journal import read
+from tests.cases import PROGRAMS
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.process
@@ -34,26 +35,7 @@ os._exit(9)
     assert 10 <= trajectory.spent["tool_calls"] <= 20
 
 
-LATE = """
-import sys
-from fsm_rollout.trajectory.journal import Journal
-from tests.events import prompted
-
-class Late:
-    def __init__(self):
-        self.journal = Journal(sys.argv[1], interval=3600.0)
-        self.journal.append("t", prompted("t"))
-        if sys.argv[2] == "busy":  # what a commit leaves that the interpreter's end has stopped
-            self.journal._committing.acquire()
-
-    def __del__(self):
-        try:
-            self.journal.close()
-        except Exception as error:
-            sys.stderr.write(str(error))
-
-late = Late()
-"""
+LATE = PROGRAMS["closes its journal at the interpreter's end"]
 
 
 @pytest.mark.parametrize("writer", ["idle", "busy"])

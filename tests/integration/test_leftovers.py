@@ -2,27 +2,11 @@
 
 import pytest
 
+from tests.cases import PROGRAMS
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.process
-TESTS = """
-import gc, pytest, socket
-gc.disable()  # it is asked for once, by the neighbour
-def test_fails():
-    left_open = [socket.socket()]
-    left_open.append(left_open)  # for the collector alone to find
-    assert not left_open
-def test_fails_too():
-    assert False
-def test_their_neighbour():
-    gc.collect()
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_may_leave_something_open():
-    left_open = [socket.socket()]
-    left_open.append(left_open)
-def test_its_neighbour():
-    gc.collect()
-"""
+TESTS = PROGRAMS["tests that leave something open"]
 
 
 @pytest.mark.parametrize(("options", "failed"), [(("-p", "tests.leftovers"), 2), ((), 4)])

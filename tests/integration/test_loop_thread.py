@@ -12,6 +12,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.concurrency.loop_thread import LoopThread
 from fsm_rollout.errors import EngineError
+from tests.cases import PROGRAMS
 from tests.embedded import tokenizer
 from tests.kit import ROOT
 from tests.programs import program
@@ -30,56 +31,10 @@ def script(text: str, *, finalized: bool = False) -> subprocess.CompletedProcess
     )
 
 
-INTERRUPTED = (
-    HEAD
-    + """
-import asyncio, os, signal
-from fsm_rollout.errors import EngineError
-under_way, cleaned = [], []
-async def reward(trajectory):
-    under_way.append(trajectory)
-    if len(under_way) == 1:
-        os.kill(os.getpid(), signal.SIGINT)
-    try:
-        await asyncio.Event().wait()
-    finally:
-        for _ in range(3):
-            await asyncio.sleep(0)  # a clean-up that awaits more than once
-        cleaned.append(trajectory)
-with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
-    try:
-        rollout.run(["x"])
-    except KeyboardInterrupt:
-        print(len(under_way), len(cleaned), rollout.carried, sorted(rollout.scheduler.groups))
-    rollout.scheduler.scoring.reward = None
-    print(*rollout.run(["x", "y"], n=2).tensordict["stop_reason"])
-"""
-)
+INTERRUPTED = HEAD + PROGRAMS["presses Ctrl-C while rewards are given"]
 
 
-THROWN_AWAY = """
-import asyncio, gc, warnings
-warnings.simplefilter("always", ResourceWarning)
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
-rollout.run(["x"])
-del rollout
-gc.collect()
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, concurrency=1)
-async def reach_target(rollout):
-    async for group in rollout.stream(["x", "y", "z"], target_groups=1):
-        pass
-asyncio.run(reach_target(rollout))
-rollout.cycle = rollout
-del rollout
-gc.collect()
-from fsm_rollout.engines.transformers.engine import TransformersEngine
-rollout = fr.Rollout(agent, TransformersEngine("embedded:early"), sampling={"max_tokens": 4})
-rollout.run(["x"])
-del rollout
-gc.collect()
-open_at_the_end = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
-open_at_the_end.run(["x"])
-"""
+THROWN_AWAY = PROGRAMS["throws rollouts away"]
 
 
 def test_what_is_not_closed_is_cleared_away_without_a_warning() -> None:
@@ -88,20 +43,7 @@ def test_what_is_not_closed_is_cleared_away_without_a_warning() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-STUCK = """
-import asyncio, threading
-import fsm_rollout as fr
-from fsm_rollout.concurrency import loop_end
-loop_end.LEFT_AFTER = 0.01
-begun = threading.Event()
-def stuck():
-    begun.set()
-    threading.Event().wait()
-async def reward(trajectory):
-    asyncio.ensure_future(asyncio.to_thread(stuck))
-    await asyncio.to_thread(begun.wait)
-    return 1.0
-"""
+STUCK = PROGRAMS["a reward that leaves a thread"]
 
 
 def test_a_thread_that_never_ends_keeps_no_interpreter_from_ending() -> None:
@@ -128,45 +70,14 @@ def test_ctrl_c_waits_for_what_it_cancels() -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
-    text = """
-import asyncio, os, signal
-from fsm_rollout.concurrency.loop_thread import LoopThread
-async def stubborn():
-    os.kill(os.getpid(), signal.SIGINT)
-    try:
-        await asyncio.Event().wait()
-    finally:
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.Event().wait()
-try:
-    LoopThread().call(stubborn)
-except KeyboardInterrupt:
-    print("out")
-"""
+    text = PROGRAMS["presses Ctrl-C twice"]
     done = script(text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
 
 
 def test_a_ctrl_c_that_another_thread_was_given_is_heard() -> None:
     """The kernel gives a signal to any thread, and Python's handlers run in the main one: nothing wakes that then."""
-    text = """
-import asyncio, signal, threading
-from fsm_rollout.concurrency.loop_thread import LoopThread
-def press():
-    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-async def work():
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.3, press)  # the caller waits by then
-    try:
-        await asyncio.Event().wait()
-    finally:
-        loop.call_later(0.3, press)
-        await asyncio.Event().wait()
-try:
-    LoopThread().call(work)
-except KeyboardInterrupt:
-    print("out")
-"""
+    text = PROGRAMS["presses Ctrl-C in another thread"]
     done = script(text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
 
@@ -197,31 +108,7 @@ def test_forks_executors_and_threads_beside_a_rollout_that_is_never_closed() -> 
 
     A thread that it does wait for may go on calling.
     """
-    text = (
-        HEAD
-        + """
-import multiprocessing, threading
-from concurrent.futures import ThreadPoolExecutor
-rollout = fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]})
-rollout.run(["x"])
-child = multiprocessing.get_context("fork").Process(target=print, args=["child"])
-child.start()
-child.join()
-print(child.exitcode, len(rollout.run(["x"])))
-pool = ThreadPoolExecutor(1)
-print(len(pool.submit(rollout.run, ["x"] * 2).result()))
-def train():
-    rollout.run(["x"])
-    first.set()
-    main_is_over_soon.wait()
-    print(len(rollout.run(["x"], n=3)))
-first, main_is_over_soon = threading.Event(), threading.Event()
-thread = threading.Thread(target=train)
-thread.start()
-first.wait()
-threading._register_atexit(main_is_over_soon.set)
-"""
-    )
+    text = HEAD + PROGRAMS["forks, and calls from threads"]
     done = script(text, finalized=True)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["child", "0", "1", "2", "3"], "")
 
@@ -294,19 +181,5 @@ def test_an_engine_without_a_loop_of_its_own_serves_both_forms() -> None:
 
 def test_a_fork_has_threads_of_its_own() -> None:
     """Those that waited for a job in the process that was forked are not in it; a job in either finds one."""
-    ended = script("""
-import os, threading
-from fsm_rollout.concurrency.threads import DaemonThreads
-pool = DaemonThreads("pooled")
-pool.submit(int).result(60)
-while not pool._idle:
-    threading.Event().wait(0.001)
-child = os.fork()
-answer = pool.submit(os.getpid).result(60)
-assert answer == os.getpid()
-pool.submit(threading.Event().wait)
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-print("done", flush=True)
-""")
+    ended = script(PROGRAMS["forks beside a pool of threads"])
     assert (ended.returncode, ended.stdout.count("done"), ended.stderr) == (0, 2, "")

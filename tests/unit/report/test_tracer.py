@@ -152,6 +152,7 @@ def test_the_usual_variables_are_enough(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_run_and_its_replay_are_traced_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
+    monkeypatch.setattr(tracer, "ANSWERS_WITHIN", 1.5)
     out = tmp_path / "run"
     with Collector() as collector:
         (file := tmp_path / "traced.yaml").write_text(

@@ -234,7 +234,7 @@ def test_a_run_with_shards_is_refused_with_what_can_be_simulated() -> None:
 
 def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
-    config = load_run(root / "configs/runs/scripted.yaml", [f"out={tmp_path / 'run'}"])
+    config = load_run(root / "configs/runs/scripted.yaml", [f"out={tmp_path / 'run'}", "limit=3", "n=2"])
     execute(config, lambda total, done: nullcontext(lambda trajectory, event: None))
     workload = recorded(tmp_path / "run", 32_768)
     assert all(turn.adds > 0 and turn.says > 0 for group in workload.groups for life in group for turn in life)

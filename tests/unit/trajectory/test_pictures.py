@@ -17,6 +17,7 @@ from fsm_rollout.errors import PictureError
 from fsm_rollout.trajectory import pictures
 from fsm_rollout.trajectory.pictures import StoredPicture, is_picture, picture_of, stored_pictures
 from tests.cases import cases
+from tests.kit import new_objects
 
 RED = Image.new("RGB", (4, 2), (255, 0, 0))
 
@@ -183,11 +184,12 @@ def test_what_is_no_picture_says_so(source: object, words: str, tmp_path: Path) 
 
 
 def test_a_picture_is_held_as_long_as_somebody_holds_it() -> None:
-    picture = picture_of(Image.new("RGB", (3, 3), (1, 2, 3)))
-    name = picture.sha256
-    assert name in pictures._PICTURES
-    del picture
-    gc.collect()
+    with new_objects():
+        picture = picture_of(Image.new("RGB", (3, 3), (1, 2, 3)))
+        name = picture.sha256
+        assert name in pictures._PICTURES
+        del picture
+        gc.collect()
     assert name not in pictures._PICTURES
 
 

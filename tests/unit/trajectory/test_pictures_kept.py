@@ -15,6 +15,7 @@ from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.tokens import MediaSpan, as_ids, collapsed
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import prompted
+from tests.kit import new_objects
 
 PAD = 7
 
@@ -61,8 +62,9 @@ def stream_of(trajectory: Trajectory) -> tuple[list[str], list[tuple[int, int]],
 
 
 def test_equal_pictures_are_kept_once_and_found_again(tmp_path: Path) -> None:
-    shown, size = write_run(tmp_path)
-    gc.collect()
+    with new_objects():
+        shown, size = write_run(tmp_path)
+        gc.collect()
     assert all(pictures.known(name) is None for names in shown for name in names), "nobody holds them any more"
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as connection:
         assert connection.execute("SELECT COUNT(*), SUM(LENGTH(data)) FROM blobs").fetchone() == (33, size)
@@ -75,8 +77,9 @@ def test_equal_pictures_are_kept_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_a_picture_whose_bytes_are_gone_costs_what_showed_it(tmp_path: Path) -> None:
-    shown, _ = write_run(tmp_path, trajectories=2)
-    gc.collect()
+    with new_objects():
+        shown, _ = write_run(tmp_path, trajectories=2)
+        gc.collect()
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as connection, connection:
         connection.execute("UPDATE blobs SET data = x'00' WHERE sha256 = ?", (shown[1][1],))
     said: list[str] = []
