@@ -135,8 +135,8 @@ class BroadcastGroup:
     ) -> list[Exception | None]:
         """Wait for what all do at once; when one fails, none waits for it any longer."""
 
-        async def theirs(one: Any) -> Exception | None:
-            (result,) = await answers([one], seconds)
+        async def theirs(step: Any) -> Exception | None:
+            (result,) = await answers([step], seconds)
             if result is not None:
                 self.close()
             return result

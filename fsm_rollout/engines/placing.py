@@ -75,8 +75,8 @@ class Placing:
     def answered(self, pending: PendingRequest) -> None:
         """Take in the end of a request."""
         if self.residency is not None and pending.tree is not None:
-            request, said = pending.request, len(pending.ids)
-            self.residency.answer(pending.tree, request.session, len(request.ids) + said, said)
+            request, sampled = pending.request, len(pending.ids)
+            self.residency.answer(pending.tree, request.session, len(request.ids) + sampled, sampled)
 
     def sent(self, requests: Iterable[Request], keeper: SessionKeeper) -> None:
         """Note that an engine that keeps something for sessions is about to have these requests."""

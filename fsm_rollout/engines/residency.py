@@ -142,10 +142,10 @@ class Residency:
         self._stand_in_line(tree)
         return tree
 
-    def answer(self, tree: Tree, session: str, tokens: int, said: int = 0) -> None:
+    def answer(self, tree: Tree, session: str, tokens: int, sampled: int = 0) -> None:
         """Note the end of a request, after which its session has so many tokens, of which it has said some."""
         tree.asking -= 1
-        self.says += (said - self.says) / LATELY
+        self.says += (sampled - self.says) / LATELY
         if self._trees.get(session) is tree:  # else the session has ended
             self._grow(tree, session, tokens)
 
@@ -198,9 +198,9 @@ class Residency:
             waiting = deque(tree for *_, tree in sorted(self._line) if tree.queued and tree.asking and not tree.home)
             for memory in self.memories.values():
                 idle, most, need = [tree for tree in memory.residents if tree.idle], ADMIT * memory.capacity, 0
-                left = memory.held - sum(tree.tokens for tree in idle)
+                staying = memory.held - sum(tree.tokens for tree in idle)
                 while waiting and idle:
-                    if left + need + waiting[0].tokens > most and (need or len(idle) < len(memory.residents)):
+                    if staying + need + waiting[0].tokens > most and (need or len(idle) < len(memory.residents)):
                         break
                     need += waiting.popleft().tokens
                 if need:

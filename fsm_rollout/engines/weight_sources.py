@@ -432,10 +432,10 @@ async def load_weights(engine: TokenSource, weights: Weights, version: int) -> N
 async def answers(asked: Iterable[Awaitable[None]], seconds: float) -> list[Exception | None]:
     """Wait for all, each so many seconds; return for each why it failed."""
 
-    async def answer(one: Awaitable[None]) -> Exception | None:
+    async def answer(step: Awaitable[None]) -> Exception | None:
         try:
             async with asyncio.timeout(seconds):
-                await one
+                await step
         except TimeoutError:
             return ReplicaLost(f"no answer within {seconds:g} s")
         except Exception as error:  # whatever an engine raises is the engine's failure

@@ -7,13 +7,14 @@ its answer; reading it runs nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,10 +23,11 @@ from fsm_rollout.engines.replica import Rows
 from fsm_rollout.errors import ConfigError, EngineError, RolloutError, did_you_mean
 from fsm_rollout.jobs.run_folder import LOCK, SUMMARY, is_written
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.trajectory.journal import JournalFolder
+from fsm_rollout.trajectory.journal import JournalFolder, metadata
 
 logger = logging.getLogger(__name__)
 SOCKET = "run.sock"
+REPLICAS = "replicas"  # what a journal calls those that orders have left: keys of engines, by their names
 LONGEST = 100  # bytes of a socket's path; the kernel takes 107
 
 
@@ -100,7 +102,26 @@ async def _carry_out(rollout: Rollout, order: Order) -> OrderAnswer:
         name = await engine.add(order.which)
     elif order.what == "remove":
         await engine.remove(order.which or "", float("inf") if order.within is None else order.within)
-    return OrderAnswer(name=name, rows=await engine.rows())
+    rows = await engine.rows()
+    if order.what != "list" and rollout.journal is not None:
+        urls = [row["url"] for row in rows if row["state"] not in ("left", "leaving")]
+        keys = {"urls": urls} if any(urls) else {"replicas": len(urls)}
+        before = metadata(rollout.journal.path).get(REPLICAS, {})
+        rollout.journal.describe({REPLICAS: before | {order.engine: keys}}, anew=True)
+    return OrderAnswer(name=name, rows=rows)
+
+
+def with_replicas(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a journal's metadata with the run's config as the orders of its time have left the engines."""
+    changed, text = recorded.get(REPLICAS), recorded.get("run")
+    if not changed or not isinstance(text, str):
+        return dict(recorded)
+    run = json.loads(text)
+    for name, keys in changed.items():
+        spec = run["engine"] if name == POLICY else run["engines"].get(name, {})
+        if spec.get("replicas") != "auto":
+            spec |= {key: keys[key] for key in ("replicas", "urls") if key in keys}
+    return {**recorded, "run": json.dumps(run)}
 
 
 def ask(folder: Path, order: Order) -> OrderAnswer:

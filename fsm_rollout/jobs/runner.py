@@ -29,7 +29,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
-from fsm_rollout.jobs.control import taking_orders
+from fsm_rollout.jobs.control import REPLICAS, taking_orders, with_replicas
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, recorded_run
@@ -98,7 +98,7 @@ def resume(
         Interrupted: a signal has ended it; what ran is suspended.
     """
     # 1. The config, as the journal recorded it.
-    recorded = metadata(folder)
+    recorded = with_replicas(metadata(folder))
     run_file = file or Path(recorded.get("file", "RUN.yaml"))
     if SERVED in recorded:
         raise ConfigError(f"'{folder}' holds conversations, which go on with the server: fsm-rollout serve {run_file}")
@@ -273,7 +273,7 @@ async def _run(
             clear(config.out)
         tracking = Tracking(_tracker(config), len(prompts))
         # 2. The run itself.
-        facts: dict[str, object] = rollout.description | {"run": config.to_json()}
+        facts: dict[str, object] = rollout.description | {"run": config.to_json(), REPLICAS: {}}
         if config.file is not None:
             facts["file"] = str(config.file)
         with Journal(config.out / JOURNAL, metadata=facts, append=earlier is not None) as journal:

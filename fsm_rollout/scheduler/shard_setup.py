@@ -150,11 +150,16 @@ def leased_scheduler(
         of = arguments["engine"], arguments["base"]
         owned.append(build_engine(*of, ping_every=math.inf))  # shards, which sample there, see losses
         servers = SharedServers(owned[-1])
-    scheduler = LeasedScheduler(
-        Shards(count, start, lambda place: setups.of(place, servers.up() if servers else ()), servers),
-        filter_name=getattr(group_filter, "__name__", str(group_filter)),
-        concurrency=most_at_once(given),
-        **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts", "tail")},
-    )
+    shards = Shards(count, start, lambda place: setups.of(place, servers.up() if servers else ()), servers)
+    try:
+        scheduler = LeasedScheduler(
+            shards,
+            filter_name=getattr(group_filter, "__name__", str(group_filter)),
+            concurrency=most_at_once(given),
+            **{name: arguments[name] for name in ("failures", "max_staleness", "max_restarts", "tail")},
+        )
+    except BaseException:
+        shards.end()
+        raise
     scheduler.recorder.listeners = tuple(cast(Sequence[Listener], listeners))  # that show counts
     return scheduler

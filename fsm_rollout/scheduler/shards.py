@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -82,7 +82,14 @@ class Shards:
         """Whether no run is under way."""
         self.idle.set()
         with ThreadPoolExecutor(number) as threads:
-            self.all = [self._shard(started) for started in threads.map(self._first_started, range(number))]
+            starts = [threads.submit(self._first_started, place) for place in range(number)]
+            try:
+                self.all = [self._shard(shard.result()) for shard in starts]
+            except BaseException:
+                self._closed = True  # whichever comes up from here on ends itself
+                for shard in starts:
+                    shard.add_done_callback(_end_started)
+                raise
         self.facts = self.all[0].started.facts
         """What the first has said of its engines."""
         self.version: int = self.facts.get("weight_version", 0)
@@ -441,3 +448,9 @@ class Shards:
             shard.alive = False
             shard.started.end()
         self.all = []
+
+
+def _end_started(start: Future[tuple[int, int, Started]]) -> None:
+    """End a shard that has come up."""
+    if not start.cancelled() and start.exception() is None:
+        start.result()[2].end()

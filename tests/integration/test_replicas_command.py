@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "concurrency": 8, "workers": 2, "engine": {**spec(delay=0.5), "replicas": 4}, "out": str(out),
     }  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(keys), "utf-8")
+    with going("run", folder / "run.yaml", out):
+        yield out
+    with pytest.raises(ConfigError, match="no run takes orders here"):
+        ask(out, Order("list"))
+    with going("resume", out, out):
+        assert sorted(names(out)) == sorted([*(f"1/replica-{n}" for n in range(3)), "2/replica-0", "2/replica-1"])
+
+
+@contextmanager
+def going(command: str, what: Path, out: Path) -> Iterator[None]:
+    """Have a command run for the block, from when it takes orders on; it is interrupted then."""
     tools = {"where": {"use": "tests.integration.shard_work:where", "timeout": 600}}
-    arguments = ("run", folder / "run.yaml", f"agent.tools={json.dumps(tools)}")
+    arguments = (command, what, f"agent.tools={json.dumps(tools)}")
     with started("from fsm_rollout.cli import main; main()", *arguments, cwd=ROOT) as (process, stdout, stderr):
         until = time.monotonic() + PATIENCE
         while not (out / SOCKET).exists():
             assert process.poll() is None, stderr.read()
             assert time.monotonic() < until
             time.sleep(0.1)
-        yield out
+        yield
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PATIENCE) == 128 + signal.SIGINT, stdout.read() + stderr.read()
     assert not (out / SOCKET).exists()
-    with pytest.raises(ConfigError, match="no run takes orders here"):
-        ask(out, Order("list"))
 
 
 def names(folder: Path) -> dict[str, str]:
@@ -61,6 +71,7 @@ def test_replicas_of_shards_come_and_go_by_the_command_line(run: Path) -> None:
     assert names(run)["1/replica-0"] == "left"
     assert ask(run, Order("add")).name == "1/replica-2", "that shard has the fewest"
     assert names(run)["1/replica-2"] == "up"
+    assert ask(run, Order("add")).name == "1/replica-3", "of those with two, the first"
 
 
 @pytest.mark.parametrize(

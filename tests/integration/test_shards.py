@@ -407,11 +407,18 @@ async def test_no_trained_token_is_older_than_allowed() -> None:
         ({"on_event": [print]}, "on_event: events stay in their shards"),
         ({"engine": {"kind": "sglang", "model": "embedded"}}, "give it replicas: 2 or more, or fewer workers"),
         ({"engine": {**EARLY, "replicas": 2}, "workers": 3}, "give it replicas: 3 or more"),
+        ({"tail": "carry+longest"}, "leave out longest"),
     ],
 )  # fmt: skip
-def test_what_shards_cannot_have_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_shards_cannot_have_is_refused_and_no_shard_stays(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = list[shard_placement.Started](), shard_placement.start_process
+    monkeypatch.setattr(shard_placement, "start_process", lambda setup: started.append(start(setup)) or started[-1])
+    with pytest.raises(ConfigError, match=message) as raised:
         Rollout(agent(), **{"engine": spec(), "workers": 2, **options})
+    open_still = [shard for shard in started if shard.socket is not None and shard.socket.fileno() >= 0]
+    assert not open_still, f"while {raised} is kept"
 
 
 def test_an_engine_that_lives_in_this_process_is_refused() -> None:

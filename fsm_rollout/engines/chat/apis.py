@@ -128,9 +128,9 @@ class ChatApi(ABC):
         if not isinstance(error, self.package.APIStatusError):
             return NoAnswer(f"{kind}: {self.base_url or self.library}: {words}", again=True)
         status = error.status_code
-        told = error.body.get("error", error.body) if isinstance(error.body, Mapping) else {}
-        told = told if isinstance(told, Mapping) else {}
-        code, words = f"{told.get('code')} {told.get('type')}", str(told.get("message") or words)
+        body = error.body.get("error", error.body) if isinstance(error.body, Mapping) else {}
+        body = body if isinstance(body, Mapping) else {}
+        code, words = f"{body.get('code')} {body.get('type')}", str(body.get("message") or words)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return NoAnswer(
                 f"RequestRefused: {status}: the key in {self.key_variable} is refused, for this model at least"
@@ -216,7 +216,7 @@ class AnthropicChat(ChatApi):
         if message.stop_reason == "refusal":
             return NoAnswer("ContentFiltered: the provider's filter has refused the answer")
         cut = message.stop_reason in ("max_tokens", "model_context_window_exceeded")
-        said = "".join(block.text for block in message.content if block.type == "text")
+        text = "".join(block.text for block in message.content if block.type == "text")
         blocks = [block for block in message.content if block.type == "tool_use"]
         arguments = [json.dumps(block.input) for block in blocks]
         if cut and blocks and message.content[-1].type == "tool_use":  # its arguments may be no more than a part
@@ -225,7 +225,7 @@ class AnthropicChat(ChatApi):
         counted = message.usage
         cached, kept = counted.cache_read_input_tokens or 0, counted.cache_creation_input_tokens or 0
         usage = Usage(counted.input_tokens + cached + kept, counted.output_tokens, cached)
-        return ChatAnswer(said, calls, FinishReason.LENGTH if cut else FinishReason.STOP, usage, message.model)
+        return ChatAnswer(text, calls, FinishReason.LENGTH if cut else FinishReason.STOP, usage, message.model)
 
 
 def _call(id_: str, name: str, arguments: str) -> Message:

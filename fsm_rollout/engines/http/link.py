@@ -21,6 +21,7 @@ import itertools
 import secrets
 import threading
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -80,6 +81,8 @@ class ServerLink(threading.Thread):
         self._replica = replica
         self._vocabulary = vocabulary
         self.entries: dict[str, Entry] = {}  # what is under way, by its ids
+        # Those that have ended, and when; for who compares what the server says of a moment ago.
+        self.ended: deque[tuple[float, Entry]] | None = None
         self._taking = threading.Lock()  # guards what `submit` looks at: `entries` and `failure`
         self._chunks: list[tuple[ChunkStream, Chunk]] = []  # what has come in this pass of the loop
         self._held: set[str] = set()  # why the server may have no requests: "paused", "asleep", "updating"
@@ -250,8 +253,8 @@ class ServerLink(threading.Thread):
             scores, count = part.scores, len(entry.request.ids) - entry.request.scored_from
             if len(scores.logprobs) > count:  # of the whole prompt
                 scores = replace(scores, logprobs=scores.logprobs[-count:])
-            told = Chunk(entry.request.request_id, weight_version=self.version, replica=self._replica)
-            self._put(entry, replace(told, cached_tokens=part.cached_tokens, scores=scores))
+            chunk = Chunk(entry.request.request_id, weight_version=self.version, replica=self._replica)
+            self._put(entry, replace(chunk, cached_tokens=part.cached_tokens, scores=scores))
         return part.scores is not None
 
     def _take_experts(self, entry: Entry, part: AnswerPart) -> None:
@@ -270,6 +273,8 @@ class ServerLink(threading.Thread):
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self.entries.get(entry.request.request_id) is entry:
             del self.entries[entry.request.request_id]
+            if self.ended is not None:
+                self.ended.append((self._loop.time(), entry))
             self._put(entry, self._last_chunk(entry.request, reason, error))
 
     def _last_chunk(self, request: Request, reason: FinishReason, error: str | None) -> Chunk:

@@ -243,8 +243,8 @@ class CompletionsEndpoint(Endpoint):
         if "echo" in body:  # the prompt's come first, in the first event
             part = AnswerPart(finish_reason=reason, prompt_tokens=prompt_tokens, prompt_ids=choice.prompt_token_ids)
             if len(logprobs) >= len(body["prompt"]):
-                told = [NO_NUMBER if logprob is None else logprob for logprob in logprobs[: len(body["prompt"])]]
-                part.scores = TokenScores(as_logprobs(told))
+                scores = [NO_NUMBER if logprob is None else logprob for logprob in logprobs[: len(body["prompt"])]]
+                part.scores = TokenScores(as_logprobs(scores))
             return part
         if choice.token_ids is None:
             raise ReplicaLost(

@@ -150,11 +150,11 @@ def plan(
     sampling, start = request.sampling, len(request.ids)
     ids, stopped = _turn_ids(turn, request, encode, eos)
     budget = min(sampling.max_tokens, max_context - start)
-    said = request.sampled - request.written
+    sampled = request.sampled - request.written
     if sampling.ignore_eos and ids and not turn.broken:
-        pending, stopped = list(islice(cycle(ids), said, said + budget)), False
+        pending, stopped = list(islice(cycle(ids), sampled, sampled + budget)), False
     else:
-        pending = ids[said:]
+        pending = ids[sampled:]
     pieces = _pieces(pending[:budget], turn.chunks, start, turn.logprob)
     if len(pending) > budget or (len(pending) == budget and not stopped):
         return AnswerPlan(pieces, turn.delay, FinishReason.LENGTH)

@@ -35,7 +35,7 @@ from fsm_rollout.engines.http.endpoint import (
     second_answer,
 )
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Weights
-from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OutputLine, Told
+from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OrderTaken, OutputLine
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
@@ -204,9 +204,9 @@ class SGLangEndpoint(Endpoint):
 
         return load
 
-    async def tell(self, path: str, body: Mapping[str, object]) -> Told:
+    async def tell(self, path: str, body: Mapping[str, object]) -> OrderTaken:
         """POST something that concerns its weights, and return whether it has done it."""
-        return self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), Told)
+        return self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), OrderTaken)
 
     async def call_weights(self, version: int) -> None:
         """Have it call its weights by this version."""
@@ -228,27 +228,27 @@ class SGLangEndpoint(Endpoint):
             await self.forget_adapter()
         body = {"lora_name": name, "lora_path": str(folder)}
         with half_loaded_if(lambda: self.adapter != before):  # the one before may be gone already
-            told = await self.tell("/load_lora_adapter", body)
-            if not told.success and "already loaded" in told.why:  # by us, before we lost sight of the server
+            answer = await self.tell("/load_lora_adapter", body)
+            if not answer.success and "already loaded" in answer.why:  # by us, before we lost sight of the server
                 await self._unload(name)
-                told = await self.tell("/load_lora_adapter", body)
-            if not told.success:
-                raise EngineError(f"the SGLang server {self.url} refused the adapter: {told.why}")
-        left, self.adapter = self.adapter, name
-        await self._unload(left)
+                answer = await self.tell("/load_lora_adapter", body)
+            if not answer.success:
+                raise EngineError(f"the SGLang server {self.url} refused the adapter: {answer.why}")
+        before, self.adapter = self.adapter, name
+        await self._unload(before)
 
     async def forget_adapter(self) -> None:
         """Sample with the model's own weights."""
-        left, self.adapter = self.adapter, None
-        await self._unload(left)
+        before, self.adapter = self.adapter, None
+        await self._unload(before)
 
     async def _unload(self, adapter: str | None) -> None:
         """Have it forget an adapter that nothing is sampled with; one that stays only keeps its place there."""
         if adapter is None:
             return
         try:
-            told = await self.tell("/unload_lora_adapter", {"lora_name": adapter})
-            why = "" if told.success else told.why
+            answer = await self.tell("/unload_lora_adapter", {"lora_name": adapter})
+            why = "" if answer.success else answer.why
         except ReplicaLost:
             raise
         except EngineError as error:
@@ -382,14 +382,14 @@ class SGLangEndpoint(Endpoint):
 
     def _read_scores(self, meta: Meta, body: Mapping[str, Any]) -> TokenScores:
         """Return the log-probs of the ids that were sent; the first that SGLang says has none, and nobody asked."""
-        _, *told = meta.input_token_logprobs or [(None, 0, None)]
-        ids = [token for _, token, _ in told]
+        _, *places = meta.input_token_logprobs or [(None, 0, None)]
+        ids = [token for _, token, _ in places]
         if "input_ids" in body and ids != body["input_ids"][body["logprob_start_len"] + 1 :]:
             raise EngineError(f"{self.url} gives the log-probs of {len(ids)} other tokens than were sent")
         top = body["top_logprobs_num"]
         tops = [pair for likeliest in (meta.input_top_logprobs or [None])[1:] for pair in (likeliest or ())[:top]]
         return TokenScores(
-            as_logprobs([NO_NUMBER if logprob is None else logprob for logprob, _, _ in told]),
+            as_logprobs([NO_NUMBER if logprob is None else logprob for logprob, _, _ in places]),
             as_ids([token for _, token, _ in tops] if top else []),
             as_logprobs([logprob for logprob, _, _ in tops] if top else []),
         )

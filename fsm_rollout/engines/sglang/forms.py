@@ -68,7 +68,7 @@ class ModelInfo(msgspec.Struct):
     has_image_understanding: bool = False
 
 
-class Told(msgspec.Struct):
+class OrderTaken(msgspec.Struct):
     """What SGLang says of an order."""
 
     success: bool

@@ -72,7 +72,7 @@ class SGLangHTTPEngine(SGLangServer):
         self._connect(endpoint, replica)
         self._route(endpoint)
         self._link.version = self._meet(endpoint.meet())
-        self._others = OtherUsers(self._link, endpoint)
+        self._others = OtherUsers(self._link, endpoint, send_every)
         self._link.do(self._others.watch())
 
     def load(self) -> Load:

@@ -95,9 +95,9 @@ class WeightRoutes:
 
     async def _tell(self, path: str, body: Mapping[str, object]) -> None:
         with self._half_loaded():
-            told = await self._endpoint.tell(path, body)
-            if not told.success:
-                raise EngineError(f"the SGLang server {self._endpoint.url} refused {path}: {told.message}")
+            answer = await self._endpoint.tell(path, body)
+            if not answer.success:
+                raise EngineError(f"the SGLang server {self._endpoint.url} refused {path}: {answer.message}")
 
     def _half_loaded(self) -> AbstractContextManager[None]:
         """Whatever is refused while an update is under way leaves no whole weights: also by the trainer's own means."""

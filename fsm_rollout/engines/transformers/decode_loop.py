@@ -284,8 +284,8 @@ class DecodeLoop:
         """Return the one chunk of each request for log-probs of its ids; its row is filled and idle then."""
         chunks = []
         for together in _alike([(r, r.tokens[r.cached : -1]) for r in asking]):
-            said = [(running.tokens[running.cached + 1 :], running.request.score_top) for running, _ in together]
-            for (running, fed), scores in zip(together, scored(self._cache, _filling(together), said), strict=True):
+            targets = [(running.tokens[running.cached + 1 :], running.request.score_top) for running, _ in together]
+            for (running, fed), scores in zip(together, scored(self._cache, _filling(together), targets), strict=True):
                 running.cached += len(fed)
                 if any(map(math.isnan, scores.logprobs)):
                     chunks.append(self._chunk(running, FinishReason.ABORT, error=NOT_NUMBERS))
@@ -339,10 +339,10 @@ class DecodeLoop:
         # 2. Sampling.
         if self._sampler is None or self._sampler.rows != len(fed):
             self._sampler = Sampler([r.request.sampling for r in fed], self.device)
-        said = {
+        histories = {
             row: (fed[row].tokens, len(fed[row].request.ids) - fed[row].request.sampled) for row in self._sampler.bent
         }
-        tokens, logprobs, kept = self._sampler(logits, lengths, said)
+        tokens, logprobs, kept = self._sampler(logits, lengths, histories)
         # 3. Who has ended.
         chunks, ended = [], []
         for running, token, logprob in zip(fed, tokens, logprobs, strict=True):
@@ -435,11 +435,11 @@ class DecodeLoop:
 
 def _alike(fed: Iterable[tuple[_Decoding, list[int]]]) -> Iterator[list[tuple[_Decoding, list[int]]]]:
     """Yield requests with the tokens that they are fed, if any, those of like lengths together."""
-    left = sorted((each for each in fed if each[1]), key=lambda each: len(each[1]))
-    while left:
-        count = sum(len(ids) <= len(left[0][1]) + LIKE_LENGTH for _, ids in left)
-        yield left[:count]
-        left = left[count:]
+    remaining = sorted((each for each in fed if each[1]), key=lambda each: len(each[1]))
+    while remaining:
+        count = sum(len(ids) <= len(remaining[0][1]) + LIKE_LENGTH for _, ids in remaining)
+        yield remaining[:count]
+        remaining = remaining[count:]
 
 
 def _filling(together: Sequence[tuple[_Decoding, list[int]]]) -> Filling:

@@ -61,11 +61,11 @@ class Sampler:
         self._min_p = torch.tensor([[params[i].min_p] for i in cut], dtype=torch.float64, device=device)
 
     def __call__(
-        self, logits: torch.Tensor, positions: Sequence[int], said: Mapping[int, tuple[Sequence[int], int]] = NOTHING
+        self, logits: torch.Tensor, positions: Sequence[int], before: Mapping[int, tuple[Sequence[int], int]] = NOTHING
     ) -> tuple[list[int], list[float], dict[int, Ids]]:
         """Sample from ``logits`` (any float type, ``[n, V]``) for the tokens at ``positions``.
 
-        ``said``: of each row of :attr:`bent`, all its tokens, and how many of them came before this generation.
+        ``before``: of each row of :attr:`bent`, all its tokens, and how many of them came before this generation.
 
         Returns:
             n token ids, and their natural-log probabilities under the distribution they were sampled from: after
@@ -75,10 +75,10 @@ class Sampler:
             left, where there is one of them.
         """
         logits = logits.float()
-        if said:
+        if before:
             logits = logits.clone()
-            for row, (tokens_said, start) in said.items():
-                _penalise(logits[row], self.bent[row], tokens_said, start)
+            for row, (history, start) in before.items():
+                _penalise(logits[row], self.bent[row], history, start)
         logits = (logits - logits.amax(-1, keepdim=True)) / self._temperature
         logprobs = torch.log_softmax(logits, -1)
         tokens = logits.argmax(-1)
@@ -88,8 +88,8 @@ class Sampler:
             if self._cut is not None:
                 cut_weights = _cut(weights[self._cut], self._top_k, self._top_p, self._min_p)
                 weights[self._cut] = cut_weights
-                left = zip(self._cut_rows, cut_weights.cpu(), strict=True)
-                kept = {row: Ids("i", of_row.nonzero()[:, 0].tolist()) for row, of_row in left}
+                weights_of_rows = zip(self._cut_rows, cut_weights.cpu(), strict=True)
+                kept = {row: Ids("i", of_row.nonzero()[:, 0].tolist()) for row, of_row in weights_of_rows}
                 logprobs[self._cut] -= cut_weights.sum(-1, keepdim=True).log().float()
             drawn = self._draw(weights, positions)
             tokens = torch.where(self._greedy, tokens, drawn) if self._any_greedy else drawn
@@ -104,12 +104,13 @@ class Sampler:
         return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
-def _penalise(logits: torch.Tensor, params: SamplingParams, said: Sequence[int], start: int) -> None:
+def _penalise(logits: torch.Tensor, params: SamplingParams, history: Sequence[int], start: int) -> None:
     """Change the logits ``[V]`` of tokens that were said: all of them, and those from ``start`` on by how often."""
-    every = torch.tensor(sorted(set(said)), device=logits.device)
+    every = torch.tensor(sorted(set(history)), device=logits.device)
     known, penalty = logits[every], params.repetition_penalty
     logits[every] = torch.where(known > 0, known / penalty, known * penalty)
-    counts = torch.bincount(torch.tensor(said[start:], dtype=torch.int64, device=logits.device), minlength=len(logits))
+    sampled = torch.tensor(history[start:], dtype=torch.int64, device=logits.device)
+    counts = torch.bincount(sampled, minlength=len(logits))
     logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 

@@ -107,9 +107,9 @@ class Journal(AbstractContextManager["Journal"]):
         self._thread = threading.Thread(target=self._write_behind, name=f"journal {self.path.name}", daemon=True)
         self._thread.start()
 
-    def describe(self, metadata: Mapping[str, object]) -> None:
-        """Add plain data about the run, by keys; a key that is there already keeps its value."""
-        self._put(*((f"INSERT OR IGNORE {_FACT}", fact) for fact in facts(metadata)))
+    def describe(self, metadata: Mapping[str, object], *, anew: bool = False) -> None:
+        """Add plain data about the run, by keys; a key that is there already keeps its value, unless ``anew``."""
+        self._put(*((f"INSERT OR {'REPLACE' if anew else 'IGNORE'} {_FACT}", fact) for fact in facts(metadata)))
 
     def append(self, trajectory_id: str, event: AnyEvent, payload: bytes | None = None) -> None:
         """Take in the next event of a trajectory; microseconds, from any one thread. It is in the file after a flush.

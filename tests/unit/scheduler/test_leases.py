@@ -72,8 +72,13 @@ class Obedient:
 class Fleet:
     """Shards of which each that starts is noted; those of these numbers (from 1) refuse some calls, or do not start."""
 
-    def __init__(self, count: int, refuses: dict[int, tuple[Any, ...]], fail: Sequence[int] = ()) -> None:
+    shards: Shards
+
+    def __init__(self, refuses: dict[int, tuple[Any, ...]], fail: Sequence[int] = ()) -> None:
         self.links, self._refuses, self._fail, self.starts = list[Obedient](), refuses, fail, 0
+        self.ended = list[Obedient]()
+
+    def begin(self, count: int) -> None:
         self.shards = Shards(count, self._start, lambda number: b"")
 
     def _start(self, setup: bytes) -> Started:
@@ -81,8 +86,9 @@ class Fleet:
         if self.starts in self._fail:
             raise EngineError("the GPU of the one that died is not free yet")
         refused = self._refuses.get(self.starts)
-        self.links.append(Obedient(lambda call: call == refused))
-        return Started({}, cast(Any, self.links[-1]), lambda: None)
+        link = Obedient(lambda call: call == refused)
+        self.links.append(link)
+        return Started({}, cast(Any, link), lambda: self.ended.append(link))
 
     async def missing(self) -> None:
         """Have those that are missing started, and wait."""
@@ -98,7 +104,8 @@ def directed(main: Callable[[Fleet], Any], refuses: dict[int, tuple[Any, ...]], 
     """Run ``main`` with two such shards, in virtual time."""
 
     async def body() -> None:
-        fleet = Fleet(2, refuses, fail)
+        fleet = Fleet(refuses, fail)
+        fleet.begin(2)
         await fleet.shards.here()
         await main(fleet)
         await fleet.shards.aclose()
@@ -117,6 +124,14 @@ def test_a_shard_that_cannot_start_is_started_again_and_the_run_goes_on() -> Non
         assert asyncio.get_running_loop().time() < MOST_PAUSE
 
     directed(main, {}, fail=(3, 4))
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_none_stays_where_one_of_the_first_cannot_start(first: int) -> None:
+    fleet = Fleet({}, fail=(first,))
+    with pytest.raises(EngineError, match="not free yet") as raised:
+        fleet.begin(3)
+    assert set(fleet.ended) == set(fleet.links), f"while {raised} is kept"
 
 
 def test_weights_that_some_shards_cannot_load_are_in_all_that_stay() -> None:
