@@ -103,7 +103,7 @@ class Retries:
     def go_on(self, pending: PendingRequest) -> None:
         """Ask for the rest of a request of which a part has come, as it was to."""
         if self._taken_back(pending):
-            self.next_try(pending)
+            pending.attempt += 1
             self._send(pending, 0.0)
 
     def failed_alone(self, pending: PendingRequest, error: EngineError) -> None:
@@ -129,7 +129,7 @@ class Retries:
     def try_again(self, pending: PendingRequest, error: EngineError) -> None:
         """Ask for the rest of a request: at once where another replica may have it, else later each time."""
         failed_id = pending.request_id
-        self.next_try(pending)
+        pending.attempt += 1
         if not pending.lost:
             # Only the first failure of a kind is a warning.
             level = logging.INFO if error.kind in self._warned else logging.WARNING
@@ -144,10 +144,6 @@ class Retries:
             asyncio.get_running_loop().call_later(delay, self._requests.enqueue, pending)
         else:
             self._requests.enqueue(pending)
-
-    def next_try(self, pending: PendingRequest) -> None:
-        """Count a further try of a request, which gets another id when it is sent."""
-        pending.attempt += 1
 
 
 class Bisection:
@@ -222,7 +218,7 @@ class Bisection:
             # 2. The others go on, behind all trials if there are any.
             for pending in [pending for pending in failed if pending not in suspects]:
                 if tried:
-                    self._retries.next_try(pending)
+                    pending.attempt += 1
                     self.hold(pending)
                 else:
                     self._retries.try_again(pending, failed[pending])
@@ -236,7 +232,7 @@ class Bisection:
             len(suspects), str(error).partition("\n")[0],
         )  # fmt: skip
         for pending in suspects:
-            self._retries.next_try(pending)
+            pending.attempt += 1
         half = (len(suspects) + 1) // 2
         self._parts += ((suspects[:half], self._retries.backoff), (suspects[half:], 0.0))
 

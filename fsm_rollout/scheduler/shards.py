@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -81,15 +81,14 @@ class Shards:
         self.idle = asyncio.Event()
         """Whether no run is under way."""
         self.idle.set()
-        with ThreadPoolExecutor(number) as threads:
-            starts = [threads.submit(self._first_started, place) for place in range(number)]
-            try:
-                self.all = [self._shard(shard.result()) for shard in starts]
-            except BaseException:
-                self._closed = True  # whichever comes up from here on ends itself
-                for shard in starts:
-                    shard.add_done_callback(_end_started)
-                raise
+        self.all: list[ShardHandle] = []
+        try:
+            with ThreadPoolExecutor(number) as threads:
+                list(threads.map(self._first_started, range(number)))
+        except BaseException:
+            self.end()
+            raise
+        self.all.sort(key=lambda shard: shard.place)
         self.facts = self.all[0].started.facts
         """What the first has said of its engines."""
         self.version: int = self.facts.get("weight_version", 0)
@@ -109,14 +108,16 @@ class Shards:
             raise EngineError("the shards are closed")
         return number, place, started
 
-    def _first_started(self, place: int) -> tuple[int, int, Started]:
+    def _first_started(self, place: int) -> None:
         """Start one of the first, again where it dies meanwhile; what else keeps it from starting is the user's."""
         while True:
             try:
-                return self._started(place)
-            except ShardLost as error:
-                self.deaths += 1
-                if self.deaths > MOST_DEATHS:
+                self.all.append(self._shard(self._started(place)))
+                return
+            except BaseException as error:
+                self.deaths += isinstance(error, ShardLost)
+                if not isinstance(error, ShardLost) or self.deaths > MOST_DEATHS:
+                    self._closed = True  # those that come up later end themselves
                     raise
                 logger.warning("%s; another is started", error)
 
@@ -345,10 +346,7 @@ class Shards:
             await self._keep_journal(shard)
 
     async def _keep_journal(self, shard: ShardHandle) -> None:
-        path = None
-        if self._base is not None:
-            number = shard.number
-            path = shard_journal(self._base, number)
+        path = None if self._base is None else shard_journal(self._base, shard.number)
         if path != shard.journal:
             shard.journal = path
             try:
@@ -448,9 +446,3 @@ class Shards:
             shard.alive = False
             shard.started.end()
         self.all = []
-
-
-def _end_started(start: Future[tuple[int, int, Started]]) -> None:
-    """End a shard that has come up."""
-    if not start.cancelled() and start.exception() is None:
-        start.result()[2].end()

@@ -81,8 +81,7 @@ class ServerLink(threading.Thread):
         self._replica = replica
         self._vocabulary = vocabulary
         self.entries: dict[str, Entry] = {}  # what is under way, by its ids
-        # Those that have ended, and when; for who compares what the server says of a moment ago.
-        self.ended: deque[tuple[float, Entry]] | None = None
+        self.ended: deque[tuple[float, Entry]] | None = None  # what has ended, and when, for who wants to know
         self._taking = threading.Lock()  # guards what `submit` looks at: `entries` and `failure`
         self._chunks: list[tuple[ChunkStream, Chunk]] = []  # what has come in this pass of the loop
         self._held: set[str] = set()  # why the server may have no requests: "paused", "asleep", "updating"
@@ -238,10 +237,8 @@ class ServerLink(threading.Thread):
             notes = (Note(NoteKind.SAMPLING_MASK, len(entry.ids), counts, values),)
         if not entry.admitted:
             entry.admitted = True
-            admission = Chunk(
-                request_id, weight_version=self.version, cached_tokens=part.cached_tokens, replica=self._replica
-            )
-            self._put(entry, admission)
+            admission = Chunk(request_id, weight_version=self.version, replica=self._replica)
+            self._put(entry, replace(admission, cached_tokens=part.cached_tokens))
         entry.ids += ids
         entry.sampled += count
         entry.room -= count
@@ -262,13 +259,11 @@ class ServerLink(threading.Thread):
         assert part.experts is not None
         tokens = len(entry.ids) - 1 - entry.routed
         if len(part.experts) != tokens:
-            raise EngineError(
-                f"{self._endpoint.name} sent the routed experts of {len(part.experts)} tokens of {tokens}"
-            )
+            sent = len(part.experts)
+            raise EngineError(f"{self._endpoint.name} sent the routed experts of {sent} tokens of {tokens}")
         note = routed_experts(entry.routed, part.experts)
-        entry.routed = note.end
-        request_id = entry.request.request_id
-        self._put(entry, Chunk(request_id, weight_version=self.version, replica=self._replica, notes=(note,)))
+        entry.routed, name = note.end, entry.request.request_id
+        self._put(entry, Chunk(name, weight_version=self.version, replica=self._replica, notes=(note,)))
 
     def _end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
         if self.entries.get(entry.request.request_id) is entry:

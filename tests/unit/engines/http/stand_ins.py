@@ -16,6 +16,7 @@ import pickle
 import random
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ class SGLangStandIn(StandIn):
         self.info: dict[str, object] = {}
         """What else it says of itself."""
         self.used = [0]
+        self.counted_at: float | None = None  # when; default: just now
         """How many tokens its ranks have in requests, as it says."""
         self.stays = False
         """Whether a generation goes on after its first token until it is aborted."""
@@ -146,7 +148,8 @@ class SGLangStandIn(StandIn):
             case "/model_info":
                 return {"weight_version": self.label, "has_image_understanding": self.reads is not None}
             case "/v1/loads":
-                return {"loads": [{"num_used_tokens": used} for used in self.used]}
+                counted = time.time() if self.counted_at is None else self.counted_at
+                return {"loads": [{"timestamp": counted, "num_used_tokens": used} for used in self.used]}
             case "/generate":  # to whoever does not stream
                 event = self._event(body, 1, {"type": "length"})
                 event["meta_info"]["prompt_tokens"] = self.reads
