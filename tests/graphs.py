@@ -13,7 +13,7 @@ from fsm_rollout.agent.handlers import handler_spec
 from fsm_rollout.agent.rules.impossible import never_fires
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
-from fsm_rollout.testing.strategies.schema_values import plain_data
+from fsm_rollout.testing.strategies.calls import plain_data
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import PlainData as Data
 from fsm_rollout.trajectory.settings import FrozenMap

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fsm_rollout.testing.strategies.schema_values import plain_data
+from fsm_rollout.testing.strategies.calls import plain_data
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason, LimitName, Trigger
 from fsm_rollout.trajectory.events import AnyEvent

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.errors import EngineError, did_you_mean
-from fsm_rollout.model.config import text_config
+from fsm_rollout.model.folders import text_config
 
 FILES_KNOWN = 4096  # how many files that were found good are remembered
 _CHECKING = threading.Lock()  # held while folders are checked, so that of two at once one finds what the other learned

@@ -14,7 +14,7 @@ import fsm_rollout as fr
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.strategies.schema_values import plain_data
+from fsm_rollout.testing.strategies.calls import plain_data
 from tests.foreign import CALCULATOR, agent, check_exact
 
 FUNCTION = CALCULATOR["function"]

@@ -18,8 +18,7 @@ from fsm_rollout.engines.http.endpoint import Endpoint
 from fsm_rollout.engines.http.link import OwnProcess, ServerLink
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request, Weights, basic_facts
 from fsm_rollout.errors import EngineError
-from fsm_rollout.model.config import config_number, stop_tokens_in
-from fsm_rollout.model.folders import load_tokenizer
+from fsm_rollout.model.folders import config_number, load_tokenizer, stop_tokens_in
 
 T = TypeVar("T")
 

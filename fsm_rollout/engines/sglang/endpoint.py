@@ -39,8 +39,7 @@ from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OrderTaken, 
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
 from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
-from fsm_rollout.model.config import config_number
-from fsm_rollout.model.folders import model_folder
+from fsm_rollout.model.folders import config_number, model_folder
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import LAST_VERSION, TokenScores, as_ids, as_logprobs
 

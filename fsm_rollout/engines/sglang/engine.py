@@ -21,8 +21,7 @@ from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
 from fsm_rollout.engines.sglang.weights import SGLangServer
 from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
-from fsm_rollout.model.config import config_number
-from fsm_rollout.model.folders import load_processor, model_folder
+from fsm_rollout.model.folders import config_number, load_processor, model_folder
 
 logger = logging.getLogger(__name__)
 

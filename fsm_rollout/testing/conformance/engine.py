@@ -17,7 +17,6 @@ from fsm_rollout.concurrency.loop_thread import LoopThread
 from fsm_rollout.engines.protocol import Sleeper, TokenSource, Weights, WeightSink
 from fsm_rollout.testing.conformance import engine_orders as orders
 from fsm_rollout.testing.conformance import engine_tokens as tokens
-from fsm_rollout.testing.conformance import engine_weights as weights
 from fsm_rollout.testing.conformance.engine_subject import EngineSubject
 from fsm_rollout.testing.conformance.runner import Check, ConformanceError, Suite
 
@@ -26,7 +25,7 @@ Hold = Callable[[EngineSubject], Awaitable[None]]
 _NEEDS: dict[Hold, type] = {
     orders.pause: WeightSink,
     orders.pause_under_way: WeightSink,
-    weights.updates: WeightSink,
+    orders.updates: WeightSink,
     orders.sleep: Sleeper,
 }
 
@@ -107,9 +106,9 @@ SUITE = Suite[Hold](check_engine)
 # The checks, each with the promise that it looks at, in the order in which they are made; the last closes the engine.
 for number, check in (
     (5, tokens.same_seed), (5, tokens.greedy), (5, tokens.continued), (1, tokens.answers), (2, tokens.logprobs),
-    (10, tokens.scores), (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, weights.version),
+    (10, tokens.scores), (3, tokens.stop_tokens), (3, tokens.ignore_eos), (1, tokens.refusals), (8, orders.version),
     (6, orders.pause), (6, orders.sleep), (9, orders.unique_ids), (4, orders.abort), (6, orders.abandoned),
-    (6, orders.one_by_one), (6, orders.pause_under_way), (8, weights.updates), (7, tokens.admission), (9, orders.close),
+    (6, orders.one_by_one), (6, orders.pause_under_way), (8, orders.updates), (7, tokens.admission), (9, orders.close),
 ):  # fmt: skip
     SUITE.check(number)(check)
 

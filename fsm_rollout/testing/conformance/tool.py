@@ -24,7 +24,7 @@ from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
-from fsm_rollout.testing.strategies import schema_values
+from fsm_rollout.testing.strategies import calls
 from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.schema import Arguments
 from fsm_rollout.tools.tool_messages import Unshowable
@@ -113,7 +113,7 @@ class _Tool(Subject):
         self.tool = self.box.tools_of("main")["tool"]
         function = self.tool.schema.get("function", {})
         self.description, self.parameters = function.get("description"), function.get("parameters", {})
-        self.calls = schema_values.arguments(self.parameters)  # what the model may pass
+        self.calls = calls.arguments(self.parameters)  # what the model may pass
         self.unmade = {5, 6} if self.tool.in_thread else set()
         self.prompt_fields: Mapping[str, object] = {}  # the prompt's fields as the latest session was given them
         self.failures: list[str] = []
@@ -218,7 +218,7 @@ class _Tool(Subject):
             named = result.bad and result.result.startswith("error: ") and wrong in result.result
             demand(named, 3, f"{self.name} refused {arguments} without naming '{wrong}': {result.result}")
 
-        return self.search(schema_values.spoiled(self.parameters), refuses)
+        return self.search(calls.spoiled(self.parameters), refuses)
 
     @SUITE.check(10)
     def unused_sessions_are_released(self) -> int:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from fsm_rollout.chat.formats import Call, CallProblem, Parsed, ToolFormat, get_format
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand
-from fsm_rollout.testing.strategies.calls import calls_of_template
-from fsm_rollout.testing.strategies.schema_values import plain_data
+from fsm_rollout.testing.strategies.calls import calls_of_template, plain_data
 
 Written = tuple[str, dict[str, object]]  # a call as it is to be written: the tool's name and its arguments
 Render = Callable[[Sequence[Written]], str]

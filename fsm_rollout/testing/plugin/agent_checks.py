@@ -3,14 +3,19 @@
 Invariant: a check returns one line that says what it saw, or raises: :class:`LawBroken` with the run that broke a law
 (and the plan that replays it), or :class:`~fsm_rollout.errors.ConfigError` for an agent that does not load. Runs are
 drawn by Hypothesis under the settings in force, so a breach comes with the smallest plan found.
+
+What users' handlers and predicates are held to is reported as law 0: the fault is the user's. A handler is blamed only
+for what it did itself, and not for drawn failures of the engine, tools and users, or for being cancelled. So what these
+may have caused is checked again in a run without them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,20 +24,22 @@ from typing import Any
 from hypothesis import settings
 
 from fsm_rollout.agent.graph import AgentGraph, TransitionSpec
+from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.agent.loader import dump, loads, read_agent
 from fsm_rollout.agent.proof import Bound, prove, reachable_rows
 from fsm_rollout.diagrams.picture import conditions_of
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, PromptTooLong, RolloutError
 from fsm_rollout.testing.conformance import runner
-from fsm_rollout.testing.plugin import handler_laws
 from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.blocked_loop import LoopInterrupted
 from fsm_rollout.testing.simulation.laws import Law, LawBroken
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, simulate, without_clocks
 from fsm_rollout.testing.simulation.virtual_time import Endless
+from fsm_rollout.testing.simulation.visits import HandlerVisit
 from fsm_rollout.testing.strategies.plans import engine_scripts, plans
 from fsm_rollout.trajectory import journal
+from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -78,7 +85,7 @@ class CheckedAgent:
             graph or self.graph, plan, tokenizer=self.tokenizer, real_tools=self.real_tools, prompts=self.prompts,
             blocking_seconds=self.blocking_seconds, **more,
         )  # fmt: skip
-        return judge(run, [handler_laws.handlers_stay, laws.keeps_running, *laws_to_check])
+        return judge(run, [handlers_stay, laws.keeps_running, *laws_to_check])
 
     def search(self, holds: Callable[[Plan], object], *, failures: bool = True, another: int = 0, **what: bool) -> int:
         """Run ``holds`` on drawn plans, or on the one to replay; return on how many, or raise for the smallest.
@@ -180,14 +187,13 @@ def _name(row: TransitionSpec) -> str:
 
 def ends(subject: CheckedAgent) -> str:
     """Laws 2 and 8: whatever fails, hangs, or is cancelled, every trajectory comes back, within the bound."""
-    handlers_laws = handler_laws.handlers_behave, handler_laws.fails_as_drawn
-    laws_to_check = *handlers_laws, laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
+    of_all_runs = laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
     reasons: Counter[str] = Counter()
 
     def holds(plan: Plan) -> None:
-        run = subject.simulate(plan, *laws_to_check)
-        if handler_laws.may_be_the_worlds(run):
-            subject.simulate(plan.at_once(), handler_laws.handlers_manage)
+        run = subject.simulate(plan, handlers_behave, fails_as_drawn, *of_all_runs)
+        if may_be_the_worlds(run):
+            subject.simulate(plan.at_once(), handlers_manage)
         reasons.update(str(t.stop_reason or f"set aside: {t.suspended}") for t in run.trajectories)
 
     runs = subject.search(holds)
@@ -278,3 +284,76 @@ CHECKS: dict[str, Callable[[CheckedAgent], str]] = {
     "journal": journalled,
     "resume": resume,
 }
+
+
+DRAWN_FAILURES = frozenset({"Overload", "EngineError", "RuntimeError"})  # what plans let engines and users raise
+
+
+def handlers_stay(run: Simulation) -> None:
+    """Hold handlers to this: they do not try to end the program."""
+    for visit in run.visits:
+        if isinstance(visit.outcome, SystemExit):
+            raise _blame(visit, f"raised SystemExit, which fails its trajectory alone\n  at {visit.where}")
+
+
+def handlers_behave(run: Simulation) -> None:
+    """Hold handlers to this: they return what they declare, let cancellation pass, fail only where that is routed."""
+    for visit in run.visits:
+        for promise, what in visit.faults():
+            if promise != 3:  # what it may keep shows in whether the schedule matters
+                raise _blame(visit, what)
+    for visit in _raised(run):
+        if not isinstance(visit.outcome, RolloutError | TimeoutError):
+            raise _failed(visit)
+    for name, history in run.events.items():
+        for event in history:
+            if isinstance(event, Transitioned) and str(event.detail).startswith("predicate '"):
+                raise LawBroken(0, f"a predicate raised: {event.detail}", trajectory_id=name)
+
+
+def may_be_the_worlds(run: Simulation) -> bool:
+    """Say whether a handler was stopped, or raised what a failing world would make it raise."""
+    return any(visit.stopped for visit in run.visits) or any(_raised(run))
+
+
+def handlers_manage(calm: Simulation) -> None:
+    """Hold handlers to this in a world where nothing fails and all is at once: they return, by themselves."""
+    for visit in calm.visits:
+        if visit.stopped:
+            never = "never returns by itself: it was stopped by its timeout"
+            waits = f"\n  it waits at {visit.where}" if visit.where else ""
+            raise _blame(visit, f"{never}, though the engine, the tools and the users answered at once{waits}")
+    for visit in _raised(calm):
+        raise _failed(visit)
+
+
+def fails_as_drawn(run: Simulation) -> None:
+    """Hold agents to this: a trajectory fails only by what the plan, or a handler that may, has raised."""
+    raised = {type(visit.outcome).__name__ for visit in run.visits}
+    for trajectory in run.trajectories:
+        failed, _, kind = str(trajectory.stop_reason).partition(":")
+        if failed == "failed" and kind not in DRAWN_FAILURES | raised:
+            what = f"it failed, though nothing was drawn to fail: {kind}: {trajectory.detail}"
+            raise LawBroken(0, what, trajectory_id=trajectory.trajectory_id)
+
+
+def _raised(run: Simulation) -> Iterator[HandlerVisit]:
+    """Yield the visits that raised something of their own where no transition takes ``failed``."""
+    for visit in run.visits:
+        error, graph = visit.outcome, run.graph
+        its_fault = isinstance(error, asyncio.CancelledError) and not visit.cancelled
+        its_fault = its_fault or (isinstance(error, Exception) and not isinstance(error, PromptTooLong | LimitReached))
+        if its_fault and not (visit.state in graph.states and any(graph.rows_of(visit.state, Trigger.FAILED))):
+            yield visit
+
+
+def _failed(visit: HandlerVisit) -> LawBroken:
+    error = visit.outcome
+    what = f"raised {type(error).__name__}{f': {error}' if str(error) else ''}\n  at {visit.where}"
+    return _blame(
+        visit, f"{what}\n  no transition takes 'failed' there: handle it in the handler, or write a transition"
+    )
+
+
+def _blame(visit: HandlerVisit, what: str) -> LawBroken:
+    return LawBroken(0, f"the handler of '{visit.state}' ({visit.handler}) {what}", trajectory_id=visit.trajectory_id)

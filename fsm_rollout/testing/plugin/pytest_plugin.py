@@ -136,6 +136,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def fsm_trajectory() -> Callable[..., Trajectory]:
     """Run one trajectory in virtual time: ``fsm_trajectory(agent, turns, prompt="…")`` returns it, ended."""
-    from fsm_rollout.testing.plugin.one_trajectory import run_one
+    from fsm_rollout.testing.simulation.simulate import run_one
 
     return run_one

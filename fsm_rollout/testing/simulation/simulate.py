@@ -12,7 +12,7 @@ import asyncio
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY, AgentGraph
+from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import Logged, ScriptedEngine, SessionEnded
-from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.engines.scripted.script import Script, Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import EMBEDDED, load_tokenizer, model_folder
 from fsm_rollout.scheduler.group import Group
@@ -48,7 +49,7 @@ from fsm_rollout.testing.simulation.visits import HandlerVisit, watch_visits
 from fsm_rollout.tools.bound_tools import AgentTool
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal
-from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.prompt import Prompt, as_prompts
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -352,3 +353,28 @@ def without_clocks(graph: AgentGraph) -> AgentGraph:
         return graph.model_copy(update=changed)
 
     return with_agents(graph, slowed)
+
+
+def run_one(
+    agent: AgentGraph | str | Path, turns: Script = (), *,
+    prompt: str | Mapping[str, object] | Prompt = "What is 2 + 2?", **options: Any,
+) -> Trajectory:  # fmt: skip
+    """Run one trajectory of an agent in virtual time, to its end, and return it.
+
+    Args:
+        agent: a graph, or its YAML's path.
+        turns: what the engines say, whatever their names.
+        prompt: a text, or a prompt with its own fields (``interaction_kwargs``, ``tools_kwargs``, …).
+        options: those of :class:`Scheduler`.
+    """
+    graph = agent if isinstance(agent, AgentGraph) else load_agent(agent)
+
+    async def main() -> Trajectory:
+        engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer())
+        scheduler = Scheduler({graph.agent: graph}, OneEngine(engine), **options)
+        prompts = as_prompts([prompt])
+        scheduler.check(prompts)
+        (group,) = [group async for group in scheduler.run(prompts)]
+        return group.trajectories[0]
+
+    return run_virtual(main())

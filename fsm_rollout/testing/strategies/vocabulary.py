@@ -19,8 +19,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.formats import detect_format
 from fsm_rollout.errors import ChatTemplateError, ConfigError
 from fsm_rollout.names.objects import load_object
-from fsm_rollout.testing.strategies.calls import WRITERS, broken_calls, calls_of_template, tool_calls
-from fsm_rollout.testing.strategies.schema_values import Schema
+from fsm_rollout.testing.strategies.calls import WRITERS, Schema, broken_calls, calls_of_template, tool_calls
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.enums import Trigger
 

@@ -9,8 +9,7 @@ import pytest
 from fsm_rollout.engines.weights import shapes_in
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
-from fsm_rollout.model.config import config_number, stop_tokens_in
-from fsm_rollout.model.folders import load_tokenizer
+from fsm_rollout.model.folders import config_number, load_tokenizer, stop_tokens_in
 from tests.integration.sglang_oracle import model
 
 
