@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph
 from fsm_rollout.agent.handlers import handler_spec
-from fsm_rollout.agent.rules.impossible import never_fires
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
+from fsm_rollout.agent.rules.transitions import never_fires
 from fsm_rollout.testing.strategies.calls import plain_data
 from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import PlainData as Data

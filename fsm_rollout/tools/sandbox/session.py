@@ -48,8 +48,7 @@ class CodeLimits:
     output: int = 20_000  # characters of a call's output that are returned
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "cpu_seconds", "memory_mb", "disk_mb", "processes", "output"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise ToolError(f"the sandbox's {name} must be a positive number, got {value!r}")
 
@@ -175,12 +174,9 @@ def _settings(language: Language, limits: CodeLimits, *, namespaces: bool, packa
         "folder": tempfile.gettempdir(),
         "shown": sorted(path for path in prefixes if not f"{path}/".startswith(("/usr/", "/tmp/")) and path != "/"),
         "packages": [site_packages] if site_packages is not None else [],
-        "seconds": limits.seconds,
-        "cpu_seconds": limits.cpu_seconds,
         "memory": limits.memory_mb << 20,
         "disk": limits.disk_mb << 20,
-        "processes": limits.processes,
-        "output": limits.output,
+        **vars(limits),
     }
 
 
