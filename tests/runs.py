@@ -213,3 +213,20 @@ def outline(groups: Iterable[Group], *, children: bool = False) -> list[tuple[An
         for group in sorted(groups, key=lambda group: group.index)
         for t in (group.all if children else group.trajectories)
     ]  # fmt: skip
+
+
+def ids_of(trajectory: Trajectory) -> list[int]:
+    """Return what follows the prompt in a trajectory's latest stream."""
+    return trajectory.streams[-1].tokens.response_ids().tolist()
+
+
+def ages(bench: Bench, group: Group) -> list[int]:
+    """How many versions behind the engine is each token that a batch of this group would train on."""
+    now = bench.engine.weight_version
+    tokens = [stream.tokens for trajectory in group.all for stream in trajectory.streams]
+    return [
+        now - version
+        for one in tokens
+        for version, trained in zip(one.response_versions().tolist(), one.response_mask().tolist(), strict=True)
+        if trained
+    ]
