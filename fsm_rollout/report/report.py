@@ -139,7 +139,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         endings=sorted({line.ending for line in lines}),
         agents=sorted({line.agent for line in lines}),
         histograms=[
-            ("messages per trajectory", histogram([line.messages for line in samples]), number),
+            ("messages", histogram([line.messages for line in samples]), number),
             ("tokens after the prompt", histogram([line.tokens for line in samples]), number),
             ("score", histogram(scores), number),
             ("time", histogram([line.wall for line in samples]), duration),
@@ -155,6 +155,7 @@ def _page(run: RunFolder, figures: Figures, flows: Sequence[Flow], links: Links)
         flows=[(flow, traffic_picture(flow)) for flow in flows],
         scale=(min(means), max(means)) if means and min(means) < max(means) else None,
         link=links.to,
+        unlinked=any(links.to(line.trajectory_id) is None for line in lines),
         version=links.version,
         listed=links.report() if links.version else None,
         no_page=NO_PAGE,

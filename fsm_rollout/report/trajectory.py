@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -219,7 +219,7 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str, list[StoredPicture]]]:
     first_request, last_request = _last_of("user", trajectory.prompt_messages), _last_of("user", latest)
     gist = [
         ("question", first_request),
-        ("expected", (_text(trajectory.extra.get("answer")), [])),
+        ("expected", (_expected(trajectory.extra), [])),
         ("last question", last_request if last_request != first_request else ("", [])),
         ("last answer", _last_of("assistant", latest)),
     ]
@@ -228,6 +228,14 @@ def _gist(trajectory: Trajectory) -> list[tuple[str, str, list[StoredPicture]]]:
         for name, (text, pictures) in gist
         if text.strip() or pictures
     ]
+
+
+def _expected(extra: Mapping[str, object]) -> str:
+    """Return a prompt's answer, and those to what its scripted user asks then."""
+    later = extra.get("interaction_kwargs")
+    answers = later.get("answers") if isinstance(later, Mapping) else None
+    every = [extra.get("answer"), *(answers if isinstance(answers, list | tuple) else ())]
+    return ", then ".join(text for answer in every if (text := _text(answer)))
 
 
 def _last_of(role: str, messages: Sequence[Message]) -> tuple[str, list[StoredPicture]]:

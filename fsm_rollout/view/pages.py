@@ -61,7 +61,8 @@ def _run_row(run: ViewedRun) -> dict[str, Any]:
         engine = opened.config.get("engine")
         kind = f"{engine.get('kind', '')} {engine.get('model') or ''}" if isinstance(engine, Mapping) else ""
         row |= {
-            "status": WORDS[status], "kind": KINDS[status], "agents": ", ".join(opened.agents), "engine": kind.strip(),
+            "status": WORDS[status], "kind": KINDS[status], "agents": ", ".join(sorted(opened.agents)),
+            "engine": kind.strip(),
             "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written_at)), "error": None, "unread": 0,
             "read": True,
         }  # fmt: skip

@@ -306,6 +306,9 @@ def test_what_has_no_page_does_not_look_like_a_link(browser: Any, run: Path) -> 
     )
     without = [True, "none", "It has no page. A click says which command makes one."]
     assert looks == [[False, "underline", ""], without, without, [False, "underline", ""]]
+    assert (
+        "a click on another says which command makes its page" in browser.find_element("css selector", "#list h2").text
+    )
     quiet(browser)
 
 

@@ -187,6 +187,9 @@ def test_what_was_asked_and_answered_stands_at_the_top() -> None:
 
     assert gist(text="How many?\nThree?") == ["question: How many? Three?", "expected: How many? Three?",
                                               "last answer: How many? Three?"]  # fmt: skip
+    begun, *rest = history()
+    asked_on = replace(begun, extra={"answer": 7, "interaction_kwargs": {"answers": ["9", 11]}})
+    assert "7, then 9, then 11" in trajectory_page(Recording.of([asked_on, *rest]))
     assert gist(text=NASTY)[0] == f"question: {NASTY}"
     assert len(gist(text="word " * 500)[0]) < 300
     assert gist(text="") == []
