@@ -92,9 +92,13 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     padded: dict[str, Array] = {}
     for key, flat in _by_key(rows).items():
         column, further = PER_TOKEN[key], flat.shape[1:]
-        rectangle = _zeros(count * widths[column.along] * math.prod(further), np.dtype(column.dtype))
-        if fill := pad_id if column.fill is None else column.fill:  # zeros are there, in memory that nobody has touched
-            rectangle.fill(fill)
+        size, fill = count * widths[column.along] * math.prod(further), pad_id if column.fill is None else column.fill
+        dtype = np.dtype(column.dtype)
+        if fill:
+            rectangle = np.full(size, fill, dtype)
+        else:  # zeros are there, in memory that nobody has touched; much of it is where rows are far from full
+            held = flat.size * dtype.itemsize + count * mmap.PAGESIZE
+            rectangle = (np.zeros if 2 * held > size * dtype.itemsize else _zeros)(size, dtype)
         rectangle = rectangle.reshape(-1, *further)
         rectangle[at[column.along]] = flat
         padded[key] = rectangle.reshape(count, widths[column.along], *further)

@@ -18,7 +18,7 @@ import numpy as np
 from fsm_rollout.batch.advantages import SampleScore
 from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, RAGGED, TAUGHT, Along
 from fsm_rollout.batch.fitting import Overflow, fitting, why_untrainable
-from fsm_rollout.batch.rows import FlatRows, RowId, flat_rows, trained_streams
+from fsm_rollout.batch.rows import Array, FlatRows, RowId, flat_rows, trained_streams
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.leased_group import LeasedGroup
@@ -28,6 +28,7 @@ from fsm_rollout.trajectory.tokens import MediaSpan
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 _OF_GROUPS = ("groups", "samples", "unscored", "score_mean", "sampled_tokens")
+RUNS = 4  # a run takes as much room as so many values, about
 _NAMES = (
     *(f"{prefix}{name}" for prefix in ("", "dropped_") for name in _OF_GROUPS),
     *(f"dropped_{reason}" for reason in DropReason),
@@ -209,7 +210,7 @@ def joined_parts(
         names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
     shapes = _shapes(parts)
     ends = {along: [np.append(0, np.cumsum(part.rows.lengths[along])).tolist() for part in parts] for along in RAGGED}
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, Array] = {}
     for column in PER_TOKEN.values():
         if name := column.field:
             pieces = [part.rows.arrays[name] for part in parts]
@@ -243,7 +244,7 @@ def _shapes(parts: Sequence[BatchPart]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _filled(name: str, rows: FlatRows, shape: tuple[int, ...], processor: Any) -> np.ndarray[Any, Any]:
+def _filled(name: str, rows: FlatRows, shape: tuple[int, ...], processor: Any) -> Array:
     """Return a column with further dimensions for rows that had no need of it by themselves."""
     if name == "routed_experts" or name in TAUGHT:
         missing = {"teacher_logprobs": np.nan, "teacher_top_counts": 0}.get(name, -1)
@@ -271,7 +272,7 @@ def part_to_bytes(part: BatchPart) -> bytes:
         facts.append({**row, MEDIA: spans})
     rows = (
         {str(along): of.tobytes() for along, of in part.rows.lengths.items()},
-        {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in part.rows.arrays.items()},
+        {name: _packed(array) for name, array in part.rows.arrays.items()},
         facts,
         part.rows.state_names,
     )
@@ -287,11 +288,28 @@ def part_from_bytes(data: bytes, of: Collection[str]) -> BatchPart:
             row[MEDIA] = [MediaSpan(start, length, shown[name], mark) for start, length, name, mark in row[MEDIA]]
     rows = FlatRows(
         {Along(along): np.frombuffer(of, np.int64) for along, of in lengths.items()},
-        {name: np.frombuffer(of, kind).reshape(shape) for name, (kind, shape, of) in arrays.items()},
+        {name: _unpacked(*packed) for name, packed in arrays.items()},
         facts,
         tuple(names),
     )
     return BatchPart(rows, {g.group_id: g for g in msgspec.convert(groups, list[GroupFacts]) if g.group_id in of})
+
+
+def _packed(array: Array) -> tuple[Any, ...]:
+    """Return an array as bytes; of one whose values mostly repeat, as most columns do along a turn, the runs alone."""
+    if array.ndim == 1 and len(array):
+        bits = array.view(f"u{array.itemsize}")  # so that no NaN differs from itself, and no sign of zero is lost
+        ends = np.append(np.flatnonzero(bits[1:] != bits[:-1]) + 1, len(array))
+        if RUNS * len(ends) < len(array):
+            return array.dtype.str, array.shape, array[ends - 1].tobytes(), np.diff(ends, prepend=0).tobytes()
+    return array.dtype.str, array.shape, array.tobytes(), None
+
+
+def _unpacked(kind: str, shape: Sequence[int], values: bytes, lengths: bytes | None) -> Array:
+    found = np.frombuffer(values, kind)
+    if lengths is None:
+        return found.reshape(shape)
+    return np.repeat(found, np.frombuffer(lengths, np.int64))
 
 
 def parts_of(groups: Iterable[Group]) -> list[BatchPart]:

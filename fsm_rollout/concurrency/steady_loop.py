@@ -24,7 +24,8 @@ class _Heart:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.lost = 0.0
-        self.noted, self._computed = monotonic(), process_time()
+        self._noted, self._computed = monotonic(), process_time()
+        self.stale = self._noted + BEAT + STILL  # when the last note is old
         self._lock = threading.Lock()
 
     def beat(self) -> None:
@@ -36,7 +37,7 @@ class _Heart:
         """Note that the process runs; where the last note is old and nothing was computed since, it stood still."""
         with self._lock:
             now, computed = monotonic(), process_time()
-            gap, self.noted = now - self.noted - BEAT, now
+            gap, self._noted, self.stale = now - self._noted - BEAT, now, now + BEAT + STILL
             idle, self._computed = computed - self._computed < gap / 2, computed
             if gap <= STILL or not idle:
                 return
@@ -58,7 +59,7 @@ class SteadyLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the seconds of the monotonic clock less those in which the process stood still."""
         heart, now = self._heart, monotonic()
-        if now - heart.noted > BEAT + STILL:
+        if now > heart.stale:
             heart.note()
         return now - heart.lost
 

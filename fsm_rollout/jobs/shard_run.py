@@ -25,7 +25,7 @@ from fsm_rollout.scheduler.run_state import PromptQueue, Watch
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.event_bytes import decode, encode, pictures_in
-from fsm_rollout.trajectory.events import AnyEvent, Prompted
+from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -276,24 +276,24 @@ def packed_events(
 
 
 class ShardCounts(RunCounts):
-    """Says now and then how far the trajectories are."""
+    """Says now and then how far the trajectories are, while there are any."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
         self._link, self.number = link, -1
-        self._told = False
+        self._tells = False
 
-    def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
-        """Count an event."""
-        super().__call__(trajectory, event)
-        if not self._told:
-            self._told = True
+    def _began(self, trajectory: Trajectory, event: Prompted | Resumed) -> None:
+        super()._began(trajectory, event)
+        if not self._tells:
+            self._tells = True
             asyncio.get_running_loop().call_later(TELL_EVERY, self._tell)
 
     def _tell(self) -> None:
-        self._told = False
-        states = {state: count for state, count in self.states.items() if count}
-        self._link.send("progress", self.number, states, len(self.ended), self.tokens)
+        self._link.send("progress", self.number, dict(self.states), len(self.ended), self.tokens)
+        self._tells = bool(self.open or self.sub_agents)
+        if self._tells:
+            asyncio.get_running_loop().call_later(TELL_EVERY, self._tell)
 
 
 class KeptEvents:

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fsm_rollout.scheduler.recorder import Recorder
+from fsm_rollout.scheduler.recorder import Listener, Recorder
 from fsm_rollout.scheduler.run_counts import RunCounts, SampleKey
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -153,6 +153,10 @@ class RunProgress:
             waited = time.monotonic() - self._started
             return Text("starting the engines …" + (f" ({waited:.0f} s)" if waited >= 1 else ""))
         return Text(f"{self._done:,}/{self._total:,} trajectories, {self._doing()}")
+
+    def hearer(self, kind: type[AnyEvent]) -> Listener | None:
+        """Return what counts events of a kind."""
+        return self if self._counts.hearer(kind) is not None else None
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count one event."""

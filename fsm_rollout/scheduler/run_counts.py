@@ -6,9 +6,10 @@ Invariant: a sample counts once, whatever became of it before: where it begins a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended, Transitioned
+from fsm_rollout.trajectory.events import AnyEvent, Ended, Generated, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SampleKey = tuple[str, int]
@@ -21,29 +22,44 @@ class RunCounts:
     def __init__(self, ended: Iterable[SampleKey] = ()) -> None:
         self.ended = set(ended)
         self.open: dict[str, Trajectory] = {}  # the prompts' own trajectories that are under way, by id
-        self.states: Counter[str] = Counter()  # where they are, and where those that have ended did so
         self.sub_agents: set[str] = set()  # the ids of sub-agents' trajectories that are under way
         self.tokens = 0
+        self._left: Counter[str] = Counter()  # the states in which samples have ended
+        self._count: Mapping[type[AnyEvent], Callable[[Trajectory, Any], None]] = {
+            Generated: self._generated, Prompted: self._began, Resumed: self._began, Suspended: self._set_aside,
+            Ended: self._ended,
+        }  # fmt: skip
+
+    @property
+    def states(self) -> Counter[str]:
+        """In which states samples are, or have ended."""
+        return Counter(trajectory.state for trajectory in self.open.values()) + self._left
+
+    def hearer(self, kind: type[AnyEvent]) -> Callable[[Trajectory, Any], None] | None:
+        """Return what counts events of a kind."""
+        return self._count.get(kind)
 
     def __call__(self, trajectory: Trajectory, event: AnyEvent) -> None:
         """Count an event."""
-        name, is_sample = trajectory.trajectory_id, trajectory.parent_id is None
-        match event:
-            case Generated():
-                self.tokens += event.tokens
-            case Transitioned() if is_sample:
-                self.states[event.source] -= 1
-                self.states[event.dest] += 1
-            case Prompted() | Resumed() if is_sample:
-                self.ended.discard((trajectory.group_id, trajectory.sample))
-                self.open[name] = trajectory
-                self.states[trajectory.state] += 1
-            case Prompted() | Resumed():
-                self.sub_agents.add(name)
-            case Ended() | Suspended() if is_sample and self.open.pop(name, None) is not None:
-                if isinstance(event, Ended):
-                    self.ended.add((trajectory.group_id, trajectory.sample))
-                else:
-                    self.states[trajectory.state] -= 1
-            case Ended() | Suspended():  # an end may be reported twice
-                self.sub_agents.discard(name)
+        if (count := self.hearer(type(event))) is not None:
+            count(trajectory, event)
+
+    def _generated(self, _: Trajectory, event: Generated) -> None:
+        self.tokens += event.tokens
+
+    def _began(self, trajectory: Trajectory, _: Prompted | Resumed) -> None:
+        if trajectory.parent_id is not None:
+            self.sub_agents.add(trajectory.trajectory_id)
+            return
+        self.ended.discard((trajectory.group_id, trajectory.sample))
+        self.open[trajectory.trajectory_id] = trajectory
+
+    def _set_aside(self, trajectory: Trajectory, _: Suspended) -> None:
+        self.sub_agents.discard(trajectory.trajectory_id)
+        self.open.pop(trajectory.trajectory_id, None)
+
+    def _ended(self, trajectory: Trajectory, _: Ended) -> None:
+        self.sub_agents.discard(trajectory.trajectory_id)
+        if self.open.pop(trajectory.trajectory_id, None) is not None:  # an end may be reported twice
+            self.ended.add((trajectory.group_id, trajectory.sample))
+            self._left[trajectory.state] += 1

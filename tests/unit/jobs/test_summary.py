@@ -207,11 +207,13 @@ def test_what_running_cost_is_said_where_it_is_felt() -> None:
 
 def test_a_run_is_shown_by_the_prompts_own_trajectories() -> None:
     console = Console(width=80, file=StringIO(), force_terminal=False)
-    progress, (parent, child) = RunProgress(1, (), console), parent_and_child()
-    begun = prompted()
+    progress = RunProgress(1, (), console)
+    parent, child = (Trajectory.fold([prompted(name)]) for name in ("0/0", "0/0/ask.1"))
     left = Transitioned(at=1.0, trigger="x", source="PENDING", dest="WORKING", spent={})
-    for trajectory, event in ((parent, begun), (child, begun), (parent, left), (child, left)):
-        progress(trajectory, event)
+    for trajectory in (parent, child):
+        progress(trajectory, prompted())
+        trajectory.apply(left)
+        progress(trajectory, left)
     console.print(progress._render())
     progress(child, Ended(at=4.0, stop_reason="answered"))
     console.print(progress._render())
