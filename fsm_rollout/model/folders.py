@@ -1,16 +1,22 @@
 """Which local folder a model's name stands for, also one that a journal names; its tokenizer, and its small files.
 
 Invariant: nothing here imports torch or runs code that lies in a model's folder. What its files do not say is ``None``
-or empty, never guessed.
+or empty, never guessed. What is in the hub's cache costs no look at the network, so a branch means the commit that the
+cache has for it until somebody downloads another. A folder of the hub that is returned is complete: it has a
+``config.json`` and, where weights are wanted, each file of them that its index names. Cache, token, endpoint and
+offline mode are those of ``huggingface_hub``'s own variables (``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``,
+``HF_HUB_OFFLINE``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +28,6 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.chat.hosted import hosted_tokenizer
 from fsm_rollout.errors import EngineError, close_match, did_you_mean
 from fsm_rollout.model import CHECKPOINTS, embedded_model
-from fsm_rollout.model.hub import hub_folder, is_hub_name
 from fsm_rollout.trajectory.journal import metadata
 
 logger = logging.getLogger(__name__)
@@ -114,8 +119,6 @@ def load_processor(folder: Path) -> Any:
         return None
     try:
         from transformers import AutoProcessor
-
-        from fsm_rollout.model.rope_index import rope_index  # torch, as a processor imports too
 
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if (counts := rope_index(folder)) is not None and processor is not None:
@@ -251,3 +254,112 @@ def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
     """
     of_generation = _config(folder / "generation_config.json").get("eos_token_id")
     return stop_tokens(of_generation, text_config(folder).get("eos_token_id"), tokenizer.eos_token_id)
+
+
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # organisation/name
+INDEX = "model.safetensors.index.json"
+# What describes a model and its tokenizer; no code, which nothing here runs, and no other framework's weights.
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WEIGHTS = "*.safetensors"
+
+
+def is_hub_name(model: str) -> bool:
+    """Say whether a model's name may be one of the hub: ``organisation/name``."""
+    return HUB_NAME.fullmatch(model) is not None
+
+
+def cached(model: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
+    """Return the folder of a hub's model in the cache; ``None``: it is not there, or not all of it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # Of its own check of what is missing, it asks for less than we do: files that nobody names.
+        folder = Path(snapshot_download(model, revision=revision, local_files_only=True, allow_patterns="config.json"))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if (folder / "config.json").is_file() and not (weights and _missing_weights(folder)) else None
+
+
+def hub_folder(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a hub's model, downloaded if it is not in the cache; ``weights``: with its weights.
+
+    Raises:
+        EngineError: it is neither in the cache nor can it be downloaded, with what to do; or it has no safetensors.
+    """
+    if (folder := cached(model, revision, weights=weights)) is not None:
+        return folder
+    from huggingface_hub import constants, errors, is_offline_mode, snapshot_download
+
+    command = f"hf download {model}" + (f" --revision {revision}" if revision else "")
+    logger.info("downloading '%s' from %s into %s", model, constants.ENDPOINT, constants.HF_HUB_CACHE)
+    try:
+        patterns = [*SMALL, WEIGHTS] if weights else list(SMALL)
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except errors.RevisionNotFoundError:
+        raise EngineError(
+            f"model '{model}' has no revision '{revision}' on the hub; give a branch, tag or commit"
+        ) from None
+    except errors.GatedRepoError:
+        raise EngineError(
+            f"model '{model}' is gated: accept its terms at {constants.ENDPOINT}/{model}, then `hf auth login`, or set "
+            f"HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise EngineError(
+            f"the hub has no model '{model}', or not for you; is it misspelt? For a private one: `hf auth login`, or "
+            f"set HF_TOKEN"
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        unreachable = f"{constants.ENDPOINT} cannot be reached ({_reason(error)})"
+        raise EngineError(
+            f"model '{model}' is not in the cache {constants.HF_HUB_CACHE}, or not whole, and "
+            f"{'HF_HUB_OFFLINE is set' if is_offline_mode() else unreachable}; where there is a network: `{command}`, "
+            f"then copy that cache here, or set HF_HOME to it"
+        ) from None
+    except Exception as error:  # a full disk, a connection that breaks, an answer that is none
+        raise EngineError(
+            f"model '{model}' cannot be downloaded: {type(error).__name__}: {_reason(error)}; to try it alone: "
+            f"`{command}`"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"model '{model}' of the hub has no config.json; name one that transformers can load")
+    if weights and (missing := _missing_weights(folder)):
+        raise EngineError(f"model '{model}' of the hub has no {missing}; convert it with save_pretrained")
+    return folder
+
+
+def _missing_weights(folder: Path) -> str | None:
+    """Return what of a folder's weights is not there."""
+    try:
+        files = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+    except OSError:
+        return None if any(folder.glob(WEIGHTS)) else WEIGHTS
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return f"readable {INDEX}"
+    return next((name for name in sorted(map(str, files)) if not (folder / name).is_file()), None)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what lies at the bottom of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _positions(config: Any, model_class: type[Any], **inputs: Any) -> Any:
+    """Return the positions ``[3, rows, tokens]``, and how far each row's are off those of text."""
+    model: Any = object.__new__(model_class)  # no weight is made or read
+    vars(model)["config"] = config  # all that the method reads of a model
+    return model.get_rope_index(**inputs)
+
+
+def rope_index(folder: Path) -> Callable[..., Any] | None:
+    """Return how a model counts positions where pictures stand, by its own class; ``None``: as those of text."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model_class = MODEL_MAPPING.get(type(config), None)
+    return partial(_positions, config, model_class) if hasattr(model_class, "get_rope_index") else None

@@ -197,17 +197,12 @@ class _Connection:
     async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
         """Make one call; NotReady if there is no server, ToolDied if it ended meanwhile, MCPError if it refuses."""
         client = await asyncio.shield(self.client)
-        call = self._loop.create_task(client.call_tool(name, dict(arguments)))
-        lost = self._loop.create_task(self.lost.wait())
         try:
-            await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
-            failure = call.exception() if call.done() and not call.cancelled() else ToolDied()
-            if failure is None:
-                return call.result()
-            raise ToolDied(f"{self._server.where}: the server ended during a call") if self.lost.is_set() else failure
-        finally:
-            call.cancel()
-            lost.cancel()
+            return await client.call_tool(name, dict(arguments))
+        except Exception as error:
+            if self.lost.is_set():  # the library tells who waits
+                raise ToolDied(f"{self._server.where}: the server ended during a call") from error
+            raise
 
 
 class Unreachable(ConnectionError):

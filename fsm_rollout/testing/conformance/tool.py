@@ -18,12 +18,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import AgentGraph, Retry, ToolSpec
-from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.errors import BadArguments, ToolError
-from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Subject, Suite, demand, named
-from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.testing.simulation.stand_ins import OneEngine
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer, one_trajectory
 from fsm_rollout.testing.strategies import calls
 from fsm_rollout.tools import AgentAnswer, AgentCall, ToolContext
 from fsm_rollout.tools.schema import Arguments
@@ -32,7 +29,6 @@ from fsm_rollout.tools.toolbox import Toolbox, ToolSession
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import Called, ToolCall
 from fsm_rollout.trajectory.pictures import StoredPicture
-from fsm_rollout.trajectory.prompt import Prompt
 
 LATER_SECONDS = 1024.0  # how much later the same calls are made again: they must not depend on the clock
 
@@ -145,6 +141,13 @@ class _Tool(Subject):
         complete = self.description and self.parameters.get("type") == "object" and not missing
         demand(complete, 1, f"the schema of {self.name} is incomplete: {self.tool.schema}")
 
+    async def _once(self, arguments: Arguments) -> Called:
+        """Make a call in a session of its own."""
+        session = self.open()
+        result = await self.in_time(_made(session, arguments), f"{self.name}({arguments}) did not return")
+        await self.release(session)
+        return result
+
     @SUITE.check(2, 4, 7, 9)
     def calls_are_answered(self) -> int:
         """Make calls, and look at what each came to."""
@@ -156,14 +159,7 @@ class _Tool(Subject):
     def _answers(self, arguments: Arguments) -> None:
         # 1. The call, in a session of its own.
         kept = copy.deepcopy(arguments)
-
-        async def main() -> Called:
-            session = self.open()
-            result = await self.in_time(_made(session, arguments), f"{self.name}({kept}) did not return")
-            await self.release(session)
-            return result
-
-        result = self.run(main())
+        result = self.run(self._once(arguments))
         # 2. What it came to can be told and kept.
         text = result.result
         refused = result.bad and not result.tries
@@ -204,14 +200,7 @@ class _Tool(Subject):
 
         def refuses(drawn: tuple[str, Arguments]) -> None:
             mistake, arguments = drawn
-
-            async def main() -> Called:
-                session = self.open()
-                result = await _made(session, arguments)
-                await session.release()
-                return result
-
-            result = self.run(main())
+            result = self.run(self._once(arguments))
             refused = result.failure is not None and not result.tries
             demand(refused, 3, f"{self.name} took {arguments}, though {mistake}")
             wrong = mistake.split("'")[1]
@@ -310,9 +299,6 @@ def _context(extra: Mapping[str, object], purpose: str) -> ToolContext:
 
 async def _run_agent(graph: AgentGraph, call: AgentCall) -> AgentAnswer:
     """Run an agent that is the tool: on its own scheduler, with an engine that always gives the same answer."""
-    engine = ScriptedEngine(lambda request: "The answer is 4.", tokenizer=embedded_tokenizer())
-    scheduler = Scheduler({graph.agent: graph}, OneEngine(engine))
-    prompt = Prompt(prompt_id="check", messages=({"role": "user", "content": call.task},))
-    (group,) = [group async for group in scheduler.run([prompt])]
-    texts = list(group.trajectories[0].assistant_texts())
-    return AgentAnswer(texts[-1] if texts else "", None if texts else group.trajectories[0].stop_reason)
+    trajectory = await one_trajectory(graph, lambda request: "The answer is 4.", call.task)
+    texts = list(trajectory.assistant_texts())
+    return AgentAnswer(texts[-1] if texts else "", None if texts else trajectory.stop_reason)

@@ -368,13 +368,16 @@ def run_one(
         options: those of :class:`Scheduler`.
     """
     graph = agent if isinstance(agent, AgentGraph) else load_agent(agent)
+    return run_virtual(one_trajectory(graph, turns, prompt, **options))
 
-    async def main() -> Trajectory:
-        engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer())
-        scheduler = Scheduler({graph.agent: graph}, OneEngine(engine), **options)
-        prompts = as_prompts([prompt])
-        scheduler.check(prompts)
-        (group,) = [group async for group in scheduler.run(prompts)]
-        return group.trajectories[0]
 
-    return run_virtual(main())
+async def one_trajectory(
+    graph: AgentGraph, turns: Script, prompt: str | Mapping[str, object] | Prompt, **options: Any
+) -> Trajectory:
+    """Run one trajectory, as :func:`run_one` does, on the loop that runs."""
+    engine = ScriptedEngine(turns, tokenizer=embedded_tokenizer())
+    scheduler = Scheduler({graph.agent: graph}, OneEngine(engine), **options)
+    prompts = as_prompts([prompt])
+    scheduler.check(prompts)
+    (group,) = [group async for group in scheduler.run(prompts)]
+    return group.trajectories[0]
