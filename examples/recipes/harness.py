@@ -25,8 +25,7 @@ from urllib.parse import urlsplit
 
 from fsm_rollout import ForeignVisit
 from fsm_rollout.errors import ToolError
-from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
-from fsm_rollout.tools.sandbox.images import unpacked
+from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed, unpacked
 
 logger = logging.getLogger(__name__)
 

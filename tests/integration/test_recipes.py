@@ -20,8 +20,7 @@ from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.errors import ToolError
 from fsm_rollout.states.bound_agent import CALLERS_TOOLS
 from fsm_rollout.states.external.handler import ForeignVisit
-from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed
-from fsm_rollout.tools.sandbox.images import unpacked
+from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed, unpacked
 from fsm_rollout.trajectory.journal import read
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import EngineLog

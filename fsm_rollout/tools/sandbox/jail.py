@@ -16,7 +16,7 @@ from importlib import import_module
 from types import FrameType, ModuleType
 
 
-def main(descriptor: int, what: str = "nursery") -> None:
+def main(descriptor: int, where: str = "guard", what: str = "nursery") -> None:
     """Serve a run until it ends: with sessions of code, or with what one ``enclosure`` runs."""
     # 1. The jail's modules have the names that they always have; for the packages above them stand empty ones.
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -24,7 +24,7 @@ def main(descriptor: int, what: str = "nursery") -> None:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [folder]
         folder = os.path.dirname(folder)
-    serve = getattr(import_module(f"fsm_rollout.tools.sandbox.{what}"), what)
+    serve = getattr(import_module(f"fsm_rollout.tools.sandbox.{where}"), what)
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "fsm_rollout"]:
         del sys.modules[name]  # sandboxed code may import the package itself
