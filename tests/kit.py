@@ -31,8 +31,8 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def script(path: str) -> ModuleType:
-    """Import a file of the repository that is in no package."""
+def script(path: str | Path) -> ModuleType:
+    """Import a file, of the repository or anywhere else, that is in no package."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None

@@ -5,10 +5,13 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.kit import script
 
 
 @cache
@@ -27,6 +30,25 @@ def cases(name: str, *more: tuple[Any, ...]) -> Callable[[Any], Any]:
         return pytest.mark.parametrize(",".join([*inspect.signature(test).parameters][:taken]), lines)(test)
 
     return decorate
+
+
+def mistakes(name: str) -> list[tuple[str, int, str]]:
+    """Return the cases of a table of broken code: how each is called, the promise that it breaks, and what is said."""
+    return [(case, facts["promise"], facts["says"]) for case, facts in table(name).items() if case != "imports"]
+
+
+def written(name: str, case: str, folder: Path, head: str = "") -> Any:
+    """Import the code of a case in a table as a module of a user's, in a folder; return what bears the case's name.
+
+    With a ``head``, of a class or a function, the code is what stands below it, and that is what is returned.
+    """
+    code = table(name)[case]["code"]
+    if head:
+        code = f"{head}:\n{indent(code, '    ')}"
+    path = folder / case / f"{name}.py"  # of its own: within a second Python takes one text for another of its size
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{table(name)['imports']}\n{code}", "utf-8")
+    return getattr(script(path), head.partition("(")[0].rpartition(" ")[2] or case)
 
 
 FILES: dict[str, str] = table("files")  # what users write, by name

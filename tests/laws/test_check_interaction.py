@@ -1,10 +1,7 @@
 """The interaction check passes all interactions there are, and names the fault of broken ones."""
 
 import asyncio
-import random
-import threading
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from fsm_rollout import load_agent
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.testing import ConformanceError, check_interaction
 from fsm_rollout.testing.simulation import blocked_loop
+from tests.cases import mistakes, table, written
 from tests.kit import ROOT
 
 SCRIPTED, MODEL = "fsm_rollout.interactions:ScriptedUser", "fsm_rollout.interactions:ModelUser"
@@ -108,138 +106,35 @@ BROKEN: list[tuple[Any, int, str]] = [
     (Remembers, 6, "built anew before reply 2"),
     (CannotClose, 9, "close raised ConnectionError"),
     (ClosesOnlyWhatBegan, 9, "close raised AttributeError"),
+    *mistakes("broken_interactions"),
 ]
 
 
-def interaction(promise: int | None = None, message: str = "") -> Callable[[Any], type]:
-    """Make an interaction of how it replies, as the others do unless the function says something else.
+def interaction(says: Any) -> type:
+    """Make an interaction of how it replies, as the others do unless the function says something else."""
 
-    With a promise, it is a case of one that breaks it.
-    """
+    async def reply(self: Any, conversation: Conversation) -> Any:
+        said = await says(self, conversation)
+        return await Base.reply(self, conversation) if said is None else said
 
-    def make(says: Any) -> type:
-        async def reply(self: Any, conversation: Conversation) -> Any:
-            said = await says(self, conversation)
-            return await Base.reply(self, conversation) if said is None else said
-
-        made = type(says.__name__, (Base,), {"reply": reply, "__module__": __name__})
-        if promise is not None:
-            BROKEN.append((made, promise, message))
-        return made
-
-    return make
+    return type(says.__name__, (Base,), {"reply": reply, "__module__": __name__})
 
 
-PRESENT: list[object] = []
-MET: set[str] = set()
-
-
-@interaction(2, "must return a Reply, got str")
-async def says_text(self, conversation):
-    return "Go on."
-
-
-@interaction(2, "raised|no text")
-async def says_numbers(self, conversation):
-    return Reply(5)
-
-
-@interaction(2, "to '' .*raised IndexError")
-async def stumbles(self, conversation):
-    return Reply(f"You said {conversation.text.split()[0]}", done=True)
-
-
-@interaction(2, "raised ChatTemplateError: .*content must be a string, got int")
-async def asks_nonsense(self, conversation):
-    await conversation.ask("judge", [{"role": "user", "content": 42}])
-
-
-@interaction(3, "not done after 64 replies")
-async def never_done(self, conversation):
-    return Reply("And then?")
-
-
-@interaction(3, "did not come within 60 s")
-async def never_comes(self, conversation):
-    await asyncio.Event().wait()
-
-
-@interaction(4, "changed the conversation's messages")
-async def edits(self, conversation):
-    conversation.messages[-1]["content"] = "something else"
-
-
-@interaction(4, "changed the conversation's trajectory")
-async def marks(self, conversation):
-    conversation.trajectory.spent["patience"] = 1
-
-
-@interaction(5, "take randomness from conversation.rng")
-async def moody(self, conversation):
-    return Reply(random.choice(["Yes.", "No."]), done=conversation.replies > 1)
-
-
-@interaction(5, "It is 0 o'clock.* and the second time with .*It is 1024 o'clock")
-async def reads_the_clock(self, conversation):
-    return Reply(f"It is {asyncio.get_running_loop().time():g} o'clock.", done=conversation.replies > 1)
-
-
-@interaction(5, "and beside another")
-async def crowded(self, conversation):
-    PRESENT.append(self)
-    await asyncio.sleep(1.0)
-    greeting = f"We are {len(PRESENT)}."
-    await asyncio.sleep(1.0)
-    PRESENT.remove(self)
-    return Reply(greeting, done=conversation.replies > 0)
-
-
-@interaction(5, r"Hello\..* and the second time with .*You again")
-async def recognises(self, conversation):
-    """Know whom it has met, for all time."""
-    known = conversation.text in MET
-    MET.add(conversation.text)
-    return Reply("You again." if known else "Hello.", done=conversation.replies > 0)
-
-
-@interaction(7, "cancelled at its await number 1, swallowed it")
-async def swallows(self, conversation):
-    try:
-        return Reply(await conversation.ask("user", [], None), done=True)
-    except asyncio.CancelledError:
-        return Reply(None, done=True)
-
-
-@interaction(8, r"blocks the event loop with time.sleep\(1\)")
-async def sleeps(self, conversation):
-    time.sleep(1)  # noqa: ASYNC251
-
-
-@interaction(8, "typing")
-async def leaves_a_task(self, conversation):
-    self.typing = asyncio.create_task(asyncio.sleep(1e6), name="typing")
-
-
-@interaction(8, r"at .*_interaction\.py:\d+, in waits_for_itself; await")
-async def waits_for_itself(self, conversation):
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-@pytest.mark.parametrize(("broken", "promise", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("broken", "promise", "message"), BROKEN)
 def test_a_broken_interaction_is_found(
-    broken: Any, promise: int, message: str, monkeypatch: pytest.MonkeyPatch
+    broken: Any, promise: int, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    PRESENT.clear()
-    MET.clear()
+    if broken in table("broken_interactions"):
+        broken = interaction(
+            written("broken_interactions", broken, tmp_path, f"async def {broken}(self, conversation)")
+        )
     monkeypatch.setattr(blocked_loop, "BLOCKING_SECONDS", 0.5)
     with pytest.raises(ConformanceError, match=message) as found:
         check_interaction(broken, examples=20)
     assert found.value.invariant == promise
 
 
-@interaction()
+@interaction
 async def takes_its_time(self, conversation):
     """Take longer than a cancelled reply may, but nobody cancels it."""
     await asyncio.sleep(20.0)

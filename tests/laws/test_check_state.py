@@ -1,28 +1,26 @@
 """The handler check passes all handlers there are, and names the fault of broken ones."""
 
 import asyncio
-import random
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.agent.words import HANDLERS
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.testing import ConformanceError, check_state
 from fsm_rollout.testing.conformance import runner
-from fsm_rollout.trajectory.events import Ended
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import mistakes, table, written
 
 
 # Programs of others keep no promise of a handler's; what `external` itself promises is in test_foreign_agents.
@@ -171,98 +169,10 @@ def test_what_a_handler_may_do_conforms(good: type[State]) -> None:
 
 # -- broken ones --------------------------------------------------------------------------------------------------
 
-SHARED: list[str] = []
-FLIPS: list[int] = []
-REMEMBERED: set[str] = set()
-left_behind: list[Any] = []
-
-
-@handler(2, r"returned Outcome\(trigger='finished'.* it declares: done; the engine says .*ACCEPT")
-async def undeclared(self, trajectory, ctx):
-    return Outcome("finished") if trajectory.text == "ACCEPT" else None
-
-
-@handler(2, "returned 'done'")
-async def returns_text(self, trajectory, ctx):
-    return "done"
-
-
-@handler(2, "raised IndexError")
-async def raises(self, trajectory, ctx):
-    says(ctx, f"You began with {trajectory.text[0]}.")  # an empty turn has none
-
-
-@handler(2, "there is no turn 1 to score; the first is 0, the latest 0")
-async def scores_the_next_turn(self, trajectory, ctx):
-    ctx.score_turn(1.0, trajectory.generations)
-
-
-@handler(2, "message 0: content must be a string, got int")
-async def writes_numbers(self, trajectory, ctx):
-    says(ctx, 42)
-
-
-@handler(2, "message 0 holds a picture")
-async def writes_parts(self, trajectory, ctx):
-    says(ctx, [{"type": "image", "url": "a.png"}])
-
-
-@handler(2, "message 0: has the unknown role 'usr'; did you mean 'user'")
-async def writes_for_nobody(self, trajectory, ctx):
-    says(ctx, "Hm.", "usr")
-
-
-@handler(2, "message 0: has no content")
-async def writes_nothing(self, trajectory, ctx):
-    ctx.write([{"role": "user", "contents": "Hm."}], context="main")
-
-
-@handler(3, "changed self.count")
-async def counts(self, trajectory, ctx):
-    self.count = getattr(self, "count", 0) + 1
-
 
 @handler(3, "changed counts_on_its_class.seen", seen=Counter())
 async def counts_on_its_class(self, trajectory, ctx):
     self.seen[trajectory.trajectory_id] += 1
-
-
-@handler(3, "beside others")
-async def shares_a_list(self, trajectory, ctx):
-    SHARED.append(trajectory.trajectory_id)
-    try:
-        await asyncio.sleep(1.0)
-        says(ctx, f"{len(SHARED)} are here.")
-        await asyncio.sleep(1.0)
-    finally:
-        SHARED.remove(trajectory.trajectory_id)
-
-
-@handler(4, "took 600 s")
-async def never_returns(self, trajectory, ctx):
-    await asyncio.Event().wait()
-
-
-@handler(5, "was cancelled, and went on: it returned Outcome")
-async def swallows(self, trajectory, ctx):
-    await asyncio.sleep(0)
-    with suppress(asyncio.CancelledError):
-        await asyncio.sleep(1.0)
-
-
-@handler(5, "was cancelled, and went on: it returned Outcome")
-async def is_deaf(self, trajectory, ctx):
-    for _ in range(20):
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(1.0)
-
-
-@handler(5, "cancelled at its await number 1, and went on")
-async def turns_it_into_an_error(self, trajectory, ctx):
-    try:
-        await asyncio.sleep(1.0)
-    except BaseException as error:
-        raise RuntimeError("the sandbox is gone") from error
 
 
 def nothing_was_open(self, trajectory, ctx):
@@ -275,103 +185,17 @@ async def fails_to_tidy_up(self, trajectory, ctx):
     await ctx.ask("policy", [{"role": "user", "content": "Well?"}])
 
 
-@handler(6, r"blocks the event loop with time.sleep\(30\)")
-async def sleeps(self, trajectory, ctx):
-    time.sleep(30)  # noqa: ASYNC251
+def in_a_visit(name: str, folder: Path) -> type[State]:
+    """Return the handler of that name in the table."""
+    attributes = dict(table("broken_handlers")[name].get("attributes", {}))
+    if "triggers" in attributes:
+        attributes["triggers"] = tuple(attributes["triggers"])
+    return handler(**attributes)(written("broken_handlers", name, folder, f"async def {name}(self, trajectory, ctx)"))
 
 
-@handler(7, "while this task was running: prefetch: sleep .started at .*test_check_state")
-async def leaves_a_task(self, trajectory, ctx):
-    left_behind.append(asyncio.create_task(asyncio.sleep(5.0), name="prefetch"))
-
-
-@handler(7, "started failed, and nobody heard: .*ConnectionError: no route")
-async def fails_unheard(self, trajectory, ctx):
-    async def fail() -> None:
-        raise ConnectionError("no route")
-
-    left_behind.append(asyncio.create_task(fail()).get_name())
-    await asyncio.sleep(1.0)
-
-
-@handler(8, "cannot go on: failed:ChatTemplateError: .assistant-in-new")
-async def speaks_for_the_model(self, trajectory, ctx):
-    says(ctx, "I am done.", "assistant")
-
-
-@handler(8, "changed the trajectory's spent without an event")
-async def writes_it_directly(self, trajectory, ctx):
-    trajectory.spent["searches"] = 1
-
-
-@handler(8, "changed the trajectory's extra without an event")
-async def writes_into_the_prompt(self, trajectory, ctx):
-    trajectory.extra["note"] = "x"
-
-
-@handler(8, "changed the trajectory's .*streams.* without an event")
-async def rewrites_a_message(self, trajectory, ctx):
-    trajectory.stream("main").messages[-1]["content"] = "something else"
-
-
-@handler(8, "left a trajectory that cannot go on: ValueError: State 'GENERATING' is not a registered")
-async def goes_where_it_likes(self, trajectory, ctx):
-    trajectory.state = "GENERATING"
-
-
-@handler(8, "emitted Ended")
-async def ends_it(self, trajectory, ctx):
-    ctx.emit(Ended(at=ctx.clock(), stop_reason="enough"))
-
-
-@handler(9, r"swallowed LimitReached \('response_tokens'\)", spends="assistant_turns")
-async def ignores_limits(self, trajectory, ctx):
-    try:
-        await ctx.generate("main")
-    except LimitReached:
-        says(ctx, "Never mind.")
-
-
-@handler(10, "take randomness from ctx.rng")
-async def dices(self, trajectory, ctx):
-    says(ctx, f"Take {random.random()}.")
-
-
-OTHER_WAY = r"came out with transition {} as '.* (left|right) .*', and the second time as '.* (left|right) "
-
-
-@handler(10, OTHER_WAY.format(r"\d"), triggers=("left", "right"))
-async def dices_its_way(self, trajectory, ctx):
-    return Outcome(random.choice(self.triggers))
-
-
-@handler(10, OTHER_WAY.format(3), triggers=("left", "right"))
-async def same_twice_in_any_order(self, trajectory, ctx):
-    """Come to the same in all visits together, in another order each time."""
-    number = trajectory.visits["CHECKED"]
-    if number == 1:
-        FLIPS.append(len(FLIPS) % 2)
-    return Outcome(self.triggers[(FLIPS[-1] + number) % 2])
-
-
-@handler(10, r"with message 3 as .*New.*, and the second time as .*Known")
-async def memoises(self, trajectory, ctx):
-    known = trajectory.text in REMEMBERED
-    REMEMBERED.add(trajectory.text)
-    says(ctx, "Known." if known else "New.")
-
-
-@handler(11, "set aside at its await number 1 and resumed", spends="assistant_turns")
-async def reads_the_clock(self, trajectory, ctx):
-    await ctx.generate("main")
-    says(ctx, f"It is {ctx.clock():g} o'clock.")
-
-
-@pytest.mark.parametrize(("broken", "promise", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
-def test_a_broken_handler_is_found(broken: Any, promise: int, message: str) -> None:
-    for kept in (SHARED, REMEMBERED, FLIPS):
-        kept.clear()
-    found(promise, message, broken, examples=12)
+@pytest.mark.parametrize(("broken", "promise", "message"), [*BROKEN, *mistakes("broken_handlers")])
+def test_a_broken_handler_is_found(broken: Any, promise: int, message: str, tmp_path: Path) -> None:
+    found(promise, message, in_a_visit(broken, tmp_path) if str(broken).isidentifier() else broken, examples=12)
 
 
 def found(promise: int, message: str, broken: Any, examples: int = 5) -> None:
@@ -394,8 +218,8 @@ def test_a_handler_that_computes_for_long_keeps_the_loop(monkeypatch: pytest.Mon
     found(6, r"computes.run kept the event loop busy for 0\.\d s", computes)
 
 
-def test_a_handler_that_cannot_be_resumed_may_say_so() -> None:
-    assert "resumed" not in check_state(reads_the_clock, resumable=False, examples=6).promises
+def test_a_handler_that_cannot_be_resumed_may_say_so(tmp_path: Path) -> None:
+    assert "resumed" not in check_state(in_a_visit("reads_the_clock", tmp_path), resumable=False, examples=6).promises
 
 
 def test_what_is_no_yaml_is_the_callers_mistake() -> None:
