@@ -9,6 +9,7 @@ A bad trajectory is data (its stop reason says why it ended), never one of these
     │   └── BadArguments      a model's arguments are wrong, by the tool's schema or its own check; the model is told
     ├── EngineError           an engine cannot start, or failed for good
     │   ├── PromptTooLong     one request does not fit the engine's window
+    │   ├── RefusedError      a training service does not do what its trainer asks; ``code`` is a word for why
     │   └── ContentFiltered   a hosted model's provider withholds an answer because of what it is about
     ├── StreamError           a token stream was used against its invariants (a bug in a handler)
     ├── ReplayDiverged        a replayed run went another way than the recorded one
@@ -142,6 +143,18 @@ class EngineError(RolloutError):
 
 class PromptTooLong(EngineError):
     """A request's input does not fit into the engine's context window."""
+
+
+class RefusedError(EngineError):
+    """A training service does not do what its trainer asks.
+
+    ``code``: a word for why, such as ``taken_over`` (another trainer is served by now) or ``weights_missing`` (the
+    service was started again, and has no copy of the weights that it was given).
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ContentFiltered(EngineError):

@@ -31,6 +31,7 @@ from fsm_rollout.jobs.runner import (
     training_rollout_of,
 )
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.serve.guarded import check_free
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.serve.strangers import is_loopback
@@ -56,6 +57,7 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
     agents, serving = load_agents(config), config.serve
     assert serving.out is not None  # a loaded config has it
     keys = _keys(serving.api_keys)
+    check_free(serving.host, serving.port)
     if training:
         check_parts(config, ())
     elif problems := list(engine_problems(config)):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
@@ -30,6 +31,25 @@ SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 def digest_of(key: str) -> str:
     """Return what stands for a key: it is compared, and it names the caller in the journal."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@contextmanager
+def able_to_listen(host: str, port: int) -> Iterator[None]:
+    """Raise ConfigError where the block finds that it cannot listen at an address."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise ConfigError where somebody listens at an address already: before engines start, or a folder is made."""
+    with able_to_listen(host, port):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
 
 
 class Guarded:
@@ -54,11 +74,8 @@ class Guarded:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
         await runner.setup()
         try:
-            try:
+            with able_to_listen(host, port):
                 await web.TCPSite(runner, host, port).start()
-            except OSError as error:
-                why = error.strerror or error
-                raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
             name = f"[{host}]" if ":" in host else host
             yield f"http://{name}:{runner.addresses[0][1]}"
         finally:

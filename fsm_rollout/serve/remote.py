@@ -21,7 +21,7 @@ from fsm_rollout.concurrency.loop_thread import plain
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.engines.weight_sources import Loaded, PresentWeights, WeightsGone, as_source
-from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.errors import ConfigError, EngineError, RefusedError
 from fsm_rollout.model.folders import load_processor
 from fsm_rollout.rollout import Prompts, Rollout
 from fsm_rollout.scheduler.group import Group
@@ -30,9 +30,19 @@ from fsm_rollout.scheduler.recorder import Recorder
 from fsm_rollout.scheduler.resume import History
 from fsm_rollout.scheduler.run_state import check_numbers
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, OVER_SAMPLE, Scheduler
-from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RefusedError, RemoteRun, ServiceLine
+from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RemoteRun, ServiceLine
 from fsm_rollout.serve.remote_weights import pushed
-from fsm_rollout.serve.training_wire import API, Begin, End, Facts, Open, packed_pictures, prompts_of
+from fsm_rollout.serve.training_wire import (
+    API,
+    Begin,
+    End,
+    Facts,
+    Open,
+    PackedPicture,
+    Waiting,
+    packed_pictures,
+    prompts_of,
+)
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
@@ -137,6 +147,24 @@ class RemoteScheduler:
             await self.line.order("drop_carried")
         return carried
 
+    def _carry(self, waits: Sequence[Waiting], pictures: Sequence[PackedPicture]) -> None:
+        """Know what waits for the next run."""
+        prompts = prompts_of([each[3] for each in waits], pictures)
+        self.carried = [LeasedGroup.of(*each[:2], prompt, each[2]) for each, prompt in zip(waits, prompts, strict=True)]
+
+    async def state(self) -> dict[str, Any]:
+        """Return what the next run depends on; who saves that has done with all groups that came before."""
+        if self.under_way:
+            raise ConfigError("a run is under way; save the state between two runs")
+        state: dict[str, Any] = await self.line.order("state", acked=self._delivered)
+        self._delivered = []
+        return state
+
+    async def load_state(self, state: Mapping[str, Any]) -> None:
+        """Have the service go on where a state was saved, here or in another folder."""
+        self._carry(*await self.line.order("load_state", state=dict(state)))
+        self._delivered = []
+
     # -- a run --------------------------------------------------------------------------------------------------------
 
     async def run(
@@ -175,12 +203,8 @@ class RemoteScheduler:
                         mine.done_with(group.group_id)
                         self._delivered.remove(group.group_id)
                 self.weights.version, self.stats = mine.last.weight_version, mine.last.stats
-                waits = mine.last.carried
                 if self.evaluation is None:
-                    known = prompts_of([each[3] for each in waits], mine.last.pictures)
-                    self.carried = [
-                        LeasedGroup.of(*each[:2], prompt, each[2]) for each, prompt in zip(waits, known, strict=True)
-                    ]
+                    self._carry(mine.last.carried, mine.last.pictures)
                 if deliver_at_end:
                     for group in mine.held.values():
                         self._delivered.append(group.group_id)
@@ -262,17 +286,21 @@ class RemoteRollout(Rollout):
     status = plain(astatus)
     """Do what :meth:`astatus` does and wait for it; another thread may call it while ``run`` runs."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raise ConfigError: a copy of the service's state would be older than what it has acknowledged since."""
-        raise ConfigError(
-            "the state of a service's runs is kept by the service: a trainer that is started again and asks for the "
-            "same run gets the groups that it has not done with; to go back to an earlier checkpoint, start the "
-            "service with another folder (serve.out=…) and push the checkpoint's weights under their version"
-        )
+    async def astate_dict(self) -> dict[str, Any]:
+        """Return what the next run depends on, as :meth:`Rollout.state_dict` does; the groups so far are done with."""
+        state = await cast(RemoteScheduler, self.scheduler).state()
+        return state | {"position": self._position.taken}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError: see :meth:`state_dict`."""
-        self.state_dict()
+    async def aload_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was saved: at the same service, or at another whose folder is new.
+
+        Raises:
+            ConfigError: the service has gone on since, or the state does not fit its rollout.
+        """
+        await cast(RemoteScheduler, self.scheduler).load_state(state)
+        self._position.taken, self._due = state["position"], state["weight_version"]
+
+    state_dict, load_state_dict = plain(astate_dict), plain(aload_state_dict)
 
     async def aclose(self) -> None:
         """Let the service go, which drops what was set aside for this trainer. Safe to call twice."""

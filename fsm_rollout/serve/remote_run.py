@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.errors import ConfigError, EngineError, RefusedError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.scheduler.shard_handle import error_of
@@ -47,14 +47,6 @@ SILENCE = 120.0  # seconds after which an answer is taken for lost; a service sa
 PAUSES = (0.05, 2.0)  # seconds before the first repeat, and at most; each is twice the one before
 
 
-class RefusedError(EngineError):
-    """The service does not do what it was asked; ``code`` is a word for why."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class ServiceLine:
     """Asks a service, and asks again until it is answered.
 
@@ -65,7 +57,10 @@ class ServiceLine:
     """
 
     def __init__(self, url: str, api_key: str | None, patience: float) -> None:
-        self.url, self.patience, self.client = url.rstrip("/"), patience, secrets.token_hex(8)
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: '{url}' is no address of a service; begin it with http://, as http://host:8000")
+        self.url = url.rstrip("/").removesuffix(PATH).removesuffix("/v1")  # as other clients of servers are given it
+        self.patience, self.client = patience, secrets.token_hex(8)
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, int]] = {}
         self.numbers = count()
@@ -132,7 +127,7 @@ class ServiceLine:
         if status == 401:
             return ConfigError(f"{message} (api_key=…)")
         if status == 404 and error.get("code") != UNKNOWN_RUN:
-            return ConfigError(f"{message}; is it started with --training?")
+            return ConfigError(f"{message}; is it started with --training, and is this its address alone?")
         return RefusedError(message, str(error.get("code")))
 
     async def order(self, name: str, **arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.engines.adapters import Adapter
@@ -40,7 +41,7 @@ async def pushed(line: ServiceLine, source: WeightSource, version: int | None, b
     source.check()
     if isinstance(source, Loaded | Adapter):
         adapter = isinstance(source, Adapter)
-        folder = str(source.folder if isinstance(source, Adapter) else source.weights)
+        folder = _absolute(str(source.folder if isinstance(source, Adapter) else source.weights))
         means = "adapter" if adapter else "folder"
         return int(await line.order("load", means=means, folder=folder, version=version))
     if isinstance(source, Tensors) and source.local:
@@ -65,6 +66,12 @@ async def pushed(line: ServiceLine, source: WeightSource, version: int | None, b
     if len(failed) == len(servers):
         raise next(iter(failed.values()))
     return int(loaded)
+
+
+def _absolute(folder: str) -> str:
+    """Return the path of a folder here as any process finds it; what is no folder here is a model's name."""
+    path = Path(folder).expanduser()
+    return str(path.absolute()) if path.is_dir() else folder
 
 
 class ServiceSink:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -95,6 +95,15 @@ class Standing(msgspec.Struct):
         self.remaining, self.pictures = waiting(scheduler)
         self.named_after = scheduler.groups.named
 
+    def is_at(self, state: Mapping[str, Any], folder: Path) -> Literal["after", "before"] | None:
+        """Say whether a state is of after the last run, or of before it, while the trainer has done with none of it."""
+        saved = state["runs"], state["prompts_named"], [group["group_id"] for group in state["groups"]]
+        if self.remaining is not None and saved == (self.run_number + 1, self.named_after, names(self.remaining)):
+            return "after"
+        then = {*self.before} - {*names(self.carried)}
+        acknowledged = any(yes for group_id, yes in delivered(folder).items() if group_id not in then)
+        return "before" if saved == (self.run_number, self.named, names(self.carried)) and not acknowledged else None
+
     def is_of(self, question: Begin) -> bool:
         """Whether a trainer asks for this run again, which may have been started again itself."""
         return self.digest == question.digest and (
@@ -112,6 +121,7 @@ class Standing(msgspec.Struct):
         waits = self.carried if again or self.remaining is None else self.remaining
         scheduler.starter.run_number = self.run_number - again
         scheduler.groups.named = first = self.named if again else self.named_after
+        scheduler.groups.earlier = frozenset(self.before)
         prompts = prompts_of([each[3] for each in waits], self.pictures)
         for (group_id, index, n, _), prompt in zip(waits, prompts, strict=True):
             if group_id in journal.groups:
@@ -123,7 +133,7 @@ class Standing(msgspec.Struct):
             scheduler.groups.put(group, GroupState.WAITING)
         # 2. What had begun, and was not acknowledged; what the trainer holds is its own.
         own = journal.groups.difference(self.before) if again else set[str]()
-        ours = own.union(each[0] for each in waits)
+        ours = own.union(names(waits))
         acknowledged = {group_id for group_id, yes in delivered(folder).items() if yes}
         begun = ours - acknowledged - set(question.held if again else ())
         resume = []
@@ -136,20 +146,25 @@ class Standing(msgspec.Struct):
         if not again:
             return Earlier(resume, places)
         # 3. Which prompt has which group: groups are named as the scheduler names them.
-        names = set(self.before)
+        known = set(self.before)
 
         def has_group(prompt: Prompt, place: int) -> bool:
             name = group_id = prompt.prompt_id or str(first + place)
             epoch = 1
-            while group_id in names:
+            while group_id in known:
                 epoch += 1
                 group_id = f"{name}#{epoch}"
-            names.add(group_id)
+            known.add(group_id)
             places[group_id] = first + place
             return group_id in own
 
         dropped = {key.removeprefix(DROPPED) for key in metadata(folder) if key.startswith(DROPPED)}
         return Earlier(resume, places, has_group, len(ours & acknowledged - dropped) + question.counted)
+
+
+def names(groups: Sequence[Waiting]) -> list[str]:
+    """Return the ids of groups that wait."""
+    return [each[0] for each in groups]
 
 
 def waiting(scheduler: Scheduler) -> tuple[list[Waiting], list[PackedPicture]]:

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from fsm_rollout.concurrency.loop_lag import LoopLag
-from fsm_rollout.errors import RolloutError, did_you_mean
+from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.jobs.shard_run import KeptEvents, packed_error
 from fsm_rollout.report.metrics import RunMetrics
@@ -44,8 +44,10 @@ from fsm_rollout.serve.training_wire import (
     Groups,
     Next,
     Open,
+    PackedPicture,
     Q,
     Question,
+    Waiting,
     param_of,
     prompts_of,
     read,
@@ -53,6 +55,7 @@ from fsm_rollout.serve.training_wire import (
 )
 from fsm_rollout.states.external.chat_request import ProtocolError, refuse
 from fsm_rollout.trajectory.event_bytes import decode
+from fsm_rollout.trajectory.events import Prompted
 from fsm_rollout.trajectory.settings import Sampling
 
 MOST_ORDERS = 64  # so many answers are kept, for those who have lost them
@@ -236,7 +239,8 @@ class TrainingService(Guarded):
             earlier = self.standing.restore(question, rollout, self.folder, self._events)
         if not again:
             assert rollout.journal is not None
-            self.standing = self.standing.of_run(question, scheduler, rollout.journal.groups | self._acknowledged)
+            before = rollout.journal.groups | self._acknowledged | scheduler.groups.earlier
+            self.standing = self.standing.of_run(question, scheduler, before)
         self._begun, self.standing.key = True, key
         self.standing.keep(self.folder)
         if target is not None:
@@ -341,6 +345,35 @@ class TrainingService(Guarded):
         await self.rollout.scheduler.drop_carried()
         self._over()
 
+    async def _state(self, acked: Sequence[str]) -> dict[str, Any]:
+        """Return what the next run depends on; the trainer has done with all that it had."""
+        self._acked(acked)
+        return self.rollout.state_dict()
+
+    async def _load_state(self, state: dict[str, Any]) -> tuple[list[Waiting], list[PackedPicture]]:
+        """Go on where a state was saved, and return what waits for the next run."""
+        standing, scheduler = self.standing, self.rollout.scheduler
+        if standing.key[1] < 0:  # nothing has run in this folder
+            self.rollout.load_state_dict(state)
+            self._begun, standing.key, standing.before = True, (standing.client, 0), list(state["group_ids"])
+            standing.run_number = scheduler.starter.run_number
+            for history in (each for group in state["groups"] for each in group["histories"]):
+                self._events[cast(Prompted, decode(history[0])).trajectory_id] = list(history)
+            self._over()
+        elif (at := standing.is_at(state, self.folder)) is None:
+            raise ConfigError(
+                f"the service's folder, '{self.folder}', holds other runs than the state knows, so groups would be had "
+                "twice, or never; start the service with another folder: serve.out=…"
+            )
+        elif at == "after":  # what is asked for next is another run, even if it is alike
+            self.training, standing.digest = None, ""
+            standing.keep(self.folder)
+        else:  # it is that run again
+            standing.key = "", standing.key[1]
+            if self.training is not None:
+                self.training.key = standing.key
+        return standing.carried if standing.remaining is None else standing.remaining, standing.pictures
+
     async def _done(self, acked: Sequence[str]) -> None:
         """Let the trainer go: it has done with all that it had."""
         self._acked(acked)
@@ -374,6 +407,8 @@ ORDERS: dict[str, Callable[[TrainingService], Callable[..., Awaitable[Any]]]] = 
     "wake": lambda its: its.rollout.wake_up,
     "cancel": lambda its: its.rollout.acancel,
     "drop_carried": lambda its: its._drop_carried,
+    "state": lambda its: its._state,
+    "load_state": lambda its: its._load_state,
     "done": lambda its: its._done,
 }  # fmt: skip
 

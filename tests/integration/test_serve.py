@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,3 +106,8 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "journal.sqlite").write_text(json.dumps({}), "utf-8")
     assert "holds something other than conversations" in refused(f"serve.out={tmp_path / 'other'}")
+    there = set(tmp_path.iterdir())
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in refused("--port", str(port))
+    assert set(tmp_path.iterdir()) == there

@@ -78,13 +78,14 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         names_of_tools.append(tool["name"])
         function = {"name": tool["name"], "description": tool.get("description") or tool["name"]}
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+    single = "tool_choice.disable_parallel_tool_use" if choice.get("disable_parallel_tool_use") is True else ""
     return ChatRequest(
         messages=read,
         tools=[] if choice.get("type") == "none" else tools,
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
         sampling=sampling_of(body, body.get("max_tokens"), "stop_sequences"),
-        form=call_form(choice, names_of_tools),
+        form=call_form(choice, names_of_tools, single),
     )
 
 

@@ -60,6 +60,7 @@ class Form(NamedTuple):
     param: str  # the request's key that demands it
     schema: Mapping[str, Any] | None = None  # of its text; None: it must call
     name: str = ""  # the one tool that it must call; empty: any
+    single: bool = False  # whether it must call once
 
 
 @dataclass(frozen=True, slots=True)

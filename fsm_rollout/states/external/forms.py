@@ -34,10 +34,21 @@ def text_form(form: Any, param: str) -> Form | None:
     raise unsupported(param, "must be of type text, json_object or json_schema")
 
 
-def call_form(choice: Any, names: Sequence[str]) -> Form | None:
-    """Return what a call's `tool_choice` demands, in any protocol; None: nothing."""
+def call_form(choice: Any, names: Sequence[str], single: str = "") -> Form | None:
+    """Return what a call's `tool_choice` demands, in any protocol; None: nothing.
+
+    ``single``: the request's key that demands one call at most, if one does.
+    """
     match choice:
-        case None | "auto" | "none" | {"type": "auto" | "none"}:
+        case "none" | {"type": "none"}:
+            return None
+        case None | "auto" | {"type": "auto"}:
+            if single and names:
+                raise unsupported(
+                    single,
+                    "is supported beside a `tool_choice` that demands a call alone: otherwise how many calls an answer "
+                    "holds is for the model to say; leave it out",
+                )
             return None
         case "required" | {"type": "any"}:
             name = ""
@@ -49,7 +60,7 @@ def call_form(choice: Any, names: Sequence[str]) -> Form | None:
     if not names or (name and name not in names):
         what = f"names the tool '{name}'" if name else "demands a call"
         raise refuse(f"`tool_choice` {what}, and there is {', '.join(names) or 'no tool'}", param="tool_choice")
-    return Form("tool_choice", None, name)
+    return Form("tool_choice", None, name, bool(name or single))
 
 
 async def grammar_of(
@@ -75,7 +86,7 @@ async def grammar_of(
         tagged = [bound.tool_format.tag(each["name"], each.get("parameters") or {}) for each in functions]
         told.append(
             {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, "tags": tagged,
-             "stop_after_first": bool(form.name)}
+             "stop_after_first": form.single}
         )  # fmt: skip
     said: dict[str, Any] = {"type": "or", "elements": told} if len(told) > 1 else told[0]
     # 2. What it may think before.

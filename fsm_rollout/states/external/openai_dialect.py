@@ -66,7 +66,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise unsupported(f"tools[{i}]", "must be a tool of type 'function': no other is supported")
         tool_of(tool.get("function"), f"tools[{i}].function", "parameters")
-    forced = call_form(choice, [tool["function"]["name"] for tool in tools])
+    forced = call_form(choice, [tool["function"]["name"] for tool in tools], single_call(body))
     return ChatRequest(
         messages=named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
         tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
@@ -79,6 +79,11 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         logprobs=body.get("logprobs") is True,
         notes=body.get("notes") is True,
     )
+
+
+def single_call(body: Mapping[str, Any]) -> str:
+    """Return the key by which a body demands one call at most; empty: it does not."""
+    return "parallel_tool_calls" if body.get("parallel_tool_calls") is False else ""
 
 
 def _message(message: object, where: str) -> Message:

@@ -37,6 +37,7 @@ from fsm_rollout.states.external.chat_request import (
 )
 from fsm_rollout.states.external.forms import call_form, text_form
 from fsm_rollout.states.external.openai_dialect import failure as failure
+from fsm_rollout.states.external.openai_dialect import single_call
 from fsm_rollout.states.external.response_items import Items, answer_of, seal, summary_item, tools_of
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
@@ -49,8 +50,8 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 # What an answer says of its call again.
 _ECHOED = (
-    "instructions", "metadata", "parallel_tool_calls", "previous_response_id", "prompt_cache_key", "reasoning", "store",
-    "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "user",
+    "instructions", "metadata", "previous_response_id", "prompt_cache_key", "reasoning", "store", "temperature", "text",
+    "tool_choice", "tools", "top_p", "truncation", "user",
 )  # fmt: skip
 
 
@@ -86,7 +87,10 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     for i, item in enumerate(items[:-1] if compacts else items):
         reader.take(item, f"input[{i}]")
     tools = [] if choice == "none" else [schema for schema, _ in tools_of(body).values()]
-    forced = call_form(choice, [tool["function"]["name"] for tool in tools])
+    # Where no call is demanded, `parallel_tool_calls: false` is not refused, as the agents SDK says it unasked: the
+    # answer says that it was not heeded.
+    single = single_call(body) if choice not in (None, "auto") else ""
+    forced = call_form(choice, [tool["function"]["name"] for tool in tools], single)
     return ChatRequest(
         messages=named(reader.messages),
         tools=tools,
@@ -98,7 +102,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         instructions=bool(body.get("instructions")),
         truncates=body.get("truncation") == "auto",
         compacts=compacts,
-        echo={key: body[key] for key in (*_ECHOED, "include") if body.get(key) is not None},
+        echo={key: body[key] for key in (*_ECHOED, "include") if body.get(key) is not None}
+        | {"parallel_tool_calls": forced is None or not forced.single},
     )
 
 

@@ -315,7 +315,7 @@ async def test_tools_that_cannot_be_handed_over_are_refused_with_the_reason() ->
             assert why in str(error)
         error = await refused(server, tools=[TOOL], tool_choice="required")
         assert error.param == "tool_choice"  # type: ignore[attr-defined]
-        answer = await server.ask("?", tools=[own, TOOL], tool_choice="none")
+        answer = await server.ask("?", tools=[own, TOOL], tool_choice="none", parallel_tool_calls=False)
         assert answer.choices[0].message.content == "well"
     async with served(lambda request: "well", agents=SINGLE) as server:
         error = await refused(server, model="single", tools=[TOOL])

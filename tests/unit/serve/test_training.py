@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import shutil
 import socket
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import msgspec
 import pytest
 
 import fsm_rollout as fr
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, RefusedError
 from fsm_rollout.model.folders import model_folder
+from fsm_rollout.serve.standing import Standing
 from fsm_rollout.serve.training_wire import API, PATH
 from tests.integration.remote_trainer import rows_of
 from tests.kit import CONFIGS
@@ -52,6 +54,27 @@ def test_a_wrong_question_is_told_what_is_wrong(tmp_path: Path) -> None:
             fr.RemoteRollout(url, api_key="another")
 
 
+def test_an_address_is_understood_or_told_what_is_wrong_with_it(tmp_path: Path) -> None:
+    with serving(rollout(), tmp_path) as url:
+        for told in (f"{url}/", f"{url}/v1", f"{url}{PATH}/"):
+            assert fr.RemoteRollout(told).line.url == url
+        with pytest.raises(
+            fr.ConfigError, match=r"'127\.0\.0\.1:\d+' is no address of a service; begin it with http://"
+        ):
+            fr.RemoteRollout(url.removeprefix("http://"))
+
+
+def test_a_folder_is_named_as_another_process_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    with serving(rollout(), tmp_path) as url, fr.RemoteRollout(url) as remote:
+        remote.update_weights("weights")
+        remote.update_weights("embedded:early")
+        assert [each.folder for each in Standing.read(tmp_path).weights] == ["embedded:early"]
+        remote.update_weights(Path("weights"))
+        assert [each.folder for each in Standing.read(tmp_path).weights] == [str(tmp_path / "weights")]
+
+
 def test_its_metrics_say_what_runs_and_updates_cost(tmp_path: Path) -> None:
     async def page(url: str) -> str:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
@@ -70,11 +93,19 @@ def test_its_metrics_say_what_runs_and_updates_cost(tmp_path: Path) -> None:
 def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path) -> None:
     with serving(rollout(), tmp_path) as url:
         first, second = fr.RemoteRollout(url), fr.RemoteRollout(url)
-        with pytest.raises(EngineError, match="another has since"):
+        with pytest.raises(RefusedError, match="another has since") as refused:
             first.run(["one"])
+        assert pickle.loads(pickle.dumps(refused.value)).code == "taken_over"
         assert len(second.run(["one"], n=2)) == 2
-        with pytest.raises(fr.ConfigError, match="kept by the service"):
-            second.state_dict()
+        state = second.state_dict()
+        again = set[str]()
+        for _ in range(2):
+            second.load_state_dict(state)
+            again.add(rows_of(second.run(["one"])))
+        assert len(again) == 1, "the run after it, which comes again"
+        second.run(["two"])
+        with pytest.raises(fr.ConfigError, match="start the service with another folder"):
+            second.load_state_dict(state)
         second.sleep()
         second.wake()
         second.close()

@@ -356,14 +356,13 @@ def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any]
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 AS_JSON = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
-FORCED = {"type": "function", "function": {"name": "calculate"}}
 
 
 async def demands_forms(visit: ForeignVisit) -> None:
     """Force a call, go on freely, ask for JSON, go on freely."""
     messages: Any = [{"role": "user", "content": visit.task}]
     async with client(visit) as api:
-        forced = await chat(api, messages, tools=[CALCULATOR], tool_choice=FORCED)
+        forced = await chat(api, messages, tools=[CALCULATOR], tool_choice="required", parallel_tool_calls=False)
         messages.append({"role": "tool", "tool_call_id": forced.tool_calls[0].id, "content": "42"})
         await chat(api, messages, tools=[CALCULATOR])
         messages.append({"role": "user", "content": "As JSON."})

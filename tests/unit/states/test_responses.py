@@ -14,6 +14,7 @@ from agents import Agent, FunctionTool, OpenAIResponsesModel, RunContextWrapper,
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.states.external.response_items import Items
+from fsm_rollout.states.external.responses_dialect import read
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.foreign import CALCULATOR, CALL, agent, client
@@ -401,6 +402,16 @@ def test_pictures_are_shown_as_prompts_show_them() -> None:
     # The same picture again asks for another answer; another picture is another conversation.
     assert shown == ["main", "main~2", "main+2"]
     assert [len(stream.media) for stream in trajectory.streams] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("choice", "single"), [("auto", False), ("none", False), ("required", True)])
+def test_an_answer_says_whether_it_was_held_to_one_call(choice: str, single: bool) -> None:
+    """Where none is demanded the agents SDK asks for one unasked, so that is not refused."""
+    request = read(
+        {"input": "x", "tools": [{"type": "function", **FUNCTION}], "tool_choice": choice, "parallel_tool_calls": False}
+    )
+    assert request.echo["parallel_tool_calls"] is not single
+    assert (request.form is not None and request.form.single) is single
 
 
 @pytest.mark.parametrize("streamed", [False, True])
