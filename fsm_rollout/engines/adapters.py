@@ -1,7 +1,8 @@
 """LoRA adapters as new weights: small ones, beside a model that stays as it is.
 
-Invariant: a version is an adapter of its own (``policy@7``), and a request names the one that is to sample it, so each
-token is of the version that it bears. Weights of the model itself, when they are loaded, take an adapter's place.
+Invariant: a version is an adapter of its own (``policy@7``), and each token is of the version that it bears: a request
+to a server names the adapter that is to sample it; an engine in this process adds it to the model between two steps.
+Weights of the model itself, when they are loaded, take an adapter's place.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Adapter:
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``, which servers read under the same path.
             Each version has its own: an engine that is lost is filled from it again.
 
-    For SGLang servers that were started with ``enable_lora``.
+    For SGLang servers that were started with ``enable_lora``, and the transformers engine.
     """
 
     names = ADAPTED
@@ -85,12 +86,7 @@ class Adapter:
         """See :class:`~fsm_rollout.engines.protocol.WeightSource`."""
         if await asyncio.to_thread(self._read) != self._digest:
             raise WeightsGone(f"the adapter '{self.folder}' has changed since; give each version a folder of its own")
-        return await answers([self._load(engine, version) for engine in engines], seconds)
-
-    async def _load(self, engine: TokenSource, version: int) -> None:
-        if not isinstance(engine, AdapterSink):
-            raise EngineError("this engine takes no adapters; SGLang servers do")
-        await engine.load_adapter(self, version)
+        return await answers([load_adapter(engine, self, version) for engine in engines], seconds)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return its tensors by PEFT's names."""
@@ -136,3 +132,10 @@ class Adapter:
         except OSError as error:
             raise WeightsGone(f"the adapter '{self.folder}' is there no more: {error}") from None
         return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+async def load_adapter(engine: TokenSource, adapter: Adapter, version: int) -> None:
+    """Have an engine sample with an adapter; EngineError: it cannot."""
+    if not isinstance(engine, AdapterSink):
+        raise EngineError("this engine takes no adapters; SGLang servers and the transformers engine do")
+    await engine.load_adapter(adapter, version)

@@ -8,7 +8,7 @@ per busy replica, which returns all its new chunks. :mod:`fsm_rollout.engines.ra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, import_ray
+from fsm_rollout.engines.adapters import Adapter, load_adapter
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import (
     Chunk,
@@ -131,16 +132,20 @@ class ReplicaActor:
 
     async def ask(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine, if it has it; where the engine is gone, the error says so."""
-        if method != "update_weights" and not hasattr(self._engine, method):
+        loads = LOADS.get(method)
+        if loads is None and not hasattr(self._engine, method):
             return  # its owner cares for that
         try:
-            if method == "update_weights":
-                await load_weights(self._engine, *arguments)
+            if loads is not None:
+                await loads(self._engine, *arguments)
             else:
                 await getattr(self._engine, method)(*arguments)
         except EngineError:
             await self.ping()
             raise
+
+
+LOADS: Mapping[str, Callable[..., Awaitable[None]]] = {"update_weights": load_weights, "load_adapter": load_adapter}
 
 
 class RayEngine:
@@ -196,6 +201,11 @@ class RayEngine:
         await self._ask("update_weights", weights, version)
         self.weight_version = self.weight_version + 1 if version is None else version
         return self.weight_version
+
+    async def load_adapter(self, adapter: Adapter, version: int) -> None:
+        """Let the actor read an adapter from its folder."""
+        await self._ask("load_adapter", adapter, version)
+        self.weight_version = version
 
     async def pause(self) -> None:
         """Hand the order on."""

@@ -149,8 +149,8 @@ class Shard:
     async def _load(self, weights: Any, version: int) -> None:
         await self.rollout.aupdate_weights(weights, version)
 
-    async def _take(self, version: int) -> None:
-        await self.rollout.aupdate_weights(LoadedByDriver(self._whole), version)
+    async def _take(self, version: int, adapted: bool) -> None:
+        await self.rollout.aupdate_weights(LoadedByDriver(self._whole, adapted), version)
 
     async def _rows(self) -> list[dict[str, Any]]:
         return await self.rollout.engines[POLICY].rows()

@@ -193,8 +193,6 @@ class LeasedScheduler(Scheduler):
         """
         if self._client is None:
             check_weights(weights)
-        elif isinstance(weights, Adapter):
-            raise EngineError("with workers, shards take no adapters: they could not tell which one a server has")
         # One that is given up half-way would leave shards with different weights.
         return await to_its_end(self._update(weights, version))
 
@@ -223,7 +221,7 @@ class LeasedScheduler(Scheduler):
             version = await client.update_weights(weights, version)
         finally:
             await self.shards.keep_apart()
-        await self.shards.take_weights("take", version)
+        await self.shards.take_weights("take", version, isinstance(weights, Adapter))
         return version
 
     def _waits(self) -> list[str]:

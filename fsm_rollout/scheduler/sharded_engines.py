@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.replica import Rows
 from fsm_rollout.errors import EngineError, did_you_mean
 from fsm_rollout.scheduler.shards import Shards
@@ -23,12 +24,12 @@ HERE = ("up", "starting")  # the states of those that stay
 
 def check_weights(weights: object) -> None:
     """Raise EngineError for new weights that no other process can have."""
-    if not isinstance(weights, str | Path | Mapping):
+    if not isinstance(weights, str | Path | Mapping | Adapter):
         raise EngineError(
             f"each shard (workers) loads new weights into the replicas that it has started, and cannot have a "
-            f"{type(weights).__name__}, which is of this process; give a folder that all can read, or a mapping of "
-            "tensors (which is sent to each), or let all shards share servers that run already (kind: sglang_http), "
-            "which are loaded from here"
+            f"{type(weights).__name__}, which is of this process; give a folder that all can read, an Adapter, or a "
+            "mapping of tensors (which is sent to each), or let all shards share servers that run already (kind: "
+            "sglang_http), which are loaded from here"
         )
 
 

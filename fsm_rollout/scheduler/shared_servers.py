@@ -26,24 +26,29 @@ class SharedServer(TokenSource, Protocol):
     def url(self) -> str:
         """Where it is."""
 
-    async def adopt(self, version: int, *, doubted: bool = False) -> None:
+    async def adopt(self, version: int, *, doubted: bool = False, adapted: bool | None = None) -> None:
         """Go on with weights of this version that others have loaded; HalfLoaded where the server has others.
 
-        ``doubted``: it may have been started anew, so one that does not say its version is not believed.
+        Args:
+            version: theirs.
+            doubted: it may have been started anew, so one that does not say its version is not believed.
+            adapted: whether that version is an adapter; ``None``: as is known already.
         """
 
 
 class LoadedByDriver:
     """New weights as a shard is given them: its servers have them already.
 
-    ``whole`` waits until the driver has all present weights in a server that was lost, and returns their version.
+    Args:
+        whole: waits until the driver has all present weights in a server that was lost, and returns their version.
+        adapted: whether they are an adapter.
     """
 
     names = touched = None
     again = True
 
-    def __init__(self, whole: Callable[[str], Awaitable[int]]) -> None:
-        self._whole, self._fresh = whole, True
+    def __init__(self, whole: Callable[[str], Awaitable[int]], adapted: bool) -> None:
+        self._whole, self._adapted, self._fresh = whole, adapted, True
 
     def check(self) -> None:
         """Leave it to the driver."""
@@ -56,7 +61,7 @@ class LoadedByDriver:
     async def _take(self, server: SharedServer, version: int, fresh: bool) -> None:
         if not fresh and await self._whole(server.url) != version:
             raise WeightsGone("others have replaced them, of which this shard is about to hear")
-        await server.adopt(version)
+        await server.adopt(version, adapted=self._adapted)
 
 
 class SharedServers:

@@ -1,4 +1,4 @@
-"""A LoRA adapter takes the place of another between two tokens, on a real SGLang.
+"""A LoRA adapter takes the place of another between two tokens: on a real SGLang, in this process, through shards.
 
 Each token is of the version that it bears, with the log-probs of a model into which that adapter was merged here.
 """
@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,17 +20,18 @@ import fsm_rollout as fr
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk
+from fsm_rollout.engines.protocol import Chunk, SamplingParams
 from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from tests.integration import sglang_oracle
-from tests.integration.sglang_oracle import PATIENCE, Got, ask, model, request, worst
+from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, worst
+from tests.integration.sglang_oracle import request as asked_for
 from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import CONFIGS
 from tests.remote import serving
 
-LENGTH = 1600
+LENGTHS = {"sglang": 1600, "transformers": 400}
 RANK, ALPHA = 4, 8
 WIDE = {"mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384)}
 LAYERS = WIDE | {f"self_attn.{name}_proj": (128, 128) for name in "qkvo"}
@@ -38,8 +40,10 @@ LORA = {
     "lora_target_modules": [name.rpartition(".")[2] for name in LAYERS],
 }  # fmt: skip
 SPECS: dict[str, Any] = {
-    "sglang": {"kind": "sglang", "model": "embedded:early", "threads": 1, "send_every": 4, "args": LORA}
+    "sglang": {"kind": "sglang", "model": "embedded:early", "threads": 1, "send_every": 4, "args": LORA},
+    "transformers": {"kind": "transformers", "model": "embedded:early", "threads": 1, "send_every": 4},
 }
+SGLANG = pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.real])
 names = (f"adapter-{number}" for number in itertools.count())
 
 
@@ -64,7 +68,7 @@ def adapter(folder: Path, seed: int, **config: Any) -> Path:
     return folder
 
 
-@pytest.fixture(params=[pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.real])], scope="module")
+@pytest.fixture(params=["transformers", SGLANG], scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
         if request.param == "sglang":
@@ -78,8 +82,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
 
 
 def test_adapters_take_each_others_place_between_two_tokens(
-    pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    length = LENGTHS[request.node.callspec.params["pool"]]
     folders = {name: adapter(tmp_path / name, seed) for seed, name in enumerate(["one", "two"])}
     monkeypatch.setattr(
         sglang_oracle,
@@ -93,7 +98,7 @@ def test_adapters_take_each_others_place_between_two_tokens(
         first = client.weight_version
         weights = {first: "early"}
         asked = [
-            client.submit(request(engine, next(names), number, LENGTH, temperature=0.7, ignore_eos=True))
+            client.submit(asked_for(engine, next(names), number, length, temperature=0.7, ignore_eos=True))
             for number in range(3)
         ]
         async with asyncio.timeout(PATIENCE):
@@ -112,13 +117,13 @@ def test_adapters_take_each_others_place_between_two_tokens(
                 end = start + count
                 chunks.append(Chunk("", pending.ids[start:end], pending.logprobs[start:end], of))
                 start = end
-            assert (pending.finish_reason, start) == ("length", LENGTH)
+            assert (pending.finish_reason, start) == ("length", length)
             assert [of for _, of in pending.versions] == [first, first + 1, first + 2]
             assert worst(Got(pending.request, chunks), weights) < 1e-4
         # Weights of the model take an adapter's place, also where they name few tensors.
         some = {"model.norm.weight": model("early").state_dict()["model.norm.weight"].clone()}
         version = await client.update_weights(some)
-        for got in await ask(engine, request(engine, next(names), 1, 24)):
+        for got in await ask(engine, asked_for(engine, next(names), 1, 24)):
             assert set(got.versions) == {version}
             assert worst(got, {version: "early"}) < 1e-4
         # What it cannot be is said, and changes nothing.
@@ -127,7 +132,7 @@ def test_adapters_take_each_others_place_between_two_tokens(
             await client.update_weights(fr.Adapter(tmp_path / "two"))
         with pytest.raises(EngineError, match=r"has use_dora True, and plain LoRA is loaded only"):
             await client.update_weights(fr.Adapter(adapter(tmp_path / "dora", 3, use_dora=True)))
-        (got,) = await ask(engine, request(engine, next(names), 1, 24))
+        (got,) = await ask(engine, asked_for(engine, next(names), 1, 24))
         assert worst(got, {version: "early"}) < 1e-4
         await client.drain()
 
@@ -151,7 +156,41 @@ def test_a_trainer_elsewhere_has_its_service_take_an_adapter(
 
     async def main() -> None:
         engine = pool.here().all[0].live
-        (got,) = await ask(engine, request(engine, next(names), 1, 24))
+        (got,) = await ask(engine, asked_for(engine, next(names), 1, 24))
         assert worst(got, {before + 1: "three"}) < 1e-4
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("pool", [SGLANG], indirect=True)
+def test_shards_that_share_a_server_name_the_adapter_that_it_has(
+    pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs: with an adapter, and with weights of the model itself after it."""
+    engine: Any = pool.replicas[0].live
+    monkeypatch.setenv("ADAPTED_KEY", engine._endpoint.api_key)
+    shared = {"kind": "sglang_http", "urls": [engine.url], "model": "embedded:early", "api_key": "$ADAPTED_KEY"}
+    in_shards(shared, adapter(tmp_path / "four", 4), monkeypatch)
+
+
+@pytest.mark.process
+def test_shards_add_an_adapter_to_their_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_shards({**SPECS["transformers"], "replicas": 2}, adapter(tmp_path / "four", 4), monkeypatch)
+
+
+def in_shards(spec: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sglang_oracle, "embedded_model", lambda name: folder / "merged" if name == "four" else embedded_model(name)
+    )
+    found = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=4)
+    with fr.Rollout(CONFIGS / "agents/single_turn.yaml", spec, workers=2) as rollout:
+        for weights, name in ((fr.Adapter(folder), "four"), (embedded_model("early"), "early")):
+            version = rollout.update_weights(weights)
+            rows = rollout.run(found, n=2).rows()
+            assert len(rows) == 8
+            for row in rows:
+                sampled = row.mask == 1
+                assert set(row.versions[sampled].tolist()) == {version}
+                params = SamplingParams(1)
+                right = expected(name, row.prompt_ids.tolist(), row.response_ids[sampled].tolist(), params)
+                assert np.allclose(row.logprobs[sampled], right, rtol=0, atol=1e-4)

@@ -159,7 +159,7 @@ class Endpoint(ABC):
                 when the server refuses and has its old weights, and ReplicaLost when nobody knows which it has.
         """
 
-    async def adopt(self, version: int, *, doubted: bool) -> None:
+    async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :meth:`fsm_rollout.engines.http.engine.HTTPEngine.adopt`; most servers do not say their version."""
         if doubted:
             raise HalfLoaded(f"{self.url} does not say which weights it has, and it was lost")

@@ -115,14 +115,11 @@ class HTTPEngine:
         """Where the server is."""
         return self._endpoint.url
 
-    async def adopt(self, version: int, *, doubted: bool = False) -> None:
-        """Go on with weights of this version that others have loaded; HalfLoaded where the server has others.
-
-        ``doubted``: it may have been started anew, so one that does not say its version is not believed.
-        """
+    async def adopt(self, version: int, *, doubted: bool = False, adapted: bool | None = None) -> None:
+        """See :class:`~fsm_rollout.scheduler.shared_servers.SharedServer`."""
 
         async def step() -> int:
-            await self._endpoint.adopt(version, doubted=doubted)
+            await self._endpoint.adopt(version, doubted=doubted, adapted=adapted)
             return version
 
         await self._order(self._link.update(step))

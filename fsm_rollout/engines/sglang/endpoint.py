@@ -59,6 +59,11 @@ def _version(label: str) -> int:
     return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
 
 
+def name_of(version: int) -> str:
+    """Return the name of the adapter that is a version of the policy's weights."""
+    return f"{POLICY}@{version}"
+
+
 _decode_line = msgspec.json.Decoder(OutputLine).decode
 
 
@@ -212,17 +217,19 @@ class SGLangEndpoint(Endpoint):
         await self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.label, self.whole = str(version), True
 
-    async def adopt(self, version: int, *, doubted: bool) -> None:
+    async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :class:`~fsm_rollout.engines.http.endpoint.Endpoint`."""
         label = str((await self.ask("/model_info", ModelInfo)).weight_version)
         self.whole = _version(label) == version
         if not self.whole:
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
         self.label = label
+        if adapted is not None:
+            self.adapter = name_of(version) if adapted else None
 
     async def load_adapter(self, folder: Path, version: int) -> None:
         """Have it load an adapter, with which all requests are sampled from now on; the one before is forgotten."""
-        name, before = f"{POLICY}@{version}", self.adapter
+        name, before = name_of(version), self.adapter
         if before == name:  # the same version again, perhaps of other numbers
             await self.forget_adapter()
         body = {"lora_name": name, "lora_path": str(folder)}
@@ -234,6 +241,8 @@ class SGLangEndpoint(Endpoint):
             if not answer.success:
                 raise EngineError(f"the SGLang server {self.url} refused the adapter: {answer.why}")
         before, self.adapter = self.adapter, name
+        with half_loaded_if(lambda: True):
+            await self.call_weights(version)
         await self._unload(before)
 
     async def forget_adapter(self) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,6 +26,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, HalfLoaded, Load, Request
 from fsm_rollout.engines.transformers.checkpoints import (
@@ -59,6 +61,7 @@ class _ModelThread(threading.Thread):
         self.load = Load()
         self._held: set[str] = set()  # why nothing is sampled: "paused", "asleep", "updating"; empty: it is
         self._half_loaded = False
+        self._own: dict[str, torch.Tensor] = {}  # what an adapter has changed of the model, as it was
         self._lock = threading.Lock()
         self._streams: dict[str, ChunkStream] = {}  # where the chunks of each request under way go; `_lock` guards it
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -181,17 +184,37 @@ class _ModelThread(threading.Thread):
         except EngineError as error:
             raise HalfLoaded(str(error)) from None
         copy_weights(self.decode.model, weights)
+        self._own = {name: tensor for name, tensor in self._own.items() if name not in weights}
         self._half_loaded = True
 
     def end_update(self, version: int | None) -> int:
         if version is None and self._half_loaded:
             raise HalfLoaded("the model has a part of the new weights")
         if version is not None:
+            copy_weights(self.decode.model, self._own)
+            self._own = {}
+        return self._go_on(version)
+
+    def _go_on(self, version: int | None) -> int:
+        if version is not None:
             self.decode.forget()
-            self.decode.weight_version = version
-        self._half_loaded = False
+            self.decode.weight_version, self._half_loaded = version, False
         self._held.discard("updating")
         return self.decode.weight_version
+
+    def load_adapter(self, adapter: Adapter, version: int) -> int:
+        own = self.decode.model.state_dict()
+        before = own | self._own
+        changed = adapter.merged(before)
+        check_finite(changed)
+        places = Counter(tensor.data_ptr() for tensor in own.values())
+        if shared := [name for name in changed if places[own[name].data_ptr()] > 1]:
+            raise EngineError(f"the adapter changes '{shared[0]}', which is another tensor of the model as well (tied)")
+        self.begin_update({})
+        kept = {name: self._own[name] if name in self._own else own[name].clone() for name in changed}
+        copy_weights(self.decode.model, self._own | changed)
+        self._own = kept
+        return self._go_on(version)
 
     def pause(self) -> None:
         self._held.add("paused")
@@ -365,6 +388,13 @@ class TransformersEngine:
         if not isinstance(weights, Mapping):
             weights = await asyncio.to_thread(read_weights, weights, self._thread.decode.model.dtype)
         return await self._order(partial(self._thread.update, weights, version))
+
+    async def load_adapter(self, adapter: Adapter, version: int) -> None:
+        """See :class:`~fsm_rollout.engines.adapters.AdapterSink`: it is added to the tensors that it changes.
+
+        These are held twice until weights of the model itself are loaded. EngineError: it is another model's.
+        """
+        await self._order(partial(self._thread.load_adapter, adapter, version))
 
     async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
         """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""

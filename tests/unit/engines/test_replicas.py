@@ -281,7 +281,7 @@ class Adopting(Fragile):
         """One name is enough here."""
         return "replica-1"
 
-    async def adopt(self, version: int, *, doubted: bool = False) -> None:
+    async def adopt(self, version: int, *, doubted: bool = False, adapted: bool | None = None) -> None:
         if self.has != version:
             raise HalfLoaded(f"it has {self.has}")
         self._weight_version = version
@@ -363,7 +363,7 @@ def test_a_server_that_missed_an_update_is_asked_again_as_soon_as_the_driver_has
         missed.mix(None)
         lives.lose(missed, missed.engine, "it may have a part", half=True)
         cast(Adopting, place.last(0)).has = 1
-        assert await client.update_weights(LoadedByDriver(driver_has), 1) == 1
+        assert await client.update_weights(LoadedByDriver(driver_has, False), 1) == 1
         assert states(client) == ["up", "starting"]
         await asyncio.sleep(10)
         assert (whole, states(client)) == (["replica-1"], ["up", "up"])
