@@ -19,7 +19,15 @@ from urllib.parse import urlsplit
 
 from fsm_rollout.engines.protocol import HalfLoaded, TokenSource
 from fsm_rollout.engines.updating import Addressed
-from fsm_rollout.engines.weight_sources import BUCKET_BYTES, UPDATE_WITHIN, Bucket, NamedTensors, Tensors, answers
+from fsm_rollout.engines.weight_sources import (
+    BUCKET_BYTES,
+    UPDATE_WITHIN,
+    Bucket,
+    BucketSink,
+    NamedTensors,
+    Tensors,
+    answers,
+)
 from fsm_rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ class Seat:
 
 
 @runtime_checkable
-class BroadcastSink(Addressed, Protocol):
+class BroadcastSink(Addressed, BucketSink, Protocol):
     """An engine that can have ranks in a group."""
 
     async def join_group(self, seat: Seat) -> None:

@@ -7,14 +7,17 @@ version that it was to be. When it has not, they are as those that have a part o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fsm_rollout.engines.protocol import HalfLoaded, TokenSource, WeightSource
-from fsm_rollout.engines.weight_sources import BucketSink, WeightsGone, answers
+from fsm_rollout.engines.weight_sources import WeightsGone, answers
 from fsm_rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,18 @@ class ServerAddress:
 
 
 @runtime_checkable
-class Addressed(BucketSink, Protocol):
-    """An engine whose server others can reach."""
+class Addressed(Protocol):
+    """An engine whose server others can reach and load."""
 
     @property
     def address(self) -> ServerAddress:
         """Where it is."""
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        """See :class:`~fsm_rollout.engines.weight_sources.BucketSink`."""
+
+    async def end_update(self, version: int | None) -> None:
+        """See there."""
 
 
 class _Elsewhere:

@@ -29,12 +29,14 @@ from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Request, Weights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import Ids, TokenScores
+from fsm_rollout.trajectory.tokens import LAST_VERSION, Ids, TokenScores
 
 if TYPE_CHECKING:
     import numpy as np
 
 ANSWER_WITHIN = 30.0  # seconds that a server has to take a connection, and to answer a question about itself
+# Seconds that it has to give memory back or take it again, and to load weights.
+MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
 # The longest line of an answer; a server without incremental output repeats the whole answer in each.
 LINE_BYTES = 256 * 2**20
 REFUSALS = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)  # answers that are about the request alone
@@ -287,6 +289,12 @@ class Endpoint(ABC):
         return ReplicaLost(
             f"{self.url}{self.generate} does not answer as {self.described} does ({why}): {shown(event)}"
         )
+
+
+def number_of(label: object) -> int:
+    """Return the number of a version, as a server calls its weights; 0 where it is none."""
+    text = str(label)
+    return int(text) if text.isdecimal() and int(text) <= LAST_VERSION else 0
 
 
 def refusal_in(error: Mapping[str, object] | str) -> EngineError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,13 +103,17 @@ class HTTPEngine:
         """
         load = await self._endpoint.loader(weights)
         number = self.weight_version + 1 if version is None else version
+        await self._step(partial(load, number), number)
+        return number
 
-        async def step() -> int:
-            await load(number)
-            return number
+    async def _step(self, work: Callable[[], Awaitable[None]], version: int | None = None) -> None:
+        """Have something done of an update; its weights are of this version then, if it is the last of it."""
+
+        async def step() -> int | None:
+            await work()
+            return version
 
         await self._order(self._link.update(step))
-        return number
 
     @property
     def url(self) -> str:
@@ -117,12 +122,7 @@ class HTTPEngine:
 
     async def adopt(self, version: int, *, doubted: bool = False, adapted: bool | None = None) -> None:
         """See :class:`~fsm_rollout.scheduler.shared_servers.SharedServer`."""
-
-        async def step() -> int:
-            await self._endpoint.adopt(version, doubted=doubted, adapted=adapted)
-            return version
-
-        await self._order(self._link.update(step))
+        await self._step(partial(self._endpoint.adopt, version, doubted=doubted, adapted=adapted), version)
 
     async def pause(self) -> None:
         """Sample nothing from now on; when this returns, everything sampled has been handed over."""

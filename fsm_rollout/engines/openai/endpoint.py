@@ -8,15 +8,28 @@ to.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry, refusal_in, second_answer, shown
+from fsm_rollout.engines.http.endpoint import (
+    NO_NUMBER,
+    UPDATE_WITHIN,
+    AnswerPart,
+    Entry,
+    refusal_in,
+    second_answer,
+    shown,
+)
+from fsm_rollout.engines.http.lora import AdaptedEndpoint, half_loaded_if, name_of
+from fsm_rollout.engines.openai.vllm import VLLMRoutes
 from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams, Weights
+from fsm_rollout.engines.weights import check_folder
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import model_folder
 from fsm_rollout.tools.bounded_call import invoke
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import TokenScores, as_ids, as_logprobs
@@ -76,7 +89,7 @@ class _Models(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class CompletionsEndpoint(Endpoint):
+class CompletionsEndpoint(AdaptedEndpoint):
     """One server.
 
     Args:
@@ -92,9 +105,10 @@ class CompletionsEndpoint(Endpoint):
         self._model = model or ""
         self._load = load
         self._logprobs_of = LogprobsOf.MODEL  # what the server's logprobs are of
+        self.vllm: VLLMRoutes | None = None  # its own routes, if it has any
 
-    async def meet(self, max_context: int | None, probes: Sequence[int]) -> None:
-        """Learn what the server is: its model, its window, and what its logprobs are of.
+    async def meet(self, max_context: int | None, probes: Sequence[int]) -> int:
+        """Learn what the server is: its model, its window, and what its logprobs are of; return its weights' version.
 
         ``probes`` are tokens to ask it about, tried in turn.
 
@@ -115,6 +129,8 @@ class CompletionsEndpoint(Endpoint):
         if max_context is None and window is None:
             raise EngineError(f"{self.url} does not say how long its window is; give `max_context`")
         self.max_context = min(size for size in (max_context, window) if size is not None)
+        self.vllm = await VLLMRoutes.of(self)
+        version = None if self.vllm is None else await self.vllm.version()
         for probe in probes:
             greedy = await self._probe(probe, temperature=0.0)
             if greedy[1] < CERTAIN:
@@ -126,17 +142,23 @@ class CompletionsEndpoint(Endpoint):
                     self._logprobs_of = LogprobsOf.SAMPLER
                 elif abs(hot[1] - greedy[1]) > SAME:
                     self._logprobs_of = LogprobsOf.TEMPERATURE
-                return
+                break
+        return version or 0
 
     async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
-        """Return a call of the user's function; with no tensors at all there is only a new version."""
-        function = self._load
+        """Return a call of the user's function, or of vLLM's route; no tensors at all are a new version only."""
+        function, vllm = self._load, self.vllm
         changes = not isinstance(weights, Mapping) or bool(weights)
-        if changes and function is None:
+        if changes and function is None and (vllm is None or isinstance(weights, Mapping)):
             raise EngineError(
                 f"OpenAI's protocol has no way to load weights into {self.url}; name a function that does it: "
-                "`update_weights: module:function`, called with the url, the weights and their version"
+                "`update_weights: module:function`, called with the url, the weights and their version; or start vLLM "
+                "with VLLM_SERVER_DEV_MODE=1, which then reads folders"
             )
+        folder = None
+        if changes and function is None and not isinstance(weights, Mapping):
+            folder = model_folder(weights).resolve()
+            await asyncio.to_thread(check_folder, folder)
 
         async def load(version: int) -> None:
             if changes and function is not None:
@@ -144,14 +166,48 @@ class CompletionsEndpoint(Endpoint):
                     await invoke(function, {"url": self.url, "weights": weights, "version": version})
                 except Exception as error:  # the user's code
                     raise EngineError(f"update_weights failed: {type(error).__name__}: {error}") from error
+            if vllm is not None:
+                if folder is not None:
+                    await vllm.reload(folder)
+                with half_loaded_if(lambda: changes):
+                    await vllm.call_weights(version)
+            await self.forget_adapter()
 
         return load
 
+    async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
+        """See :class:`Endpoint`."""
+        if self.vllm is None:
+            await super().adopt(version, doubted=doubted, adapted=adapted)
+        else:
+            await self.vllm.adopt(version, doubted=doubted)
+        if adapted is not None:
+            self.adapter = name_of(version) if adapted else None
+
+    async def refuses(self, what: str, body: Mapping[str, object]) -> str:
+        """See :class:`AdaptedEndpoint`."""
+        try:
+            await self.call(f"/v1/{what}_lora_adapter", body, within=UPDATE_WITHIN)
+        except ReplicaLost:
+            raise
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    async def call_weights(self, version: int) -> None:
+        """See :class:`AdaptedEndpoint`."""
+        if self.vllm is not None:
+            await self.vllm.call_weights(version)
+
     async def sleep(self) -> None:
-        """Do nothing: the protocol has no way to have memory given back."""
+        """Have vLLM give memory back; the protocol has no way to."""
+        if self.vllm is not None:
+            await self.vllm.sleep()
 
     async def wake(self) -> None:
-        """Do nothing."""
+        """Have it take the memory again."""
+        if self.vllm is not None:
+            await self.vllm.wake()
 
     async def _probe(self, token: int, **sampling: float) -> tuple[int, float]:
         """Sample one token after ``token``, and return it with its logprob."""
@@ -171,8 +227,9 @@ class CompletionsEndpoint(Endpoint):
 
     def _asked(self, ids: Sequence[int], max_tokens: int) -> dict[str, object]:
         return {
-            "model": self._model, "prompt": ids, "max_tokens": max_tokens, "logprobs": 0, "return_token_ids": True,
-            "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "model": self.adapter or self._model, "prompt": ids, "max_tokens": max_tokens, "logprobs": 0,
+            "return_token_ids": True, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
 
     def body(self, entry: Entry) -> dict[str, object]:

@@ -10,20 +10,26 @@ Beside the protocol:
 - A request is aborted by closing its connection. What the server had sampled and not sent by then is not known.
 - New weights are loaded by a function of the user's (``update_weights``), as the protocol has no way for that. It must
   also have the server forget its prefix cache, and whoever owns the engine has it called again after the server was
-  lost. Without one there is one version for good.
+  lost. A vLLM in its development mode reads a folder by itself, takes adapters, gives memory back, and says its version
+  (:mod:`fsm_rollout.engines.openai.vllm`). Else there is one version for good, and ``sleep`` only holds requests back.
 - The prompt is known to have been read as it was sent: `usage.prompt_tokens` is asked for with every event
   (``stream_options``), and where a server gives ``prompt_token_ids``, these are compared, too. One that says neither
   with its first tokens is refused.
-- ``sleep`` only holds requests back: the protocol has no way to have a server give memory back.
 - Per-request seeds are sent; whether they are kept is the server's business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.http.engine import HTTPEngine
+from fsm_rollout.engines.http.lora import half_loaded_if
 from fsm_rollout.engines.openai.endpoint import CompletionsEndpoint, LoadWeights
+from fsm_rollout.engines.protocol import HalfLoaded
+from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
 from fsm_rollout.names.objects import load_object
@@ -47,6 +53,8 @@ class OpenAIEngine(HTTPEngine):
         EngineError: there is no such folder or function, no such server at the url, or it answers with text only.
     """
 
+    _endpoint: CompletionsEndpoint
+
     def __init__(
         self,
         url: str,
@@ -65,4 +73,33 @@ class OpenAIEngine(HTTPEngine):
         endpoint = CompletionsEndpoint(url, api_key, served_as, found)
         self._connect(endpoint, replica)
         probes = [*sorted(self.eos_ids)[:1], *range(1, PROBES)]  # SGLang takes [0] for an empty prompt
-        self._meet(endpoint.meet(max_context, probes))
+        self._link.version = self._meet(endpoint.meet(max_context, probes))
+
+    @property
+    def address(self) -> ServerAddress:
+        """Where the server is; how many processes it has is not known here."""
+        return ServerAddress(self._endpoint.url, self._endpoint.api_key, 1)
+
+    async def load_adapter(self, adapter: Adapter, version: int) -> None:
+        """See :class:`~fsm_rollout.engines.adapters.AdapterSink`; servers as vLLM take them."""
+        await self._step(partial(self._endpoint.load_adapter, adapter.folder, version), version)
+
+    async def begin_update(self, known: Mapping[str, object], *, local: bool) -> None:
+        """Send the server nothing until the update has ended; see :func:`fsm_rollout.engines.updating.updating`."""
+        if self._endpoint.vllm is None:
+            raise EngineError(
+                f"{self._endpoint.url} has no routes of vLLM's to end an update; start it with VLLM_SERVER_DEV_MODE=1"
+            )
+        await self._step(_nothing)
+
+    async def end_update(self, version: int | None) -> None:
+        """Go on with what the trainer has loaded; ``None``: it has not."""
+        if version is None:
+            raise HalfLoaded(f"{self._endpoint.url} may have a part of new weights")
+        with half_loaded_if(lambda: True):
+            await self._step(partial(self._endpoint.call_weights, version), version)
+        await self._step(self._endpoint.forget_adapter, version)
+
+
+async def _nothing() -> None:
+    """Do nothing."""

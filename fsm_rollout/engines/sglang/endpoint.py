@@ -14,8 +14,8 @@ import base64
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,18 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.http.endpoint import (
     ANSWER_WITHIN,
+    MEMORY_WITHIN,
     NO_NUMBER,
+    UPDATE_WITHIN,
     AnswerPart,
-    Endpoint,
     Entry,
+    number_of,
     refusal_in,
     second_answer,
 )
+from fsm_rollout.engines.http.lora import AdaptedEndpoint, name_of
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Weights
 from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OrderTaken, OutputLine
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
@@ -41,7 +43,7 @@ from fsm_rollout.engines.weights import check_complete, check_folder, shapes_in
 from fsm_rollout.errors import ChatTemplateError, EngineError
 from fsm_rollout.model.folders import config_number, model_folder
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.tokens import LAST_VERSION, TokenScores, as_ids, as_logprobs
+from fsm_rollout.trajectory.tokens import TokenScores, as_ids, as_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -50,37 +52,12 @@ OWN = frozenset({"n", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "
 GRAMMARS = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})  # of its parameters, those that are one
 IDLE_WITHIN = 30.0  # seconds that a server has to become idle when nothing is asked of it any more
 LOOK_WITHIN = 120.0  # seconds that it has to look at its first picture
-# Seconds that it has to give memory back or take it again, and to load weights.
-MEMORY_WITHIN, UPDATE_WITHIN = 60.0, 600.0
-
-
-def _version(label: str) -> int:
-    """Return the number of a version; 0 where it is none."""
-    return int(label) if label.isdecimal() and int(label) <= LAST_VERSION else 0
-
-
-def name_of(version: int) -> str:
-    """Return the name of the adapter that is a version of the policy's weights."""
-    return f"{POLICY}@{version}"
 
 
 _decode_line = msgspec.json.Decoder(OutputLine).decode
 
 
-@contextmanager
-def half_loaded_if(changed: Callable[[], bool]) -> Iterator[None]:
-    """Have a refusal in here be HalfLoaded if the server has not what it had; one that has failed stays lost."""
-    try:
-        yield
-    except ReplicaLost:
-        raise
-    except EngineError as error:
-        if not changed():
-            raise
-        raise HalfLoaded(str(error)) from error
-
-
-class SGLangEndpoint(Endpoint):
+class SGLangEndpoint(AdaptedEndpoint):
     """One SGLang server.
 
     Args:
@@ -113,7 +90,6 @@ class SGLangEndpoint(Endpoint):
         # What we told the server to call its weights. Until then others may update them without our knowing.
         self.label: str | None = None
         self.whole = True  # whether its weights are all of one version, and it calls them so
-        self.adapter: str | None = None  # the name of the one that requests are sampled with
         self.info = Info(0)
         self._mask_tokens = 0  # the longest sampling mask that it gives
         self._says_experts = False  # whether it says which experts tokens were routed to
@@ -149,7 +125,7 @@ class SGLangEndpoint(Endpoint):
         label = str(model.weight_version)
         if self._alone:
             self.label = label
-        return _version(label)
+        return number_of(label)
 
     async def _why_blind(self, model: ModelInfo, info: Info) -> str | None:
         """Return why the server cannot be sent pictures; ``None``: it reads one as the model's processor does."""
@@ -220,49 +196,17 @@ class SGLangEndpoint(Endpoint):
     async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :class:`~fsm_rollout.engines.http.endpoint.Endpoint`."""
         label = str((await self.ask("/model_info", ModelInfo)).weight_version)
-        self.whole = _version(label) == version
+        self.whole = number_of(label) == version
         if not self.whole:
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
         self.label = label
         if adapted is not None:
             self.adapter = name_of(version) if adapted else None
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """Have it load an adapter, with which all requests are sampled from now on; the one before is forgotten."""
-        name, before = name_of(version), self.adapter
-        if before == name:  # the same version again, perhaps of other numbers
-            await self.forget_adapter()
-        body = {"lora_name": name, "lora_path": str(folder)}
-        with half_loaded_if(lambda: self.adapter != before):  # the one before may be gone already
-            answer = await self.tell("/load_lora_adapter", body)
-            if not answer.success and "already loaded" in answer.why:  # by us, before we lost sight of the server
-                await self._unload(name)
-                answer = await self.tell("/load_lora_adapter", body)
-            if not answer.success:
-                raise EngineError(f"the SGLang server {self.url} refused the adapter: {answer.why}")
-        before, self.adapter = self.adapter, name
-        with half_loaded_if(lambda: True):
-            await self.call_weights(version)
-        await self._unload(before)
-
-    async def forget_adapter(self) -> None:
-        """Sample with the model's own weights."""
-        before, self.adapter = self.adapter, None
-        await self._unload(before)
-
-    async def _unload(self, adapter: str | None) -> None:
-        """Have it forget an adapter that nothing is sampled with; one that stays only keeps its place there."""
-        if adapter is None:
-            return
-        try:
-            answer = await self.tell("/unload_lora_adapter", {"lora_name": adapter})
-            why = "" if answer.success else answer.why
-        except ReplicaLost:
-            raise
-        except EngineError as error:
-            why = str(error)
-        if why:
-            logger.warning("the adapter '%s' stays loaded: %s", adapter, why)
+    async def refuses(self, what: str, body: Mapping[str, object]) -> str:
+        """See :class:`AdaptedEndpoint`."""
+        answer = await self.tell(f"/{what}_lora_adapter", body)
+        return "" if answer.success else answer.why or "it does not say why"
 
     @cached_property
     def is_here(self) -> bool:

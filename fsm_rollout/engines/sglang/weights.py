@@ -10,7 +10,7 @@ A handle names memory that the server opens itself, so no tensor travels.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Seat
 from fsm_rollout.engines.http.engine import HTTPEngine
+from fsm_rollout.engines.http.lora import half_loaded_if
 from fsm_rollout.engines.protocol import EngineFacts, HalfLoaded, Weights, WeightSource
-from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint, half_loaded_if
+from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import UPDATE_WITHIN, Bucket, Loaded, as_source
 from fsm_rollout.engines.weights import check_shapes, needed_of, shapes_in
@@ -206,10 +207,3 @@ class SGLangServer(HTTPEngine):
             "group_name": group,
         }
         await self._step(partial(self._weights.load, "/update_weights_from_distributed", body, bucket.tensors))
-
-    async def _step(self, work: Callable[[], Awaitable[None]], version: int | None = None) -> None:
-        async def step() -> int | None:
-            await work()
-            return version
-
-        await self._order(self._link.update(step))

@@ -230,9 +230,15 @@ class VLLMStandIn(StandIn):
         self.next_events: list[dict[str, Any]] = []
         """Said instead of the next answer."""
         self.models = ["tiny"]
+        self.development: dict[str, Any] | None = None
+        """What its own routes answer, by their paths, in its development mode (vLLM at 0100a2129224)."""
         super().__init__()
 
     def answer(self, path: str, body: Any) -> Any:
+        if self.development is not None and path != "/v1/models":
+            if path == "/update_weight_version":
+                self.development["/weight_info"] = {"weight_version": body["new_version"]}
+            return self.development.get(path, (404, {"detail": "Not Found"}))
         cards = [{"id": name, "object": "model", "owned_by": "vllm", "max_model_len": WINDOW} for name in self.models]
         return {"object": "list", "data": cards}
 

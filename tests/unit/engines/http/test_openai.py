@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 import fsm_rollout as fr
+from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Request, SamplingParams
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Request, SamplingParams
 from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.retries import Tries
+from fsm_rollout.engines.updating import updating
 from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.cases import table
@@ -203,3 +206,71 @@ async def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VL
         asked = server.bodies(server.generate)[probes:]
         assert [body["prompt"] for body in asked] == [PROMPT, [*PROMPT, 21]]
         await client.drain()
+
+
+DEVELOPMENT: dict[str, Any] = {
+    "/is_sleeping": {"is_sleeping": False}, "/sleep": None, "/wake_up": None, "/reset_prefix_cache": None,
+    "/weight_info": {"weight_version": "default"}, "/collective_rpc": {"results": [None]},
+    "/update_weight_version": {"success": True, "new_version": "5"},
+    "/v1/load_lora_adapter": "Success: LoRA adapter 'policy@8' added successfully.",
+    "/v1/unload_lora_adapter": "Success: LoRA adapter 'policy@8' removed successfully.",
+}  # fmt: skip
+
+
+async def test_vllm_in_its_development_mode_loads_adapts_sleeps_and_says_its_version(
+    server: VLLMStandIn, tmp_path: Path
+) -> None:
+    server.development = dict(DEVELOPMENT)
+    async with aclosing(OpenAIEngine(server.url)) as engine:
+        met = len(server.asked)
+        assert await engine.update_weights(embedded_model("early"), 5) == 5
+        await engine.load_adapter(Adapter(tmp_path), 8)
+        (got,) = await ask(engine, request(max_tokens=4))
+        assert set(got.versions) == {8}
+        assert server.bodies(server.generate)[-1]["model"] == "policy@8"
+        await engine.sleep()
+        await engine.wake()
+        client = EngineClient(EnginePool(Placement(engine)))
+        async with updating(lambda source: client.update_weights(source, 9)) as held:
+            assert [address.url for address in held] == [server.url]
+        assert engine.weight_version == 9
+        asked = [(path, body) for path, body in server.asked[met:] if path != server.generate]
+    folder, version = str(embedded_model("early").resolve()), "/update_weight_version"
+    assert asked == [
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        ("/reset_prefix_cache", {}), (version, {"new_version": "5"}),
+        ("/v1/load_lora_adapter", {"lora_name": "policy@8", "lora_path": str(tmp_path)}),
+        ("/reset_prefix_cache", {}), (version, {"new_version": "8"}),
+        ("/sleep", {}), ("/wake_up", {}),
+        ("/reset_prefix_cache", {}), (version, {"new_version": "9"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "policy@8"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "error"),
+    [
+        ("/collective_rpc", (500, {"error": "no such file"}), ReplicaLost),
+        ("/collective_rpc", (400, {"detail": "Missing 'method' in request body"}), EngineError),
+        ("/reset_prefix_cache", (404, {"detail": "Not Found"}), HalfLoaded),
+    ],
+)
+async def test_what_vllm_refuses_is_no_version_of_its_weights(
+    server: VLLMStandIn, path: str, answer: Any, error: type[EngineError]
+) -> None:
+    server.development = DEVELOPMENT | {path: answer}
+    async with aclosing(OpenAIEngine(server.url)) as engine:
+        with pytest.raises(EngineError, match=path) as raised:
+            await engine.update_weights(embedded_model("early"), 5)
+        assert (type(raised.value), engine.weight_version) == (error, 0)
+
+
+async def test_a_server_of_vllm_that_has_come_back_is_not_taken_for_the_one_before(server: VLLMStandIn) -> None:
+    server.development = DEVELOPMENT | {"/weight_info": {"weight_version": "5"}}
+    async with aclosing(OpenAIEngine(server.url)) as engine:
+        assert engine.weight_version == 5
+        await engine.adopt(5, doubted=True, adapted=True)
+        await ask(engine, request(max_tokens=2))
+        assert server.bodies(server.generate)[-1]["model"] == "policy@5"
+        with pytest.raises(HalfLoaded, match="has weights of version 5, and not 6"):
+            await engine.adopt(6)
