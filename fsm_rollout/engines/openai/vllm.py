@@ -1,8 +1,8 @@
 """vLLM's own routes, beside OpenAI's protocol: for weights, adapters and memory.
 
 Invariant: a server is asked only by routes that it has answered. They are those of vLLM's development mode
-(``VLLM_SERVER_DEV_MODE=1``; adapters with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``). What is known of
-their answers is what its modules ``entrypoints/serve/dev/{rlhf,sleep,cache,rpc}/api_router.py`` and
+(``VLLM_SERVER_DEV_MODE=1``; adapters with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``). What is known
+of their answers is what its modules ``entrypoints/serve/dev/{rlhf,sleep,cache,rpc}/api_router.py`` and
 ``entrypoints/serve/lora/api_router.py`` write at commit 0100a2129224: they were read, and not run.
 """
 
