@@ -388,7 +388,7 @@ def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
     text = f"""
 import asyncio, sys
 sys.path[:0] = {[str(ROOT), *sys.path]!r}
-from tests.unit.tools.test_toolbox import box, opened, a_call
+from tests.unit.tools.kit import box, opened, a_call
 async def main():
     result = await opened(box(hang={{"use": "hang", "timeout": 0.01}})).call(a_call("hang"))
     print(result.failure)
