@@ -56,6 +56,12 @@ TOOLS: dict[str, Any] = {
 }
 
 
+LISTENING = {
+    "states": {"PENDING": {}, "INTERACTING": {"timeout": 50.0}},
+    "transitions": rows("PENDING prompted INTERACTING", "INTERACTING interaction_done TERMINATED"),
+}
+
+
 def agent(frame: Mapping[str, Any] = SINGLE, **more: Any) -> AgentGraph:
     return AgentGraph(**{"agent": "a", "limits": LIMITS, **frame, **more})
 
@@ -132,6 +138,9 @@ class Bench:
         await asyncio.sleep(away)
         return await self.run(n, listed, resume=[trajectory for group in groups for trajectory in group.all])
 
+    def cancel(self) -> None:
+        self.scheduler.cancel("p0/0")
+
     def stop(self) -> None:
         self.scheduler.stop("asked")
 
@@ -167,6 +176,10 @@ def run(
 
 def _bound(do: Callable[[Bench], object], bench: Bench) -> Callable[[], object]:
     return lambda: do(bench)
+
+
+SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
+"""Four pieces, ten seconds each."""
 
 
 def slow(seconds: Mapping[str, float] = {}) -> Callable[[Request], Turn]:

@@ -30,6 +30,7 @@ from tests.runs import (
     ASKS,
     LIMITS,
     SINGLE,
+    SLOW,
     TOOLS,
     Bench,
     agent,
@@ -99,7 +100,6 @@ TALKS = {
 }
 TOLD = {"breaks": {"use": f"{HERE}:breaks"}} | {name: {"use": f"tests.law_tools:{name}"} for name in ("hang", "refuse")}
 HURRIED = changed(TOOLS, PROCESSING_TOOLS={"timeout": 5.0})
-SLOW = Turn(text="one two three four five six", delay=10.0, chunks=4)
 Frame = dict[str, Any]
 
 

@@ -21,7 +21,7 @@ from tests.cases import cases
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import SINGLE, TOOLS, agent, changed, only, prompts, rows, run
-from tests.unit.scheduler.test_scheduler import custom
+from tests.unit.scheduler.test_handlers import custom
 
 pytestmark = pytest.mark.virtual_time
 
