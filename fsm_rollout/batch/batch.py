@@ -279,11 +279,6 @@ class TrajectoryBatch(Learnable):
     def __len__(self) -> int:
         return int(self.tensordict.batch_size[0])
 
-    @property
-    def packed(self) -> bool:
-        """Whether the tensors are jagged instead of padded."""
-        return bool(self.tensordict.get("responses").is_nested)
-
     def rows(self) -> list[TrainingRow]:
         """Return the rows that the batch was made of: the inverse of :meth:`from_rows`, padded or packed."""
         self.check_trainable()

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-import numpy as np
-
 from fsm_rollout.batch.rows import Array, RowId, trained_streams
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -76,7 +74,7 @@ class Grown(NamedTuple):
 
 
 def opening_of(prompt_ids: Array) -> bytes:
-    """Return the digest of a prompt."""
+    """Return the digest of a prompt, int32 as streams hold it."""
     return blake2b(prompt_ids.tobytes(), digest_size=16).digest()
 
 
@@ -128,8 +126,3 @@ def tree_token_ratio(trajectories: Iterable[Trajectory]) -> float | None:
     ]
     total = sum(branch.length for branch in branches)
     return sum(node.end - node.start for node in grow(branches).nodes()) / total if total else None
-
-
-def digests(prompts: Iterable[Array]) -> list[bytes]:
-    """Return the digests of prompts, int32 as streams hold them."""
-    return [opening_of(np.asarray(prompt, np.int32)) for prompt in prompts]

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from fsm_rollout.batch.advantages import SampleScore, sample_advantages
-from fsm_rollout.batch.columns import TAUGHT
+from fsm_rollout.batch.columns import COLUMNS, TAUGHT
 from fsm_rollout.batch.credit import METHODS, CreditMethod, courses_of, turn_advantages
 from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
-from fsm_rollout.batch.roles import SAMPLED, SCAFFOLD, Weights, tables_of
-from fsm_rollout.batch.rows import Array
-from fsm_rollout.batch.table import Columned
+from fsm_rollout.batch.roles import Weights, row_weights
+from fsm_rollout.batch.rows import Array, TrainingRow
+from fsm_rollout.batch.table import column_like
 from fsm_rollout.batch.tree import TokenTree, token_tree
 from fsm_rollout.errors import BatchError, did_you_mean
 
@@ -46,17 +47,45 @@ class TeacherColumns(NamedTuple):
     """``[B, R, K]``, float32: theirs; -inf where there are fewer."""
 
 
-class Learnable(Columned):
-    """A batch, as far as trainers learn from it."""
+class Learnable:
+    """A batch in Python: its columns by their keys, its rows one after the other, and what trainers learn from it."""
 
     __slots__ = ()
+    tensordict: TensorDict
+    untrainable: str
     sample_scores: Sequence[SampleScore]
     left_behind: Mapping[str, int]
+
+    def check_trainable(self) -> None:
+        """Raise BatchError, with the reason, for a batch whose trajectories cannot be trained on."""
+        if self.untrainable:
+            raise BatchError(self.untrainable)
 
     @property
     def packed(self) -> bool:
         """Whether the tensors are jagged instead of padded."""
+        return bool(self.tensordict.get("responses").is_nested)
+
+    def rows(self) -> list[TrainingRow]:
+        """Return the rows."""
         raise NotImplementedError
+
+    def __getitem__(self, key: object) -> Any:
+        """Return a column: ``batch["responses"]`` is ``batch.tensordict["responses"]``."""
+        self.check_trainable()
+        if not isinstance(key, str):
+            raise BatchError(f"batch[{key!r}]: a batch has columns by name; rows are batch.select([…]) or batch.rows()")
+        if key not in self.tensordict:
+            raise BatchError(f"the batch has no column '{key}'{column_like(key, self.tensordict.keys())}")
+        return self.tensordict[key]
+
+    def __iter__(self) -> Iterator[TrainingRow]:
+        return iter(self.rows())
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what the attribute that is not there may be."""
+        hint = column_like(name, COLUMNS) if not name.startswith("_") else ""
+        raise AttributeError(f"a batch has no '{name}'{hint}", obj=self)  # with its name Python would guess, too
 
     def advantages(self, *, scale: bool = True) -> torch.Tensor:
         """Return each row's advantage over its group, float32 ``[B]``: the sample's score less the group's mean.
@@ -294,23 +323,13 @@ class Learnable(Columned):
         Raises:
             BatchError: there is no such role, or a weight is neither ``policy`` nor a finite number from 0 on.
         """
-        roles = self["roles"]
-        numbers, mask = (values.values() if self.packed else values for values in (roles, self["response_mask"]))
-        numbers = numbers.long()
-        untrained = numbers == SAMPLED
-        if self.packed:
-            first, lengths = roles.offsets()[:-1], self["prompts"].offsets().diff()
-            within = torch.arange(len(numbers), device=numbers.device) - first.repeat_interleave(roles.offsets().diff())
-            untrained[within >= lengths.repeat_interleave(roles.offsets().diff())] &= mask == 0
-        else:
-            width = self.tensordict.get("prompts").shape[1]
-            starts = width - self.tensordict.get("attention_mask")[:, :width].sum(1)
-            first = torch.arange(numbers.shape[1], device=numbers.device) == starts[:, None]
-            untrained[:, width:] &= mask == 0
-        numbers[untrained] = SCAFFOLD
-        found = []
-        for table in tables_of(weights):
-            values = torch.from_numpy(np.append(table, np.float32(0.0))).to(numbers.device)[numbers]  # -1 is the last
-            values[first] = 0.0
-            found.append(torch.nested.nested_tensor_from_jagged(values, roles.offsets()) if self.packed else values)
+        roles, found, none = self["roles"], [], np.zeros(0, np.int8)
+        rows = [(row.roles, np.append(np.zeros(len(row.prompt_ids), np.int8), row.mask)) for row in self.rows()]
+        for values in zip(*(row_weights(*row, weights) for row in ((none, none), *rows)), strict=True):
+            flat = torch.from_numpy(np.concatenate(values)).to(roles.device)
+            if self.packed:
+                found.append(torch.nested.nested_tensor_from_jagged(flat, roles.offsets()))
+            else:
+                found.append(torch.zeros(roles.shape, device=roles.device))
+                found[-1][self["attention_mask"].bool()] = flat
         return LossWeights(*found)

@@ -73,17 +73,14 @@ def correct(
         sums = sums / own.bincount(minlength=size)
     ratios = sums[own].clamp(-LARGEST, LARGEST).exp()
     # 2. What is made of them.
-    least = 1 / high if low is None else low
-    kept = (ratios <= high) & (ratios >= least) if bound == "mask" else torch.ones_like(ratios, dtype=torch.bool)
+    lowest = 1 / high if low is None else low
+    kept = (ratios <= high) & (ratios >= lowest) if bound == "mask" else torch.ones_like(ratios, dtype=torch.bool)
     weights = torch.where(kept, ratios.clamp(max=high), torch.zeros_like(ratios))
     # 3. Figures.
     k3 = logs.clamp(max=LARGEST).exp() - 1 - logs
     figures = {"kl": _mean(-logs), "kl_k3": _mean(k3)}
-    figures |= {
-        "ratio_min": _edge(ratios, "min"),
-        "ratio_max": _edge(ratios, "max"),
-        "bounded": _mean(weights != ratios),
-    }
+    least, most = (float(edge) for edge in ratios.aminmax()) if len(ratios) else (math.nan, math.nan)
+    figures |= {"ratio_min": least, "ratio_max": most, "bounded": _mean(weights != ratios)}
     squares = float(weights.square().sum())
     figures["ess"] = float(weights.sum()) ** 2 / (len(weights) * squares) if squares else math.nan
     by_version = {}
@@ -115,7 +112,3 @@ def check_bounds(bound: str, low: float | None, high: float) -> None:
 
 def _mean(values: torch.Tensor) -> float:
     return float(values.double().mean()) if len(values) else math.nan
-
-
-def _edge(values: torch.Tensor, which: Literal["min", "max"]) -> float:
-    return float(getattr(values, which)()) if len(values) else math.nan

@@ -7,57 +7,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.batch.advantages import SampleScore
-from fsm_rollout.batch.columns import COLUMNS, FURTHER, PER_TOKEN
+from fsm_rollout.batch.columns import FURTHER, PER_TOKEN
 from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.errors import BatchError
 from fsm_rollout.statistics.estimates import error_of_mean
 
 if TYPE_CHECKING:
     import pandas as pd
-    from tensordict import TensorDict
 
 TENSORS: Mapping[str, str] = {column.field: key for key, column in PER_TOKEN.items() if column.field}
 """What the arrays of a row are called in a batch, and wherever its rows are columns."""
-
-
-class Columned:
-    """What a batch is in Python: its columns by their keys, and its rows one after the other."""
-
-    __slots__ = ()
-    tensordict: TensorDict
-    untrainable: str
-
-    def check_trainable(self) -> None:
-        """Raise BatchError, with the reason, for a batch whose trajectories cannot be trained on."""
-        if self.untrainable:
-            raise BatchError(self.untrainable)
-
-    def rows(self) -> list[TrainingRow]:
-        """Return the rows."""
-        raise NotImplementedError
-
-    def __getitem__(self, key: object) -> Any:
-        """Return a column: ``batch["responses"]`` is ``batch.tensordict["responses"]``."""
-        self.check_trainable()
-        if not isinstance(key, str):
-            raise BatchError(f"batch[{key!r}]: a batch has columns by name; rows are batch.select([…]) or batch.rows()")
-        if key not in self.tensordict:
-            raise BatchError(f"the batch has no column '{key}'{column_like(key, self.tensordict.keys())}")
-        return self.tensordict[key]
-
-    def __iter__(self) -> Iterator[TrainingRow]:
-        return iter(self.rows())
-
-    def __getattr__(self, name: str) -> Any:
-        """Say what the attribute that is not there may be."""
-        hint = column_like(name, COLUMNS) if not name.startswith("_") else ""
-        raise AttributeError(f"a batch has no '{name}'{hint}", obj=self)  # with its name Python would guess, too
 
 
 OTHER_KEYS = {

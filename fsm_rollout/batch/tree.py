@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fsm_rollout.batch.branches import Branch, digests, grow
+from fsm_rollout.batch.branches import Branch, grow, opening_of
 from fsm_rollout.batch.rows import TrainingRow
 
 
@@ -81,7 +81,7 @@ def token_tree(rows: Sequence[TrainingRow], width: int | None, prompt_width: int
     """Return the tree of rows; their batch has ``input_ids`` of this width, of which prompts have ``prompt_width``."""
     # 1. The form. What events say is shared is taken only where the tokens bear it out: a row may have been cut.
     ids = [np.concatenate([row.prompt_ids, row.response_ids]) for row in rows]
-    openings = digests(row.prompt_ids for row in rows)
+    openings = [opening_of(np.asarray(row.prompt_ids, np.int32)) for row in rows]
     grown = grow(
         (
             Branch(row.row_id, opening, len(row.prompt_ids), len(whole), row.shares)

@@ -11,10 +11,9 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from fsm_rollout.errors import JournalError, TargetNotReached
+from fsm_rollout.errors import JournalError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunnableAgent
-from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle
 from fsm_rollout.trajectory.enums import DropReason, FailureClass
 from fsm_rollout.trajectory.event_bytes import decode, encode, pack, unpacker
@@ -106,13 +105,3 @@ def furthest(*kept: Sequence[PackedHistory]) -> list[PackedHistory]:
         name = cast(Prompted, decode(history[0])).trajectory_id
         found[name] = max(found.get(name, history), history, key=len)
     return list(found.values())
-
-
-def target_not_reached(name: str, run: RunState, counted: int, scores: Sequence[float | None]) -> TargetNotReached:
-    """Return the error of a run whose filter has turned down too much; so many groups count by then."""
-    return TargetNotReached(
-        f"the group filter '{name}' has turned down {run.filtered:,} groups, and {counted:,} of "
-        f"the {run.target:,} that were asked for are there (the last one's scores: "
-        f"{scores}); use other prompts, lower target_groups, or raise max_filtered (how "
-        "many groups may be turned down for each of target_groups)"
-    )

@@ -19,14 +19,7 @@ from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_group import (
-    AttemptEnd,
-    LeasedGroup,
-    PackedHistory,
-    furthest,
-    histories_of,
-    target_not_reached,
-)
+from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, furthest, histories_of
 from fsm_rollout.scheduler.recorder import CountsListener, Recorder, TimesListener
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
 from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
@@ -300,9 +293,7 @@ class Leases:
             scheduler.groups.put(group, GroupState.DONE)
             if group.drop_reason is DropReason.FILTERED:
                 run.filtered += 1
-                if run.filtered > run.most_filtered and run.stopped_by is None:
-                    counted = run.counts_with(scheduler.groups.by_state[GroupState.DONE].values())
-                    run.stopped_by = target_not_reached(scheduler.filter_name, run, counted, scores)
+                run.stopped_by = run.stopped_by or run.not_reached(scheduler.filter_name, scheduler.groups, scores)
 
     def _dropped(self, group_id: str, reason: DropReason) -> None:
         """Drop a group that has come back already."""

@@ -249,6 +249,19 @@ class RunState:
         """Return how many groups count towards the target once these are delivered, too."""
         return len(self.counted) + sum(group.counts for group in groups)
 
+    def not_reached(
+        self, filter_name: str, groups: GroupTable, scores: Sequence[float | None]
+    ) -> TargetNotReached | None:
+        """Return the error of a run whose filter has turned down too much, the last group with these scores."""
+        if self.filtered <= self.most_filtered:
+            return None
+        counted = self.counts_with(groups.by_state[GroupState.DONE].values())
+        return TargetNotReached(
+            f"the group filter '{filter_name}' has turned down {self.filtered:,} groups, and {counted:,} of the "
+            f"{self.target:,} that were asked for are there (the last one's scores: {scores}); use other prompts, "
+            "lower target_groups, or raise max_filtered (how many groups may be turned down for each of target_groups)"
+        )
+
     def has_room(self, groups: GroupTable) -> bool:
         """Whether the next group may be opened: a target bounds how many are there at a time."""
         if self.target is None:

@@ -187,9 +187,9 @@ class SampleRunner:
             if not await scoring.score(run, group):
                 return
         self._groups.put(group, GroupState.DONE)
-        if run.filtered > run.most_filtered:
-            counted = run.counts_with(self._groups.by_state[GroupState.DONE].values())
-            run.stopped_by = run.stopped_by or scoring.target_not_reached(run, counted)
+        if scoring.group_filter is not None:
+            name, scores = scoring.group_filter.name, scoring.group_filter.last_scores
+            run.stopped_by = run.stopped_by or run.not_reached(name, self._groups, scores)
         run.changed.set()
 
     # -- one sample -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from fsm_rollout.environment.rewards import GroupFilter, Reward, Verdict
-from fsm_rollout.errors import TargetNotReached, describe
+from fsm_rollout.errors import describe
 from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import RunState
@@ -58,16 +58,6 @@ class Scoring:
         finally:
             run.scoring.discard(task)
         return True
-
-    def target_not_reached(self, run: RunState, counted: int) -> TargetNotReached:
-        """Return the error of a run whose filter has turned down too much; so many groups count by then."""
-        assert self.group_filter is not None
-        return TargetNotReached(
-            f"the group filter '{self.group_filter.name}' has turned down {run.filtered:,} groups, and {counted:,} of "
-            f"the {run.target:,} that were asked for are there (the last one's scores: "
-            f"{self.group_filter.last_scores}); use other prompts, lower target_groups, or raise max_filtered (how "
-            "many groups may be turned down for each of target_groups)"
-        )
 
 
 async def _score(group: Group, reward: Reward | None, record: Record) -> None:

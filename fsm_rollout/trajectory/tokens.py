@@ -352,14 +352,6 @@ class TokenStream:
         """Return the weight version of each response token, int32 ``[R]``; -1 where no engine sampled."""
         return responses([self]).versions
 
-    def response_turns(self) -> npt.NDArray[np.int32]:
-        """Return the generation of each response token, int32 ``[R]``: the one that sampled it or that it leads to."""
-        return responses([self]).turns
-
-    def response_states(self, state_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
-        """Return each response token's origin state as a number, int32 ``[R]``; -1 for a state not in ``state_ids``."""
-        return responses([self], state_ids).states
-
 
 class Responses(NamedTuple):
     """The responses of some streams end to end: one value per token in each array."""

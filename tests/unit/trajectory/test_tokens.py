@@ -16,6 +16,7 @@ from fsm_rollout.trajectory.tokens import (
     TokenStream,
     as_ids,
     as_logprobs,
+    responses,
     routed_experts,
 )
 from tests.histories import ids, logprob, token
@@ -55,7 +56,7 @@ def test_every_token_is_what_was_put_there(prompt: list[int], history: list[tupl
     assert stream.response_mask().tolist() == [int(trained and who is Owner.MODEL) for _, _, who, *_ in response]
     assert stream.trained_length == sum(trained and who is Owner.MODEL for _, _, who, *_ in response)
     assert stream.response_versions().tolist() == [version for *_, version in response]
-    assert stream.response_states(names).tolist() == [names.get(state, -1) for _, _, _, state, _, _ in response]
+    assert responses([stream], names).states.tolist() == [names.get(state, -1) for _, _, _, state, _, _ in response]
 
 
 @given(ids, histories, st.booleans())
@@ -160,7 +161,7 @@ def test_types() -> None:
         "response_versions": np.int32,
     }
     assert {name: getattr(stream, name)().dtype for name in types} == types
-    assert stream.response_states({}).dtype == np.int32
+    assert responses([stream]).states.dtype == np.int32
     ready, logprobs = array("i", [1]), array("f", [0.5])
     assert as_ids(ready) is ready
     assert as_logprobs(logprobs) is logprobs
