@@ -14,7 +14,8 @@ process the same; ``512 x 0.2 s x 5`` the wall time of 512 trajectories of five 
 
 ``--many`` takes generations of two seconds, and tells how much of a core the driver has needed while they ran and its
 batch was made. ``--long`` has 256 prompts with 16 trajectories each, of five generations, and makes no batch, which
-would take 50 GB; memory for the tokens themselves is about 7 GB.
+would take 50 GB; memory for the tokens themselves is about 7 GB. Beside how late the loop was, which on a machine with
+other work says how late it was let run, it tells the CPU time of the loop's thread between two waits.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import json
 import logging
 import os
 import random
+import selectors
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -89,6 +92,22 @@ def many(reps: int, shards: int) -> dict[str, float]:
     }
 
 
+class Passes(selectors.DefaultSelector):
+    """Waits for an event loop, and notes how much CPU time its thread has taken between two waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._began = time.thread_time()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait."""
+        self.seconds.append(time.thread_time() - self._began)
+        ready = super().select(timeout)
+        self._began = time.thread_time()
+        return ready
+
+
 class Spread(overhead.InstantEngine):
     """Takes between two and six seconds for a turn, so that answers come one by one, as those of real engines do."""
 
@@ -101,8 +120,8 @@ class Spread(overhead.InstantEngine):
             yield self._answer(request)
 
 
-async def long_prompts(context: int, n: int) -> dict[str, float]:
-    """Return how late the event loop was with ``n`` trajectories of long prompts, all at once."""
+async def long_prompts(context: int, n: int, passes: Passes) -> dict[str, float]:
+    """Return how late the event loop was with ``n`` trajectories of long prompts, all at once, and how busy."""
     from fsm_rollout import Rollout
     from fsm_rollout.concurrency.loop_lag import LoopLag
 
@@ -112,9 +131,14 @@ async def long_prompts(context: int, n: int) -> dict[str, float]:
     graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
     async with Rollout(graph, Spread(work, 0.0), concurrency=n) as rollout:
         rollout.scheduler.lag = LoopLag()
+        await asyncio.sleep(0)
+        passes.seconds.clear()
         rows = [len(group.trajectories) async for group in rollout.stream(prompts, n=16)]
         (lag,) = rollout.scheduler.loop_lag().values()
     figures = {f"loop lag {name}, ms": round(1e3 * seconds, 1) for name, seconds in lag.items()}
+    busy = sorted(passes.seconds)
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        figures[f"CPU time between two waits {name}, ms"] = round(1e3 * busy[int(share * (len(busy) - 1))], 1)
     return {"trajectories": sum(rows), **figures}
 
 
@@ -131,7 +155,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     sys.modules["overhead"] = overhead
     if options.long:
-        table = asyncio.run(long_prompts(options.long, options.n or 4096))
+        passes = Passes()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(passes)) as runner:
+            table = runner.run(long_prompts(options.long, options.n or 4096, passes))
     elif options.many:
         table = many(options.reps, options.many)
     else:
