@@ -76,6 +76,7 @@ MKDOCS = "from mkdocs.__main__ import cli; cli()"
 
 
 @pytest.mark.process
+@pytest.mark.real
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     env = {"NO_MKDOCS_2_WARNING": "1"}

@@ -259,17 +259,7 @@ def test_truncated_rows_hold_what_is_left(events: list[AnyEvent], left: int, rig
     assert batch.tensordict["responses"].shape[1] == right
 
 
-@pytest.mark.parametrize(
-    ("width", "scores"),
-    [
-        (1, [0.5 + 4.0]),
-        (3, [0.0, 0.0, 0.5 + 4.0]),  # the first turn is whole
-        (4, [0.0, 0.0, 0.5 + 4.0, 0.0]),  # and what the environment wrote after it
-        (5, [0.0, 0.0, 0.5, 0.0, 1.0 + 2.0 + 4.0]),  # the second turn, scored twice, is cut short
-        (6, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0]),
-        (7, [0.0, 0.0, 0.5, 0.0, 0.0, 1.0 + 2.0 + 4.0, 0.0]),
-    ],
-)
+@cases("batch")
 def test_scores_stand_on_the_last_token_that_is_left(width: int, scores: list[float]) -> None:
     events: list[AnyEvent] = [
         *history("t", 3),

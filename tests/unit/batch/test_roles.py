@@ -19,6 +19,7 @@ from fsm_rollout.errors import BatchError, JournalError
 from fsm_rollout.trajectory.enums import ROLES, Role
 from fsm_rollout.trajectory.journal import read
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.histories import several_trajectories
 
 weight = st.floats(0, 10, width=32)
@@ -53,19 +54,7 @@ def test_each_token_has_its_role_s_weight(
             assert of_row[kind].tolist() == values[start:end]
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"tol": 1.0}, "there is no role 'tol'; did you mean 'tool'?"),
-        ({"scaffold": 0.1}, "scaffold is the chat template's own and never gets a loss"),
-        ({"tool": "policy"}, "'tool' was not sampled, so no policy gradient is of it"),
-        ({"tool": -1.0}, "the weight of 'tool' must be 'policy' or a finite number from 0 on, got -1.0"),
-        ({"tool": 1e39}, "got 1e+39"),
-        ({"tool": None}, "got None"),
-        ({"tool": float("nan")}, "got nan"),
-        ({"sampled": "cross"}, "got 'cross'"),
-    ],
-)
+@cases("batch")
 def test_weights_that_mean_nothing_are_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(BatchError) as raised:
         TrajectoryBatch.from_rows([], pad_id=0).loss_weights(weights)  # type: ignore[arg-type]

@@ -10,19 +10,11 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import TokenStream
+from tests.cases import cases
 from tests.unit.engines.kit import ask, run, scripted
 
 
-@pytest.mark.parametrize(
-    ("weights", "version", "says"),
-    [
-        (None, None, "a model's folder, or tensors by name; got a NoneType"),
-        ([("w", 1)], None, "got a list"),
-        ({}, 1, "weights of version 1 cannot follow version 2"),
-        ({}, 2**31, "whole numbers up to 2,147,483,647, got 2147483648"),
-        ({}, 2.5, "whole numbers up to 2,147,483,647, got 2.5"),
-    ],
-)
+@cases("engines")
 def test_what_are_no_new_weights_is_refused(weights: Any, version: int | None, says: str) -> None:
     async def body(client: EngineClient) -> int:
         assert type(await client.update_weights({}, np.int64(2))) is int

@@ -8,6 +8,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.export_spans import send_spans
+from tests.cases import cases
 from tests.collector import Collector
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -49,17 +50,9 @@ def test_the_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KEY.encode() not in body
 
 
-@pytest.mark.parametrize(
-    ("project", "key", "says"),
-    [
-        (None, KEY, "project: entity/project"),
-        ("maths", KEY, "project: entity/project"),
-        ("team/", KEY, "project: entity/project"),
-        ("team/maths", "", "needs an API key in WANDB_API_KEY"),
-    ],
-)
+@cases("report")
 def test_what_it_needs_is_said(
-    folder: Path, project: str | None, key: str, says: str, monkeypatch: pytest.MonkeyPatch
+    project: str | None, key: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", key)
     with pytest.raises(ConfigError, match=says):

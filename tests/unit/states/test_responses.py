@@ -17,6 +17,7 @@ from fsm_rollout.states.external.response_items import Items
 from fsm_rollout.states.external.responses_dialect import read
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import cases
 from tests.foreign import CALCULATOR, CALL, agent, client
 from tests.laws.test_thinking import PREFILLED
 from tests.unit.report.test_pictures import picture
@@ -331,32 +332,7 @@ async def asks(visit: ForeignVisit, data: bytes, **headers: str) -> tuple[int, A
         return answer.status, await answer.json(content_type=None)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"input": None}, "input", "must be text, or a list"),
-        ({"background": True}, "background", "is not supported"),
-        ({"conversation": "c"}, "conversation", "is not supported"),
-        ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
-        ({"top_logprobs": 3}, "top_logprobs", "is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "they are in the journal"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format", "must be of type text, json_object or json_schema"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a JSON schema"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "names the tool 'f', and there is no tool"),
-        ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
-        ({"tools": ["x"]}, "tools[0]", "must be a tool of type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "must be the tool's name"),
-        ({"tools": [{**SPACE, "tools": [{"type": "x"}]}]}, "tools[0].tools[0]", "must be a tool of type"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input[0]", "the role must be one of"),
-        ({"input": ["x"]}, "input[0]", "must be an object"),
-        ({"input": [{"type": "function_call"}]}, "input[0]", "a call needs a name"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' is not supported"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "'item_reference' is not supported"),
-        ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input[0]", "is not from here"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, None, "'input_file' is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, None, ""),
-    ],
-)
+@cases("states")
 def test_what_cannot_be_done_is_refused_with_what_is_at_fault(
     body: dict[str, Any], param: str | None, message: str
 ) -> None:

@@ -14,6 +14,7 @@ from fsm_rollout.agent import graph
 from fsm_rollout.tools import AgentAnswer, Toolbox, ToolSession, truncate
 from fsm_rollout.tools.tool_messages import EXACT_CHARACTERS
 from fsm_rollout.trajectory.events import ToolCall
+from tests.cases import cases
 
 MARKER = re.compile(r"…\[([\d,]+) tokens cut\]…")
 SIDES = st.sampled_from(["left", "right", "middle"])
@@ -110,14 +111,7 @@ def test_nothing_more_than_needed_is_dropped(limit: int, more: int, side: Any):
         assert int(found[1]) == dropped
 
 
-@pytest.mark.parametrize(
-    ("side", "expected"),
-    [
-        ("left", "…[70 tokens cut]…" + "z" * 30),
-        ("right", "a" * 30 + "…[70 tokens cut]…"),
-        ("middle", "a" * 15 + "…[70 tokens cut]…" + "z" * 15),
-    ],
-)
+@cases("tools")
 def test_the_side_is_what_goes(side: Any, expected: str):
     tok = tokenizer(False)
     room = len("…[100 tokens cut]…".encode())

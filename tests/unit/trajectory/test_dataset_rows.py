@@ -60,14 +60,7 @@ def test_the_agent_of_verl_s_row_is_chosen_where_there_are_several() -> None:
         assert rollout.run([VERL]).rows()[0].agent == "tool_agent"
 
 
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        ({"prompt": "What is 1 + 3?", "answer": "4"}, QUESTION),  # TRL's standard form
-        ({"prompt": QUESTION, "answer": "4"}, QUESTION),  # its conversational one
-        ({"messages": QUESTION, "prompt": "something else"}, QUESTION),
-    ],
-)
+@cases("trajectory")
 def test_a_row_of_trl_s_is_a_prompt(row: dict[str, Any], messages: list[Any]) -> None:
     (prompt,) = as_prompts([row])
     assert list(prompt.messages) == messages
