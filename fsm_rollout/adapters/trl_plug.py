@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
@@ -27,11 +27,13 @@ from fsm_rollout.trajectory.tokens import as_ids, collapsed
 
 if TYPE_CHECKING:
     import torch
+    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 
 # What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages).
 Trl: TypeAlias = Any
+Gathered: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"  # weights as its trainer gathers them, by name
 _GIVEN = ("prompt", "images", "image")  # the columns of its datasets that make a prompt
 
 
@@ -111,19 +113,6 @@ def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl
                 )
 
 
-class WeightTransfer(Protocol):
-    """What moves weights by the trainer's own means: as much of TRL's ``WeightTransferProtocol`` as is asked here."""
-
-    def init_weight_transfer(self) -> None:
-        """Set it up."""
-
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Have the servers load what the trainer gathers."""
-
-    def destroy(self) -> None:
-        """Take it down."""
-
-
 class RolloutWorker:
     """A worker for AsyncGRPOTrainer (``rollout_worker=``): runs groups in a thread and queues their rows as samples.
 
@@ -141,7 +130,7 @@ class RolloutWorker:
 
     def __init__(
         self, rollout: Rollout, prompts: Iterator[Trl], n: int, *, queue_size: int = 1024,
-        transfer: WeightTransfer | None = None,
+        transfer: WeightTransferProtocol | None = None,
     ) -> None:  # fmt: skip
         self.rollout, self._transfer = rollout, transfer
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=queue_size)
@@ -196,16 +185,16 @@ class RolloutWorker:
 
     resume = pause
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def send_weights(self, iterator: Gathered) -> None:
         """Load the trainer's weights as it gathers them; trajectories under way go on with them."""
         if self._transfer is None:
             self.rollout.update_weights(Tensors((name, tensor.detach()) for name, tensor in iterator))
         else:
-            self.rollout._wait_for(partial(self._send_by_own_means, self._transfer, iterator))
+            self.rollout._wait_for(partial(self._send_by_own_means, self._transfer.send_weights, iterator))
 
-    async def _send_by_own_means(self, transfer: WeightTransfer, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+    async def _send_by_own_means(self, send: Callable[[Gathered], None], tensors: Gathered) -> None:
         async with self.rollout.updating():
-            await asyncio.to_thread(transfer.send_weights, iterator)
+            await asyncio.to_thread(send, tensors)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
