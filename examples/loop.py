@@ -8,13 +8,16 @@ evaluation.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -40,6 +43,9 @@ class Settings:
     """Of CPU time at most, whatever else the machine does; if these are over before the steps, the rate falls to 0 over
     them."""
     seed: int = 0
+    model: str = "embedded:early"
+    agent: str = "until_wrong"
+    """Of the training dialogues; those of ``look`` are about pictures."""
     distinct: int = 2_048
     """Training prompts; what is seen often is learned by heart."""
     minibatches: int = 4
@@ -60,6 +66,8 @@ class Settings:
     """Held-back success after which the run ends."""
     threads: int = 1
     """Of torch; more than there are idle cores make it many times slower."""
+    device: str = "cpu"
+    """Where policy, engines and batches are."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -67,7 +75,7 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass
 class Learner:
-    """The early embedded checkpoint, its optimiser, and the running mean of its weights."""
+    """The model that is trained, its optimiser, and the running mean of its weights."""
 
     settings: Settings
     model: PreTrainedModel = field(init=False)
@@ -76,17 +84,24 @@ class Learner:
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        """Load the checkpoint, and begin the mean with its weights."""
+        """Load the model, and begin the mean with its weights."""
         torch.manual_seed(self.settings.seed)
         torch.set_num_threads(self.settings.threads)
-        self.model, self.tokenizer = fr.load_model("embedded:early")
+        self.model, self.tokenizer = fr.load_model(self.settings.model, device=self.settings.device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(self.settings.average))
         rate = self.settings.learning_rate
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.95))
 
-    def engine(self, model: str = "embedded:early", **keys: object) -> dict[str, object]:
+    def engine(self, model: str = "", **keys: object) -> dict[str, object]:
         """Return the description of an engine in this process."""
-        return {"kind": "transformers", "model": model, "threads": self.settings.threads, "device": "cpu", **keys}
+        place = {"threads": self.settings.threads, "device": self.settings.device}
+        return {"kind": "transformers", "model": model or self.settings.model, **place, **keys}
+
+    def sample(self, rollout: fr.Rollout, prompts: Iterator[fr.Prompt], count: int, n: int = 1) -> fr.TrajectoryBatch:
+        """Return ``n`` samples of each of the next ``count`` prompts, on the device."""
+        batch = rollout.run(islice(prompts, count), n=n)
+        batch.tensordict = batch.tensordict.to(self.settings.device)
+        return batch
 
     def update(self) -> None:
         """Make an update by the gradients that are there."""
@@ -101,24 +116,43 @@ class Learner:
             group["lr"] = self.settings.learning_rate * min((step + 1) / self.settings.warm_up, 1 - done)
 
 
+def chosen_logits(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the logits ``[k, V]`` by which a model predicts the k ``chosen`` of the response's tokens ``[B, R]``."""
+    start, count = part["prompts"].shape[1] - 1, chosen.shape[1]  # each is predicted at the place before it
+    if "media" not in part.tensordict:
+        count = int(chosen.any(0).nonzero().max()) + 1  # nothing is fed from the last of them on
+    inputs = {name: part[name][:, : start + count] for name in ("input_ids", "attention_mask", "position_ids")}
+    hidden = model.model(**inputs, **part.model_inputs(), use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, start:][chosen[:, :count]]).float()
+
+
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return what an engine takes."""
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def prompts_for(agent: str, name: str, limit: int | None = None) -> list[fr.Prompt]:
-    """Return the prompts of one of the files of arithmetic, for one of the agents."""
-    prompts = fr.read_prompts(ROOT / f"configs/data/{name}.jsonl", limit=limit)
-    return [prompt.model_copy(update={"agent": agent}) for prompt in prompts]
+def pictures() -> ModuleType:
+    """Return what draws sums in pictures; it lies beside its agent, where loading that has looked."""
+    fr.load_agent(ROOT / "configs/agents/look.yaml")
+    return importlib.import_module("sums_in_pictures")
+
+
+def arithmetic_prompts(limit: int | None = None) -> list[fr.Prompt]:
+    """Return distinct questions of the training side, 16,384 unless told otherwise: none meets a held-back pair.
+
+    The first 2,048 are `configs/data/arithmetic_train.jsonl`.
+    """
+    return [fr.Prompt.model_validate(dialogue.prompt()) for dialogue in training_dialogues(limit or 16_384)]
 
 
 def training_prompts(agent: str, distinct: int, seed: int) -> Iterator[fr.Prompt]:
-    """Return shuffled questions of the training side for one of the agents, again and again.
-
-    The first 2,048 distinct ones are `configs/data/arithmetic_train.jsonl`; none of any number meets a held-back pair.
-    """
-    drawn = (dialogue.prompt() for dialogue in training_dialogues(distinct))
-    return fr.endless_prompts([fr.Prompt.model_validate(prompt | {"agent": agent}) for prompt in drawn], seed=seed)
+    """Return distinct questions of the training side for one of the agents, shuffled, again and again."""
+    if agent == "look":
+        shown = pictures().prompts(distinct, seed=seed + 1, held_back=False)
+        drawn = [fr.Prompt.model_validate(prompt) for prompt in shown]
+    else:
+        drawn = arithmetic_prompts(distinct)
+    return fr.endless_prompts([prompt.model_copy(update={"agent": agent}) for prompt in drawn], seed=seed)
 
 
 def timed_out(batch: fr.TrajectoryBatch) -> float:
@@ -144,13 +178,17 @@ def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line]
         out: a folder.
     """
     settings, lines, done = learner.settings, list[Line](), False
-    held_back = prompts_for("tool_user", "arithmetic", settings.held_back)
+    if settings.agent == "look":
+        agent, held_back = "look", pictures().prompts(settings.held_back)
+    else:
+        held_back = fr.read_prompts(ROOT / "configs/data/arithmetic.jsonl", limit=settings.held_back)
+        agent = "tool_user"
     out.mkdir(parents=True, exist_ok=True)
     started, cpu_started = time.perf_counter(), time.process_time()
-    agent, engine = ROOT / "configs/agents/tool_user.yaml", learner.engine(max_running=128)
+    file, engine = ROOT / f"configs/agents/{agent}.yaml", learner.engine(max_running=128)
     with (
         (out / "log.jsonl").open("w", encoding="utf-8") as log,
-        fr.Rollout(agent, engine, seed=settings.seed, reward="exact_answer") as judge,
+        fr.Rollout(file, engine, seed=settings.seed, reward="exact_answer") as judge,
     ):
         while not done:
             step, minutes = len(lines), (time.process_time() - cpu_started) / 60

@@ -32,10 +32,14 @@ def read_config(arguments: Sequence[str] | None, doc: str | None, default: Path)
     return SimpleNamespace(**OmegaConf.to_container(merged)), file.parent, asked.steps  # type: ignore[arg-type]
 
 
-def engine(model: str, gpus: int) -> dict[str, Any]:
-    """Return what samples: SGLang on the GPUs that the trainer leaves, or beside it on the only one."""
-    if not gpus:
-        return {"kind": "transformers", "model": model, "threads": 1}
+def engine(model: str, gpus: int, *, in_process: bool = False) -> dict[str, Any]:
+    """Return what samples: SGLang on the GPUs that the trainer leaves, or beside it on the only one.
+
+    Without a GPU, or if it is to be ``in_process``, it is a model in the trainer's process.
+    """
+    if in_process or not gpus:
+        place = {"threads": 1, "device": "cuda" if gpus else "cpu"}
+        return {"kind": "transformers", "model": model, "max_running": 1024, **place}
     if gpus == 1:
         return {"kind": "sglang", "model": model, "mem_fraction": 0.3}
     return {"kind": "sglang", "model": model, "tp": gpus - 1, "args": {"base_gpu_id": 1}}

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ import fsm_rollout as fr
 from fsm_rollout.batch.learning import TeacherColumns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from loop import ROOT, Learner, Line, read_arguments, training_prompts
+from loop import ROOT, Learner, Line, chosen_logits, read_arguments, training_prompts
 from loop import Settings as Shared
 from loop import train as train_by
 
@@ -49,8 +48,6 @@ class Settings(Shared):
     learning_rate: float = 5e-4
     clip_norm: float = 1.0
     average: float = 0.95
-    agent: str = "until_wrong"
-    """Of the training dialogues: ends with the first wrong answer; ``tool_user``: goes on."""
     top_k: int = 16
     """How many of the teacher's likeliest tokens are asked for."""
     unlikely: float = 0.03
@@ -86,13 +83,9 @@ def worth_training(batch: fr.TrajectoryBatch, settings: Settings) -> torch.Tenso
 
 def loss_of(model: PreTrainedModel, part: fr.TrajectoryBatch, settings: Settings) -> torch.Tensor:
     """Return the sum, over the trained tokens, of the cross-entropy with the teacher's likeliest tokens."""
-    columns, says = part.tensordict, said(part, settings)
+    says = said(part, settings)
     chosen = trained(part, says, settings)
-    # Nothing is fed from the last trained token on; each is predicted at the place before it.
-    start, count = columns["prompts"].shape[1] - 1, int(chosen.any(0).nonzero().max()) + 1
-    inputs = {name: columns[name][:, : start + count] for name in ("input_ids", "attention_mask", "position_ids")}
-    hidden = model.model(**inputs, use_cache=False).last_hidden_state
-    logprobs = torch.log_softmax(model.lm_head(hidden[:, start:][chosen[:, :count]]).float(), -1)
+    logprobs = torch.log_softmax(chosen_logits(model, part, chosen), -1)
     return -(says.top_log_probs[chosen].exp() * logprobs.gather(-1, says.top_ids[chosen])).sum()
 
 
@@ -113,10 +106,10 @@ def gap(batch: fr.TrajectoryBatch, settings: Settings) -> float:
 def one_step(rollout: fr.Rollout, prompts: Iterator[fr.Prompt], learner: Learner, settings: Settings) -> Line:
     """Sample a batch, have it scored, update; return the step's figures."""
     before = time.process_time()
-    batch = rollout.run(islice(prompts, settings.prompts))
+    batch = learner.sample(rollout, prompts, settings.prompts)
     sampled, rows = time.process_time(), worth_training(batch, settings)
     for _ in range(settings.passes):
-        for some in rows[torch.randperm(len(rows))].chunk(settings.minibatches):
+        for some in rows[torch.randperm(len(rows), device=rows.device)].chunk(settings.minibatches):
             if len(some):
                 update(learner, batch.select(some), settings)
     return {

@@ -21,6 +21,8 @@ from fsm_rollout.trajectory.enums import ROLES, Role
 
 SURE = 0.999
 """A right choice that is as probable teaches nothing more, and is left out."""
+WORTH = 0.1
+"""An answer with less credit is not worth the time of feeding it."""
 MASKS = ("right", "environment", "recomputed", "shifted", "logprobs", "tools")
 
 
@@ -64,13 +66,15 @@ def of_tokens(batch: fr.TrajectoryBatch) -> torch.Tensor:
     return credit
 
 
-def of_answers(batch: fr.TrajectoryBatch) -> torch.Tensor:
+def of_answers(batch: fr.TrajectoryBatch, sure: float = SURE, worth: float = 0.0) -> torch.Tensor:
     """Return the credit of whole answers: of all tokens from the answer before on, the calls that led to it included.
 
     It is `of_tokens` for answers in the place of tokens, and knows nothing but which of them were right. What samples
     of a group did after the same tokens counts once, however many did it. Of those that came to a right answer the
     credits sum to 1, in proportion to their probabilities. Where none did, each has the slope of the logarithm of the
     probability that is left: little where the policy tries many things, much where it is sure of a mistake.
+
+    Left out is what is right with a probability of ``sure`` already, and what has a credit below ``worth``.
     """
     columns = batch.tensordict
     tokens, logprobs = columns["responses"].tolist(), columns["rollout_log_probs"].tolist()
@@ -95,11 +99,9 @@ def of_answers(batch: fr.TrajectoryBatch) -> torch.Tensor:
         right_mass = sum(math.exp(choice.old) for choice in place.values() if choice.right)
         left = 1.0 - min(SURE, sum(math.exp(choice.old) for choice in place.values()))
         for choice in place.values():
-            if choice.right:
-                if right_mass < SURE:
-                    credit[choice.row, choice.columns] = math.exp(choice.old) / right_mass
-            elif not right_mass:
-                credit[choice.row, choice.columns] = -math.exp(choice.old) / left
+            found = math.exp(choice.old) * (choice.right / right_mass if right_mass else -1 / left)
+            if right_mass < sure and abs(found) >= worth:
+                credit[choice.row, choice.columns] = found
     return credit
 
 

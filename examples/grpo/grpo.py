@@ -22,25 +22,25 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
-from credit import MASKS, SURE, of_answers, of_samples, of_tokens
+from credit import MASKS, SURE, WORTH, of_answers, of_samples, of_tokens
 from mistakes import right_tokens
+from transformers import PreTrainedModel
 
 import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from loop import ROOT, Learner, Line, read_arguments, timed_out, training_prompts  # noqa: E402
+from loop import ROOT, Learner, Line, chosen_logits, read_arguments, timed_out, training_prompts  # noqa: E402
 from loop import Settings as Shared  # noqa: E402
 from loop import train as train_by  # noqa: E402
 
 CHOICES = {
     "mask": MASKS,
     "credit": ("token", "sample", "turn", "answer"),
-    "agent": ("until_mistake", "until_wrong", "tool_user"),
+    "agent": ("until_mistake", "until_wrong", "tool_user", "look"),
     "tree": ("none", "right", "wrong"),
 }
 RATIO_TOLERANCE = 1e-3
@@ -58,6 +58,10 @@ class Settings(Shared):
     temperature: float = 1.4
     """Of the training samples."""
     clip: float = 0.2
+    passes: int = 1
+    """Over each step's samples."""
+    sure: float = SURE
+    """With ``answer``: what is right with such a probability teaches nothing more, and is left out."""
     credit: str = "token"
     """``token``, ``sample``, ``turn`` (less what the others came to from that turn on) or ``answer``."""
     agent: str = "until_mistake"
@@ -73,22 +77,30 @@ class Settings(Shared):
 
 def load_agents() -> dict[str, fr.AgentGraph]:
     """Return the agents to train with, of which settings choose one."""
-    files = (ROOT / "configs/agents/tool_user.yaml", HERE / "until_mistake.yaml", HERE / "until_wrong.yaml")
+    named = (ROOT / f"configs/agents/{name}.yaml" for name in ("tool_user", "look"))
+    files = (*named, HERE / "until_mistake.yaml", HERE / "until_wrong.yaml")
     return {agent.agent: agent for agent in map(fr.load_agent, files)}
 
 
-def token_logprobs(model: torch.nn.Module, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
+def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
     """Return the log probabilities that the model gives now to the ``chosen`` of the part's response tokens."""
-    columns = part.tensordict
-    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    hidden = model.model(**inputs, use_cache=False).last_hidden_state
-    predicting = hidden[:, columns["prompts"].shape[1] - 1 : -1]  # a token is predicted at the place before it
-    logits = model.lm_head(predicting[chosen]).float() / columns["temperatures"][chosen][:, None]
-    return -torch.nn.functional.cross_entropy(logits, columns["responses"][chosen], reduction="none")
+    logits = chosen_logits(model, part, chosen) / part["temperatures"][chosen][:, None]
+    return -torch.nn.functional.cross_entropy(logits, part["responses"][chosen], reduction="none")
+
+
+def cut(batch: fr.TrajectoryBatch, chosen: torch.Tensor) -> fr.TrajectoryBatch:
+    """Return the rows that have ``chosen`` tokens ``[B, R]``, each up to its last one: what follows need not be fed."""
+    rows = chosen.any(1)
+    if "media" in batch.tensordict:
+        return batch.select(rows)
+    found, chosen = batch.select(rows), chosen[rows]
+    width = found["responses"].shape[1]
+    found["attention_mask"][:, -width:] *= chosen[:, :width].flip(1).cummax(1).values.flip(1)
+    return found
 
 
 def tree_logprobs(
-    model: torch.nn.Module, part: fr.TrajectoryBatch, temperature: float, *, wrong: bool = False
+    model: PreTrainedModel, part: fr.TrajectoryBatch, temperature: float, *, wrong: bool = False
 ) -> torch.Tensor:
     """Return the log probabilities of the part's response tokens, of which those that rows share are fed once.
 
@@ -125,6 +137,8 @@ def update(learner: Learner, batch: fr.TrajectoryBatch, settings: Settings) -> L
             unlikely = torch.log(1 - SURE * logprobs.exp())  # finite, and with a gradient, where it is certain
             gain = torch.where(credit > 0, credit * logprobs, -credit * unlikely)
             gain = gain * ((ratio - bounded) * credit <= 0)
+        elif settings.credit == "answer":  # the same of answers; one that is right stays so when the policy has changed
+            gain = torch.where(credit > 0, credit * logprobs, torch.minimum(ratio * credit, bounded * credit))
         else:
             gain = torch.minimum(ratio * credit, bounded * credit)
         loss = -(gain + read * logprobs).sum() * settings.minibatches / settings.groups
@@ -160,7 +174,7 @@ def one_step(
 ) -> Line:
     """Sample a batch, check the ratios, update; return the step's figures."""
     before = time.process_time()
-    batch = rollout.run(islice(prompts, settings.groups), n=settings.n)
+    batch = learner.sample(rollout, prompts, settings.groups, settings.n)
     sampled = time.process_time()
     if settings.mask == "logprobs":  # an off-by-one on the other side
         batch.tensordict["rollout_log_probs"] = torch.roll(batch.tensordict["rollout_log_probs"], 1, dims=1)
@@ -170,17 +184,18 @@ def one_step(
         case "turn":
             credit = batch.turn_advantages("turn")
         case "answer":
-            credit = of_answers(batch)
+            credit = of_answers(batch, settings.sure, WORTH)
         case _:
             credit = of_samples(batch, settings.mask)
     batch.tensordict["credit"] = credit
     read = batch.loss_weights({"tool": settings.tools_weight}).cross_entropy
     batch.tensordict["read"] = read[:, -credit.shape[1] :]
-    updates = []
-    for groups in torch.randperm(settings.groups).chunk(settings.minibatches):
-        chosen = torch.isin(batch.tensordict["group_index"], groups) & (credit + batch.tensordict["read"]).any(1)
-        if chosen.any():
-            updates.append(update(learner, batch.select(chosen), settings))
+    trained, updates = cut(batch, (credit != 0) | (batch["read"] != 0)), []
+    for _ in range(settings.passes):
+        for groups in torch.randperm(settings.groups, device=credit.device).chunk(settings.minibatches):
+            chosen = torch.isin(trained["group_index"], groups)
+            if chosen.any():
+                updates.append(update(learner, trained.select(chosen), settings))
     updates = updates or [{"ratio_off": 0.0, "clipped": 0.0, "trained_tokens": 0.0}]  # no two samples differ
     first = updates[0]
     if not first["ratio_off"] < RATIO_TOLERANCE and not settings.go_on:

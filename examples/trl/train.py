@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     # 2. The trainer's own copy of the model.
     model, tokenizer = fr.load_model(config.model)
     settings = {**config.trainer, **({"max_steps": trial} if trial else {})}
-    settings |= {"bf16": config.gpus > 0, "use_cpu": config.gpus == 0}
+    settings |= {"bf16": config.gpus > 0 and not config.in_process, "use_cpu": config.gpus == 0}
     if not config.gpus:
         torch.set_num_threads(1)
     # 3. Training, and the held-back prompts before and after.
     with fr.Rollout(
         fr.load_agent(folder / config.agent),
-        engine(config.model, config.gpus),
+        engine(config.model, config.gpus, in_process=config.in_process),
         reward=config.reward,
         sampling={"temperature": config.trainer["temperature"]},
     ) as rollout:

@@ -98,7 +98,8 @@ class Learnable:
         self.check_trainable()
         of_sample = sample_advantages(self.sample_scores, scale=scale)
         ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
-        return torch.tensor([of_sample.get(id_, math.nan) for id_ in ids], dtype=torch.float32)
+        found = [of_sample.get(id_, math.nan) for id_ in ids]
+        return torch.tensor(found, dtype=torch.float32, device=self.tensordict.device)
 
     def masked_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[B, R, V]`` of the response's tokens without the tokens that top_p and top_k had left out.
@@ -112,7 +113,7 @@ class Learnable:
         """
         if self.packed:
             raise BatchError("logits of a packed batch have no columns to mask; pad it: from_rows(batch.rows(), …)")
-        counts = self.tensordict.get("sampling_mask_counts").long()
+        counts = self.tensordict.get("sampling_mask_counts").long().cpu()
         places = counts.nonzero(as_tuple=True)
         kept = torch.tensor([token for ids in self.tensordict.get("sampling_mask").tolist() for token in ids])
         left_out = torch.ones(len(places[0]), logits.shape[-1], dtype=torch.bool)
@@ -212,7 +213,7 @@ class Learnable:
             trained = np.flatnonzero(row.mask)
             advantages[trained] = [found[row.trajectory_id, turn] for turn in row.turn_ids[trained].tolist()]
             lines.append(advantages)
-        return self._as_responses(torch.from_numpy(np.concatenate(lines)))
+        return self._as_responses(torch.from_numpy(np.concatenate(lines)).to(self["responses"].device))
 
     def _left_behind(self, numbers: torch.Tensor) -> dict[str, int]:
         """Return how many rows with a score of each group some rows leave behind, or were left behind before."""
@@ -309,7 +310,7 @@ class Learnable:
         if "media" in self.tensordict:
             raise BatchError("rows show pictures, whose places a tree does not have; feed the model its rows")
         widths = [None if self.packed else self.tensordict.get(key).shape[1] for key in ("input_ids", "prompts")]
-        return token_tree(self.rows(), *widths)
+        return token_tree(self.rows(), *widths).to(self["responses"].device)
 
     def loss_weights(self, weights: Weights) -> LossWeights:
         """Return the weight of each token in the policy's loss and in a cross-entropy, by whose the token is.

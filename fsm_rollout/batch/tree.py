@@ -8,7 +8,7 @@ number per token (where what goes on from it ends) is the whole attention mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ class TokenTree:
         """How many of the rows' tokens are left: 1.0 where they share none."""
         places = self.places.values() if self.places.is_nested else self.places
         return len(self.input_ids) / max(1, int((places >= 0).sum()))
+
+    def to(self, device: torch.device | str) -> TokenTree:
+        """Return the tree with its tensors on a device."""
+        return TokenTree(*(getattr(self, each.name).to(device) for each in fields(self)))
 
     def attention_mask(self) -> torch.Tensor:
         """Return which token (line) attends to which, bool ``[1, 1, N, N]``, as SDPA takes it; memory grows with N²."""

@@ -14,7 +14,7 @@ import fsm_rollout as fr
 from tests.kit import ROOT, example
 
 EXAMPLE = example("examples/grpo/grpo.py")
-SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "temperature": 1.0}
+SHORT = {"steps": 1, "groups": 4, "n": 4, "held_back": 2, "minibatches": 1, "temperature": 1.0, "enough": 2.0}
 
 
 OUTCOMES = {"agent": "until_wrong"}
@@ -28,7 +28,8 @@ OUTCOMES = {"agent": "until_wrong"}
         OUTCOMES | {"credit": "sample", "tools_weight": 0.02},
         OUTCOMES | {"credit": "sample", "tree": "right"},
         OUTCOMES | {"credit": "turn"},
-        OUTCOMES | {"credit": "answer"},
+        OUTCOMES | {"credit": "answer", "passes": 2, "sure": 0.99},
+        {"agent": "look", "model": "embedded:vision_early", "credit": "sample", "distinct": 8},
     ],
 )
 @pytest.mark.real
