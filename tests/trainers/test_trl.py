@@ -87,14 +87,19 @@ def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
     assert logged == pytest.approx([sum(step) / len(step) for step in scores])  # type: ignore[arg-type]
 
 
-def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ARITHMETIC = ["arithmetic.yaml", "trainer.per_device_train_batch_size=64", "trainer.steps_per_generation=1"]
+
+
+@pytest.mark.parametrize("changes", [["model=embedded:early"], ARITHMETIC])
+def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]) -> None:
     """Only the model, the GPUs and how soon it stops differ from a real run; GSM8K is a folder of that name here."""
     gsm8k(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.path", [*sys.path])
     train = runpy.run_path(str(ROOT / "examples/trl/train.py"))["main"]
-    trainer = train(["model=embedded:early", "gpus=0", "held_back=2", "--steps", "1"])
+    changes = [str(ROOT / "examples/trl" / change) if "=" not in change else change for change in changes]
+    trainer = train([*changes, "gpus=0", "held_back=2", "--steps", "1"])
     (line,) = (line for line in trainer.state.log_history if "rewards/score_reward/mean" in line)
     assert trainer.state.global_step == 1
     assert 0 < line["rewards/score_reward/mean"] < 1, "answers were compared with the numbers after the solutions"
