@@ -74,6 +74,8 @@ class Exchange:
     def _send(self, piece: str) -> None:
         if not (self._shown or self._thought):
             self._on_first(self.seconds)
+        if self._parts and type(self._parts[-1]) is (kind := type(piece)):  # not read yet: one event is enough
+            piece = kind(f"{self._parts.pop()}{piece}")
         self._parts.append(piece)
         self._changed.set()
 
@@ -125,16 +127,16 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
         part = await anext(parts)
         stream, streamed = web.StreamResponse(headers=SSE), dialect.EVENTS(chat)
         await stream.prepare(request)
-        await stream.write(b"".join(streamed.begin()))
+        begun: Iterator[bytes] = streamed.begin()  # goes out with what comes first
         try:
             while not isinstance(part, Answer):
-                await stream.write(b"".join(_streamed(streamed, part)))
+                await stream.write(b"".join((*begun, *_streamed(streamed, part))))
                 part = await anext(parts)
         except ProtocolError as error:
-            await stream.write(b"".join(streamed.failed(error)))
+            await stream.write(b"".join((*begun, *streamed.failed(error))))
             return stream
         # 3. The calls, and the end.
-        await stream.write(b"".join(streamed.end(part.reply)))
+        await stream.write(b"".join((*begun, *streamed.end(part.reply))))
         await stream.write_eof()
         part.delivered()
         return stream
