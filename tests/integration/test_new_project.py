@@ -16,8 +16,11 @@ PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 TRAIN = "import runpy; runpy.run_path('train.py', run_name='__main__')"
 
 
+FIRST, *OTHERS = KINDS
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [FIRST, *(pytest.param(kind, marks=pytest.mark.real) for kind in OTHERS)])
 def test_a_new_project_is_checked_tested_run_shown_and_trained(kind: str, tmp_path: Path) -> None:
     project = tmp_path / "my_agent"
     for place, *command in (
@@ -43,6 +46,7 @@ def test_a_new_project_is_checked_tested_run_shown_and_trained(kind: str, tmp_pa
 
 
 @pytest.mark.process
+@pytest.mark.real
 def test_the_help_s_first_session_works_with_the_installed_wheel(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fsm_rollout", source / "fsm_rollout", ignore=shutil.ignore_patterns("__pycache__"))
