@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -263,30 +263,25 @@ class RunConfig(StrictModel):
 
         Journals and trackers have it, so engines are without their keys.
         """
-        data = self.model_dump(mode="json", by_alias=True)
-        data["engine"] = _without_key(self.engine)
-        data["engines"] = {name: _without_key(spec) for name, spec in self.engines.items()}
-        for name, teacher in self.teachers.items():
-            if not isinstance(teacher.engine, str):
-                data["teachers"][name]["engine"] = _without_key(teacher.engine)
+        data = self.with_specs(lambda at, spec: _without_key(spec)).model_dump(mode="json", by_alias=True)
         if self._agent_overrides:
             data["agent_overrides"] = [text.removeprefix(AGENT) for text in self._agent_overrides]
         return json.dumps(data, indent=2)
 
     def with_keys_of(self, own: RunConfig) -> RunConfig:
         """Return a recorded config with the keys of engines that the run's own YAML gives."""
-        engines = {name: _with_key_of(own.engines.get(name, {}), spec) for name, spec in self.engines.items()}
         theirs = own.specs
+        return self.with_specs(lambda at, spec: _with_key_of(theirs.get(at, {}), spec))
+
+    def with_specs(self, change: Callable[[ConfigPath, Mapping[str, object]], Mapping[str, object]]) -> RunConfig:
+        """Return the config with what ``change`` makes of each engine's mapping, of which it is told the place."""
+        specs = {at: change(at, spec) for at, spec in self.specs.items()}
         teachers = {
-            name: teacher
-            if isinstance(teacher.engine, str)
-            else teacher.model_copy(
-                update={"engine": _with_key_of(theirs.get(("teachers", name, "engine"), {}), teacher.engine)}
-            )
+            name: teacher.model_copy(update={"engine": specs.get(("teachers", name, "engine"), teacher.engine)})
             for name, teacher in self.teachers.items()
         }
-        update = {"engine": _with_key_of(own.engine, self.engine), "engines": engines, "teachers": teachers}
-        return self.model_copy(update=update)
+        engines = {name: specs["engines", name] for name in self.engines}
+        return self.model_copy(update={"engine": specs[("engine",)], "engines": engines, "teachers": teachers})
 
 
 def _without_key(spec: Mapping[str, object]) -> dict[str, object]:
@@ -398,7 +393,7 @@ def _config(
     def resolved(key: str, value: Path) -> Path:
         return (Path() if tuple(key.split(".")) in source.overrides else base).absolute() / value
 
-    def engine(spec: Mapping[str, object], *at: str) -> dict[str, object]:
+    def engine(at: ConfigPath, spec: Mapping[str, object]) -> dict[str, object]:
         keys = (key for key in ENGINE_PATHS if {at, at[:-1], (*at, key)} & source.overrides.keys())
         here = {key: Path(value).absolute() for key in keys if isinstance(value := spec.get(key), str)}
         return {**spec, **{key: str(path) for key, path in here.items() if path.exists()}}
@@ -409,16 +404,8 @@ def _config(
         return resolved("prompts", source) if isinstance(source, Path) else source
 
     out = Path(os.path.abspath(config.out))  # without `..`, so that it has a name
-    config = config.model_copy(
+    config = config.with_specs(engine).model_copy(
         update={
-            "engine": engine(config.engine, "engine"),
-            "engines": {name: engine(spec, "engines", name) for name, spec in config.engines.items()},
-            "teachers": {
-                name: teacher
-                if isinstance(teacher.engine, str)
-                else teacher.model_copy(update={"engine": engine(teacher.engine, "teachers", name, "engine")})
-                for name, teacher in config.teachers.items()
-            },
             "agent": resolved("agent", config.agent)
             if isinstance(config.agent, Path)
             else {name: resolved("agent", file) for name, file in config.agent.items()},

@@ -8,13 +8,14 @@ What it says is plain data; rows are made here, and travel packed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
@@ -30,7 +31,6 @@ from fsm_rollout.scheduler.shard_setup import ShardSetup
 from fsm_rollout.scheduler.shared_servers import LoadedByDriver, SharedServer, servers_of
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.journal import Journal
-from fsm_rollout.trajectory.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,14 @@ class Shard:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts = ShardCounts(link)
         self._numbers, self._asked = itertools.count(), dict[int, asyncio.Future[int]]()  # what the driver is asked
-        for agent in rollout.scheduler.agents.all:
+        scheduler, client, pool = rollout.scheduler, rollout.clients[POLICY], rollout.engines[POLICY]
+        self._calls: Mapping[str, Callable[..., Any]] = {
+            "add": pool.add, "cancel": scheduler.cancel, "check": scheduler.check, "drop": self._drop,
+            "hold": client.pause, "journal": self._journal, "keep_apart": self._keep_apart, "leave": self._leave,
+            "load": rollout.aupdate_weights, "meet": self._meet, "release": client.resume, "remove": pool.remove,
+            "rows": pool.rows, "sleep": self._sleep, "take": self._take, "wake": self._wake,
+        }  # fmt: skip
+        for agent in scheduler.agents.all:
             agent.toolbox.share = count
         link.receive, link.lost = self._receive, self.gone.set
 
@@ -109,12 +116,10 @@ class Shard:
 
     async def _call(self, number: int, name: str, *arguments: Any) -> None:
         try:
-            self.link.send("answer", number, None, await getattr(self, f"_{name}")(*arguments))
+            answer = self._calls[name](*arguments)
+            self.link.send("answer", number, None, await answer if inspect.isawaitable(answer) else answer)
         except Exception as error:  # it is the driver's
             self.link.send("answer", number, packed_error(error), None)
-
-    async def _check(self, prompts: Sequence[Prompt]) -> None:
-        self.rollout.scheduler.check(prompts)
 
     async def _journal(self, path: str | None, run_id: str) -> None:
         if (earlier := self.rollout.journal) is not None:
@@ -137,29 +142,8 @@ class Shard:
         for name, client in self.rollout.clients.items():
             await (client.resume("asleep") if name in self.shared else client.wake())
 
-    async def _hold(self, reason: str) -> None:
-        await self.rollout.clients[POLICY].pause(reason)
-
-    async def _release(self, reason: str) -> None:
-        await self.rollout.clients[POLICY].resume(reason)
-
-    async def _cancel(self, trajectory_id: str) -> bool:
-        return self.rollout.scheduler.cancel(trajectory_id)
-
-    async def _load(self, weights: Any, version: int) -> None:
-        await self.rollout.aupdate_weights(weights, version)
-
     async def _take(self, version: int, adapted: bool) -> None:
         await self.rollout.aupdate_weights(LoadedByDriver(self._whole, adapted), version)
-
-    async def _rows(self) -> list[dict[str, Any]]:
-        return await self.rollout.engines[POLICY].rows()
-
-    async def _add(self) -> str:
-        return await self.rollout.engines[POLICY].add()
-
-    async def _remove(self, name: str, within: float) -> None:
-        await self.rollout.engines[POLICY].remove(name, within)
 
     async def _meet(self, urls: Sequence[str]) -> None:
         """Have these servers too, each once the driver has it whole."""

@@ -80,23 +80,7 @@ UPDATED = Metric(
     "fsm_rollout.weight_update.duration", "gauge", "s", "How long updates of weights took", ("phase", "quantile")
 )
 MOST_HEARD = 4096  # so many generations are added up at a time
-METRICS = (
-    DURATION,
-    USAGE,
-    QUEUED,
-    SAMPLED,
-    VERSION,
-    CALLS,
-    CALLED,
-    ENDED,
-    ACTIVE,
-    LASTED,
-    SCORE,
-    OURS,
-    LAG,
-    WIRE,
-    UPDATED,
-)
+METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
 def names_of_engines(description: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -301,13 +301,11 @@ def _columns(lines: Sequence[Line]) -> list[_Column]:
         _Column("away", lambda line: line.away, 2),
         _Column("weights", lambda line: " → ".join(map(str, sorted({*line.versions[:1], *line.versions[-1:]}))) or "–"),
     ]
-    needless = set()
-    if not any(line.parent_id for line in lines):
-        needless.add("called by")
-    if not any(line.cost is not None for line in lines):
-        needless.add("cost")
-    if not any(line.resumed for line in lines):
-        needless |= {"resumed", "away"}
-    if len({version for line in lines for version in line.versions}) < 2:
-        needless.add("weights")
-    return [column for column in columns if column.name not in needless]
+    needed = {
+        "called by": any(line.parent_id for line in lines),
+        "cost": any(line.cost is not None for line in lines),
+        "resumed": (resumed := any(line.resumed for line in lines)),
+        "away": resumed,
+        "weights": len({version for line in lines for version in line.versions}) > 1,
+    }
+    return [column for column in columns if needed.get(column.name, True)]

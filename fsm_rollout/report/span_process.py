@@ -66,7 +66,7 @@ class SpanProcess:
     def book(self, maker: SpanMaker) -> RemoteBook:
         """Return what takes in the events of a run."""
         self._runs += 1
-        self._waiting.append(("run", self._runs, *maker.said()))
+        self._waiting.append(("begin", self._runs, *maker.said()))
         return RemoteBook(self._waiting, self._runs)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class RemoteBook:
 
     def run(self, step: int | None, start: float, end: float, trajectories: int) -> None:
         """Make the span of the run, or of a training step of it."""
-        self._waiting.append(("span", self._run, step, start, end, trajectories))
+        self._waiting.append(("run", self._run, step, start, end, trajectories))
 
     def close(self) -> None:
         """End what is still open, as far as it has come."""
@@ -144,16 +144,12 @@ def keep_books(connection: Connection, on_end: Callable[[ReadableSpan], None]) -
                     trajectory_id, payload, sends = parts
                     (event,) = _read(pack([payload]))
                     books[number].take(trajectory_id, event, sends=sends)
-                case "run":
+                case "begin":
                     books[number] = SpanBook(SpanMaker.told(*parts), on_end)
-                case "forget":
-                    books[number].forget(*parts)
-                case "span":
-                    books[number].run(*parts)
-                case "close":
-                    books[number].close()
                 case "end":
                     return
+                case _:  # of the run itself: what a book does
+                    getattr(books[number], what)(*parts)
 
 
 def say(connection: Connection, *message: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -124,7 +124,9 @@ class Fold:
                 found = [self._took("interact", event.state, event.seconds, event.at, "interaction", event, key)]
             case events.ModelQueried() if self.in_parts:
                 key = f"ask:{event.engine}/{event.index}"  # as the request is called
-                found = [self._took("ask", event.state, event.seconds, event.at, "query", event, key, event.tokens)]
+                found = [
+                    self._took("ask", event.state, event.seconds, event.at, "query", event, key, tokens=event.tokens)
+                ]
             case events.Resumed():
                 found = self._resumed(event)
             case events.Suspended() if self.in_parts and self._open:
@@ -159,22 +161,14 @@ class Fold:
         label: str,
         event: AnyEvent,
         key: str = "",
-        tokens: int = 0,
-        failure: str | None = None,
-        *,
-        replica: str = "",
-        turn: int | None = None,
-        input_tokens: int = 0,
+        **more: Any,
     ) -> Interval:
         earliest = self._since if self.in_parts else self._origin
         end = max(end, earliest)
         start = min(max(end - seconds, earliest), end)
-        if not self.in_parts:
-            return Interval(kind, state, start, end, label, None, replica, tokens, failure, turn)
-        within = self._visit_key()
-        return Interval(
-            kind, state, start, end, label, None, replica, tokens, failure, turn, event, key, within, input_tokens
-        )
+        if self.in_parts:
+            more |= {"event": event, "key": key, "within": self._visit_key()}
+        return Interval(kind, state, start, end, label, **more)
 
     def _left(self, at: float, trigger: str | None, event: AnyEvent | None) -> list[Interval]:
         """Return the visit that ends, or is broken off. In parts there is none of a final state."""
@@ -229,7 +223,8 @@ class Fold:
         found.append(
             self._took(
                 "generate", event.state, seconds, event.at, f"generate {tokens} tokens", event,
-                f"{context}/{turn}/{length}", tokens, cut, replica=event.replica, turn=index, input_tokens=read,
+                f"{context}/{turn}/{length}", tokens=tokens, failure=cut, replica=event.replica, turn=index,
+                input_tokens=read,
             )
         )  # fmt: skip
         return found

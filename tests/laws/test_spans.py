@@ -90,7 +90,7 @@ def listening(heard: list[ReadableSpan], around: Any, metrics: RunMetrics) -> An
 
     @asynccontextmanager
     async def listens(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
-        told: list[tuple[Any, ...]] = [("run", 1, *MAKER.said())]
+        told: list[tuple[Any, ...]] = [("begin", 1, *MAKER.said())]
         traced = TracedRun(MAKER.ids, RemoteBook(told, 1))
         scheduler.recorder.listeners += (traced, metrics)
         scheduler.scoring.reward = Reward(judge)
