@@ -1,15 +1,17 @@
 """verl's ``LLMServerClient`` as an engine: token ids in, token ids with log probabilities out.
 
-Invariant: verl owns the servers and their weights. An answer carries the weight versions (``min_global_steps`` to
-``max_global_steps``) that verl says; where they differ, only the last token of the answer carries the newest, because
-verl does not say which token changed over. A picture goes as verl's servers take it: decoded, beside ids in which it is
-one placeholder; what they read is not compared with the stream, because verl does not say how much that was.
+Invariant: verl owns the servers and their weights. While it loads these, and the engine is held for that, an answer
+that verl cuts is no failure: its rest is asked for afterwards. An answer carries the weight versions
+(``min_global_steps`` to ``max_global_steps``) that verl says; where they differ, only the last token of the answer
+carries the newest, because verl does not say which token changed over. A picture goes as verl's servers take it:
+decoded, beside ids in which it is one placeholder; what they read is not compared with the stream, because verl does
+not say how much that was.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +19,20 @@ import numpy as np
 from msgspec.structs import replace
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
-from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request, basic_facts
+from fsm_rollout.engines.protocol import Chunk, EngineFacts, HalfLoaded, Load, Request, Weights, basic_facts
+from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import MediaSpan, Note, as_ids, as_logprobs, collapsed, routed_experts
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 
 class VerlEngine:
-    """See the module: a source of tokens, whose weights and sleep are verl's own.
+    """See the module: a source of tokens that can be held, whose weights and sleep are verl's own.
 
     ``max_context`` is verl's ``prompt_length + response_length``; ``processor`` is verl's own, of a model that sees.
     """
@@ -40,6 +44,8 @@ class VerlEngine:
         self.max_context = max_context
         self.eos_ids = stop_tokens(tokenizer.eos_token_id)
         self.weight_version = 0
+        self._going = asyncio.Event()  # whether it is not held
+        self._going.set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -58,7 +64,7 @@ class VerlEngine:
         return aiter(stream)
 
     async def _answer(self, request: Request, stream: ChunkStream) -> None:
-        sampling = request.sampling
+        sampling, rest = request.sampling, request
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -68,16 +74,22 @@ class VerlEngine:
             **({"min_p": sampling.min_p} if sampling.min_p else {}),
             **sampling.extra,
             "logprobs": True,
-            "max_tokens": sampling.max_tokens,
             "stop_token_ids": sorted(sampling.stop_ids),
         }
         try:
             pictures = {"image_data": await asyncio.to_thread(_decoded, request.media)} if request.media else {}
-            ids = collapsed(request.ids, request.media).tolist()
-            output = await self.client.generate(request.session, prompt_ids=ids, sampling_params=params, **pictures)
-            for chunk in self._chunks(request, output):
-                stream.put(chunk)
-            return
+            while True:
+                await self._going.wait()
+                ids, words = collapsed(rest.ids, rest.media).tolist(), params | {"max_tokens": rest.sampling.max_tokens}
+                output = await self.client.generate(request.session, prompt_ids=ids, sampling_params=words, **pictures)
+                held = output.stop_reason == "aborted" and not self._going.is_set()
+                chunks = [] if held and not output.token_ids else self._chunks(rest, output)
+                goes_on = held and all(chunk.finish_reason in (None, FinishReason.ABORT) for chunk in chunks)
+                for chunk in chunks:
+                    stream.put(replace(chunk, finish_reason=None) if goes_on else chunk)
+                    rest = rest.continued(chunk.ids, request.request_id)
+                if not goes_on:
+                    return
         except asyncio.CancelledError:
             text = None
         except Exception as error:  # whatever verl's client and servers raise
@@ -101,7 +113,8 @@ class VerlEngine:
         if ids[-1] in request.sampling.stop_ids:
             reason = FinishReason.STOP
         else:
-            reason = FinishReason.ABORT if output.stop_reason == "aborted" else FinishReason.LENGTH
+            cut = output.stop_reason == "aborted" and len(ids) < request.sampling.max_tokens
+            reason = FinishReason.ABORT if cut else FinishReason.LENGTH
         notes: tuple[Note, ...] = ()
         experts = output.routed_experts
         if experts is not None:  # [tokens, layers, top_k], from the first token on
@@ -128,6 +141,34 @@ class VerlEngine:
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Wait for these answers no longer; verl's servers may still finish them."""
         self._cancel(request_ids)
+
+    # -- while verl loads new weights --------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> ServerAddress:
+        """No address: verl reaches its servers by handles of its own."""
+        return ServerAddress("", None, 1)
+
+    async def update_weights(self, weights: Weights, version: int | None = None) -> int:
+        """Raise EngineError: verl does it."""
+        raise EngineError("verl loads the weights of its servers itself; hold the rollout meanwhile (updating)")
+
+    async def begin_update(self, known: Mapping[str, torch.Tensor], *, local: bool) -> None:
+        """Leave it to verl, which is about to load them."""
+
+    async def end_update(self, version: int | None) -> None:
+        """Take what is sampled from here on for this version, until verl says another."""
+        if version is None:
+            raise HalfLoaded("verl's update of its servers has failed")
+        self.weight_version = version
+
+    async def pause(self) -> None:
+        """Ask for nothing, and for no rest of what verl cuts, until :meth:`resume`."""
+        self._going.clear()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._going.set()
 
     def load(self) -> Load:
         """Return how many answers are waited for."""

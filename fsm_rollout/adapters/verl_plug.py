@@ -19,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,6 +250,26 @@ class FSMAgentLoopManager:
     def generate_sequences(self, prompts: Verl) -> None:
         """Begin the rollouts of a batch (a TensorDict) and return; their rows come into TransferQueue as they end."""
         self.loop.call(lambda: self.worker.generate_sequences(prompts))
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Hold all rollouts while verl loads weights of this version: ``checkpoint_manager.update_weights(version)``.
+
+        What verl cuts for that goes on afterwards, and no try of it is spent.
+        """
+        held = AsyncExitStack()
+
+        async def hold() -> None:
+            for shared in self.worker.shared.values():
+                await held.enter_async_context(shared.rollout.updating(version))
+
+        self.loop.call(hold)
+        try:
+            yield
+        except BaseException as error:
+            self.loop.call(partial(held.__aexit__, type(error), error, error.__traceback__))
+            raise
+        self.loop.call(held.aclose)
 
 
 def _plain(value: Verl) -> Verl:

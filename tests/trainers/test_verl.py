@@ -129,7 +129,10 @@ def test_v1_gets_what_the_template_writes(tmp_path: Path, queue: dict[str, Any],
             config=settings, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
         )
         made.generate_sequences(batch_of_columns(N))
+        with made.updating(9):
+            pass
         made.loop.call(lambda: ended(made.worker))
+        assert {shared.rollout.weight_version for shared in made.worker.shared.values()} == {9}
     else:
         asyncio.run(work())
     for i in range(N):

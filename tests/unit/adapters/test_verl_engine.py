@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from fsm_rollout.adapters.verl_engine import VerlEngine
+from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Request, SamplingParams
+from fsm_rollout.engines.replica import Placement
+from fsm_rollout.engines.retries import Tries
+from fsm_rollout.engines.updating import updating
+from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.pictures import picture_of
 from fsm_rollout.trajectory.tokens import MediaSpan, as_ids
@@ -176,3 +182,43 @@ def test_nobody_waits_for_what_is_aborted(by: str) -> None:
     (_, last), running, left = asyncio.run(main())
     assert (last.finish_reason, last.error, list(last.ids)) == (FinishReason.ABORT, None, [])
     assert (running, left) == (1, 0)
+
+
+async def test_what_verl_cuts_for_new_weights_goes_on_afterwards_and_costs_no_try() -> None:
+    policy = engine(output([1, 2], reason="aborted", global_steps=4))
+    client = EngineClient(EnginePool(Placement(policy), tries=Tries(attempts=1)))
+    async with updating(lambda source: client.update_weights(source, 5)):
+        pending = client.submit(request())
+        await asyncio.sleep(0)
+        assert policy.client.asked == [], "nothing is asked while verl loads weights"
+    await pending.done.wait()
+    assert (pending.error is not None, list(pending.ids)) == (True, [1, 2]), "verl cut it by itself"
+    answers = [
+        output([1, 2], reason="aborted", global_steps=5), output([], reason="aborted", global_steps=5),
+        output([3], global_steps=6),
+    ]  # fmt: skip
+    cut = asyncio.Event()
+
+    async def generate(request_id: str, **words: Any) -> Any:
+        policy.client.asked.append((request_id, words))
+        await cut.wait()
+        return answers.pop(0)
+
+    policy.client.generate, policy.client.asked = generate, []
+    pending = client.submit(request(sampling={"max_tokens": 9}))
+    while not policy.client.asked:  # noqa: ASYNC110  # tasks of the pool's
+        await asyncio.sleep(0)
+    for version, count in ((6, 2), (7, 2)):
+        async with updating(lambda source, version=version: client.update_weights(source, version)):
+            cut.set()
+            while len(pending.ids) < count or len(answers) > 8 - version:  # noqa: ASYNC110  # tasks of the pool's
+                await asyncio.sleep(0)
+            cut.clear()
+    cut.set()
+    await pending.done.wait()
+    assert (pending.error, list(pending.ids), pending.finish_reason) == (None, [1, 2, 3], FinishReason.STOP)
+    assert pending.versions == [(2, 5), (1, 6)]
+    asked = [(words["prompt_ids"], words["sampling_params"]["max_tokens"]) for _, words in policy.client.asked]
+    assert asked == [([10, 11], 9), ([10, 11, 1, 2], 7), ([10, 11, 1, 2], 7)]
+    with pytest.raises(EngineError, match="verl loads the weights of its servers itself"):
+        await client.update_weights({})
