@@ -68,6 +68,7 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_sglang.py
 	$(BIN)/python benchmarks/bench_ray.py
+	$(BIN)/python benchmarks/bench_weights.py
 
 # A test compares what these carry (the DOT; a fingerprint of the page) with what the agents and pages give now.
 diagrams: $(STAMP)  ## draw the agents and photograph the pages anew
