@@ -241,15 +241,15 @@ class TrajectoryBatch(Learnable):
         tensordict = TensorDict(tensors, batch_size=[len(rows.facts)])
         put_columns(tensordict, rows.facts)
         batch = cls(tensordict, pad_id, rows.state_names, processor=processor)
-        said: defaultdict[str, list[Any]] = defaultdict(list)
+        listed: defaultdict[str, list[Any]] = defaultdict(list)
         for group in facts:
-            said["sample_scores"] += group.scores
-            said["omitted"] += group.omitted
-            said["truncated"] += group.truncated
+            listed["sample_scores"] += group.scores
+            listed["omitted"] += group.omitted
+            listed["truncated"] += group.truncated
             batch.unrowed |= group.unrowed
             if group.untrainable and not rows.facts:
                 batch.untrainable = batch.untrainable or group.untrainable
-        for name, values in said.items():
+        for name, values in listed.items():
             setattr(batch, name, tuple(values))
         if "media" in tensordict:
             put_inputs(tensordict, torch.stack(batch._lengths()).sum(0).tolist(), processor)

@@ -107,17 +107,17 @@ def turn_advantages(
     # 2. Each turn's return, less what others came to.
     advantages: dict[tuple[str, int], float] = {}
     for name, course in courses.items():
-        told: list[Told] = []
+        others: list[CameTo] = []
         for sample, came_to in sorted(groups[course.group_id].items()):
             if sample != course.sample:
                 alike = [(other, gs) for other, gs in came_to if other is not None and other.agent == course.agent]
                 only = scores.get((course.group_id, sample))
-                told += [alike] if alike else [] if only is None else [[(None, [only])]]
+                others += [alike] if alike else [] if only is None else [[(None, [only])]]
         known = []
         if method == "gae" and values is not None:
             known = [values[name, turn] for turn in course.turns]
         elif method == "gae":
-            base = _baseline(told, 0, None) if told else 0.0
+            base = _baseline(others, 0, None) if others else 0.0
             known = [base if value is None else value for value in course.values]
         for place, turn in enumerate(course.turns):
             at, state = (0 if method == "trajectory" else place), course.states[place] if method == "state" else None
@@ -126,25 +126,25 @@ def turn_advantages(
             elif method == "gae":
                 advantages[name, turn] = _generalized(course.rewards, known, place, gamma, lam)
             else:
-                advantages[name, turn] = returns[name][at] - _baseline(told, at, state) if told else 0.0
+                advantages[name, turn] = returns[name][at] - _baseline(others, at, state) if others else 0.0
     return advantages
 
 
-Told = Sequence[tuple[Course | None, Sequence[float]]]
+CameTo = Sequence[tuple[Course | None, Sequence[float]]]
 """What one sample came to: trajectories with the returns of their turns."""
 
 
-def _baseline(told: Sequence[Told], at: int, state: str | None) -> float:
+def _baseline(others: Sequence[CameTo], at: int, state: str | None) -> float:
     """Return the mean of what other samples came to from the same state on, or from the same turn on."""
     if state is not None:
         by_sample = []
-        for sample in told:
+        for sample in others:
             found = [g for course, gs in sample if course for s, g in zip(course.states, gs, strict=True) if s == state]
             by_sample += [fmean(found)] if found else []
         if by_sample:
             return fmean(by_sample)
     # One that had ended by then counts with the latest turn that it has.
-    return fmean(fmean(returns[min(at, len(returns) - 1)] for _, returns in sample) for sample in told)
+    return fmean(fmean(returns[min(at, len(returns) - 1)] for _, returns in sample) for sample in others)
 
 
 def _generalized(rewards: Sequence[float], values: Sequence[float], place: int, gamma: float, lam: float) -> float:

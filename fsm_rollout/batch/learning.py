@@ -145,14 +145,14 @@ class Learnable:
         ends = counts.flatten().cumsum(0).reshape(counts.shape)[:, place]
         count = counts[:, place].long()
         rank = torch.arange(int(count.max()) if len(count) else 0, device=count.device)
-        there = rank < count[:, None]
-        at = ((ends - count)[:, None] + rank)[there]
+        named = rank < count[:, None]
+        at = ((ends - count)[:, None] + rank)[named]
         found: list[torch.Tensor] = []
         for key, missing, dtype in (("top_ids", -1, torch.int64), ("top_logprobs", -math.inf, torch.float32)):
-            top = torch.full(there.shape, missing, dtype=dtype, device=count.device)
-            if there.any():
-                said = [value for values in self.tensordict.get(f"teacher_{key}").tolist() for value in values]
-                top[there] = torch.tensor(said, dtype=dtype, device=count.device)[at]
+            top = torch.full(named.shape, missing, dtype=dtype, device=count.device)
+            if named.any():
+                flat = [value for values in self.tensordict.get(f"teacher_{key}").tolist() for value in values]
+                top[named] = torch.tensor(flat, dtype=dtype, device=count.device)[at]
             found.append(top)
         return TeacherColumns(*map(self._as_responses, (logprobs[:, place], versions[:, place], *found)))
 
@@ -220,10 +220,10 @@ class Learnable:
         scores = self.tensordict.get("token_level_scores")
         unscored = [bool(r.isnan().any()) for r in scores.unbind()] if self.packed else scores.isnan().any(1).tolist()
         chosen = {*numbers.tolist()}
-        left = Counter(self.left_behind)
+        counts = Counter(self.left_behind)
         for row, group_id in enumerate(self.tensordict.get("group_id").tolist()):
-            left[group_id] += row not in chosen and not unscored[row]
-        return {group_id: count for group_id, count in left.items() if count}
+            counts[group_id] += row not in chosen and not unscored[row]
+        return {group_id: count for group_id, count in counts.items() if count}
 
     def _check_whole(self) -> None:
         """Raise BatchError if a selection has left scored rows of the batch's groups behind."""

@@ -10,7 +10,7 @@ positions have three dimensions); a processor carries it, as verl's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -104,13 +104,3 @@ def rope_positions(
     )
     found: npt.NDArray[np.int32] = positions[:, 0].T.to(torch.int32).numpy()
     return found
-
-
-def plain_media(media: Sequence[MediaSpan]) -> list[list[Any]]:
-    """Return a row's pictures as plain data, by their hashes: ``[start, length, placeholder, sha256]`` each."""
-    return [[span.start, span.length, span.placeholder, span.picture.sha256] for span in media]
-
-
-def media_of_plain(plain: Sequence[Sequence[Any]], pictures: Mapping[str, Any]) -> list[MediaSpan]:
-    """Return what :func:`plain_media` was given; ``pictures`` by their hashes."""
-    return [MediaSpan(start, length, pictures[sha256], placeholder) for start, length, placeholder, sha256 in plain]

@@ -261,15 +261,9 @@ def _filled(name: str, rows: FlatRows, shape: tuple[int, ...], processor: Any) -
 
 def part_to_bytes(part: BatchPart) -> bytes:
     """Return a part as bytes, its pictures once each."""
-    pictures: dict[str, tuple[bytes, str, int, int]] = {}
-    facts: list[dict[str, Any]] = []
-    for row in part.rows.facts:
-        spans = []
-        for span in row[MEDIA]:
-            shown = span.picture
-            pictures[shown.sha256] = (shown.data, shown.mime, shown.width, shown.height)
-            spans.append((span.start, span.length, shown.sha256, span.placeholder))
-        facts.append({**row, MEDIA: spans})
+    shown = {span.picture.sha256: span.picture for row in part.rows.facts for span in row[MEDIA]}
+    pictures = {name: (picture.data, picture.mime, picture.width, picture.height) for name, picture in shown.items()}
+    facts = [{**row, MEDIA: [span.plain for span in row[MEDIA]]} for row in part.rows.facts]
     rows = (
         {str(along): of.tobytes() for along, of in part.rows.lengths.items()},
         {name: _packed(array) for name, array in part.rows.arrays.items()},
@@ -285,7 +279,7 @@ def part_from_bytes(data: bytes, of: Collection[str]) -> BatchPart:
     if pictures:
         shown = {name: stored(*picture) for name, picture in pictures.items()}
         for row in facts:
-            row[MEDIA] = [MediaSpan(start, length, shown[name], mark) for start, length, name, mark in row[MEDIA]]
+            row[MEDIA] = [MediaSpan.of_plain(plain, shown) for plain in row[MEDIA]]
     rows = FlatRows(
         {Along(along): np.frombuffer(of, np.int64) for along, of in lengths.items()},
         {name: _unpacked(*packed) for name, packed in arrays.items()},

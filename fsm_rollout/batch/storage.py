@@ -17,11 +17,11 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.columns import MADE, PER_TOKEN, PLAIN, RAGGED
-from fsm_rollout.batch.media import media_of_plain, plain_media
 from fsm_rollout.batch.padding import jagged, plain_columns, put_columns
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.pictures import stored as stored_picture
+from fsm_rollout.trajectory.tokens import MediaSpan
 
 _PICTURES = "pictures"  # the folder of their bytes, each once, by their hashes
 _FACTS = "batch.json"  # beside TensorDict's own files: what is true of the batch and of no row, and how it is stored
@@ -35,7 +35,7 @@ def save_tensors(target: Path, tensordict: TensorDict, facts: Mapping[str, objec
     if "media" in tensordict:
         rows = plain_columns(tensordict)
         pictures = {span.picture.sha256: span.picture for row in rows for span in row["media"]}
-        put_columns(tensordict, [{**row, "media": plain_media(row["media"])} for row in rows])
+        put_columns(tensordict, [{**row, "media": [span.plain for span in row["media"]]} for row in rows])
     if target.exists() and not (target / _FACTS).is_file() and (target.is_file() or any(target.iterdir())):
         raise BatchError(f"{target} exists and is not a saved batch; give another path or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,9 @@ def load_tensors(folder: Path) -> tuple[TensorDict, dict[str, Any]]:
         name: stored_picture((folder / _PICTURES / name).read_bytes(), *shape)
         for name, shape in facts.pop("pictures", {}).items()
     }
-    rows = [{**row, "media": media_of_plain(row["media"], pictures)} for row in plain_columns(by_row)]
+    rows = plain_columns(by_row)
+    for row in rows:
+        row["media"] = [MediaSpan.of_plain(plain, pictures) for plain in row["media"]]
     put_columns(tensordict, rows)  # TensorDict reads equally long lists as more batch dimensions
     del facts["packed"]
     return tensordict, facts

@@ -21,7 +21,7 @@ from typing import Any, cast
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
-from fsm_rollout.errors import ConfigError, EngineError, GlueMismatchError
+from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, packed_error
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.names.objects import look_in
@@ -231,10 +231,7 @@ def serve(connection: socket.socket) -> None:
     except (EOFError, OSError):
         raise
     except Exception as error:  # the user's code, imported here
-        kind, problems, text = packed_error(error)
-        if not isinstance(error, ConfigError | EngineError):
-            text = f"{kind}: {text}"
-        connection.sendall(framed(_encode([("failed", kind, problems, text)])))
+        connection.sendall(framed(_encode([("failed", *packed_error(error))])))
         return
     policy = rollout.engines[POLICY].facts
     processor = policy.processor and str(policy.processor.tokenizer.name_or_path)

@@ -22,7 +22,8 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import AttemptEnd, LeasedGroup, PackedHistory, furthest, histories_of
 from fsm_rollout.scheduler.recorder import CountsListener, Recorder, TimesListener
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState
-from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
+from fsm_rollout.scheduler.shard_handle import ShardHandle
+from fsm_rollout.scheduler.shard_placement import error_of
 from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.scheduler.tail import Tail
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter

@@ -134,13 +134,9 @@ class SocketLink(Link, asyncio.Protocol):
         if transport is not None:
             transport.abort()
 
-    def write_frame(self, frame: bytes) -> None:
-        """Send what :func:`framed` gave, before any message."""
-        assert self._transport is not None
-        self._transport.write(frame)
-
     def _write(self, block: bytes) -> None:
-        self.write_frame(framed(block))
+        assert self._transport is not None
+        self._transport.write(framed(block))
 
     def close(self) -> None:
         """Send what is left, and close."""

@@ -1,4 +1,4 @@
-"""One shard, as its driver knows it, and the errors that it tells of.
+"""One shard, as its driver knows it.
 
 Invariant: it is told things in order, and one that is gone is told nothing more.
 """
@@ -6,26 +6,11 @@ Invariant: it is told things in order, and one that is gone is told nothing more
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
-from fsm_rollout.errors import BatchError, ConfigError, EngineError, JournalError, Problem, RunStopped, TargetNotReached
 from fsm_rollout.scheduler.shard_placement import Started
-
-ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error
-    for error in (BatchError, EngineError, HalfLoaded, JournalError, ReplicaLost, RunStopped, TargetNotReached)
-}
-
-
-def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Exception:
-    """Return the error that a shard has told of."""
-    if kind == ConfigError.__name__:
-        return ConfigError([Problem(*problem) for problem in problems])
-    return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ import pickle
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,17 @@ from typing import Any, Literal, get_args
 from fsm_rollout.concurrency.child_process import ChildProcess
 from fsm_rollout.concurrency.ray_session import Remote, import_ray
 from fsm_rollout.concurrency.ray_session import connect as connect_ray
-from fsm_rollout.errors import ConfigError, EngineError, Problem, check_at_least
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
+from fsm_rollout.errors import (
+    BatchError,
+    ConfigError,
+    EngineError,
+    JournalError,
+    Problem,
+    RunStopped,
+    TargetNotReached,
+    check_at_least,
+)
 from fsm_rollout.scheduler.link import Link, SocketLink, framed, read_messages
 
 WorkerPlacement = Literal["local", "ray"]
@@ -170,7 +180,7 @@ def _ready(ours: socket.socket, setup: bytes, kill: Callable[[], object]) -> Sta
                     ours.setblocking(False)
                     return Started(parts[0], SocketLink(shard=False), end, ours)
                 if kind == "failed":
-                    raise _failure(*parts)
+                    raise error_of(*parts)
                 log(0, *parts)
     except TimeoutError:
         ours.close()
@@ -186,11 +196,17 @@ def _ready(ours: socket.socket, setup: bytes, kill: Callable[[], object]) -> Sta
         raise
 
 
-def _failure(kind: str, problems: list[list[Any]], text: str) -> Exception:
-    """Return the error that a shard has said of."""
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (BatchError, EngineError, HalfLoaded, JournalError, ReplicaLost, RunStopped, TargetNotReached)
+}
+
+
+def error_of(kind: str, problems: Sequence[Sequence[Any]], text: str) -> Exception:
+    """Return the error that a shard has told of."""
     if kind == ConfigError.__name__:
         return ConfigError([Problem(*problem) for problem in problems])
-    return EngineError(f"a shard could not start: {text}")
+    return ERRORS.get(kind, EngineError)(text if kind in ERRORS else f"a shard failed: {kind}: {text}")
 
 
 def log(number: int, name: str, level: int, text: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from fsm_rollout.concurrency.cancellation import to_its_end
 from fsm_rollout.errors import EngineError
-from fsm_rollout.scheduler.shard_handle import ShardHandle, error_of
-from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, log
+from fsm_rollout.scheduler.shard_handle import ShardHandle
+from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, error_of, log
 from fsm_rollout.scheduler.shared_servers import SharedServers
 from fsm_rollout.trajectory.journal import shard_journal
 

@@ -21,7 +21,7 @@ import msgspec
 from fsm_rollout.errors import ConfigError, EngineError, RefusedError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import PromptQueue
-from fsm_rollout.scheduler.shard_handle import error_of
+from fsm_rollout.scheduler.shard_placement import error_of
 from fsm_rollout.serve.training_wire import (
     API,
     PATH,

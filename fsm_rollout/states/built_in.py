@@ -68,17 +68,17 @@ class CallTools(State):
             finished_here = {event.id for event in trajectory.visit_events if isinstance(event, Called)}
             finished_before = {called.id for called in trajectory.called} - finished_here
             open_calls = [attempt for attempt in open_calls if attempt.id not in finished_before]
-        theirs: list[ToolCall] = []
+        of_user: list[ToolCall] = []
         if names := ctx.active.users_tools:
-            theirs = [call for call in open_calls if isinstance(call, ToolCall) and call.name in names]
-            open_calls = [call for call in open_calls if call not in theirs]
+            of_user = [call for call in open_calls if isinstance(call, ToolCall) and call.name in names]
+            open_calls = [call for call in open_calls if call not in of_user]
         if len(open_calls) == 1:  # the usual case; a task for it would cost as much as all else here
             await ctx.call_tool(open_calls[0], prepaid=True)
         else:
             async with asyncio.TaskGroup() as calls:
                 for attempt in open_calls:
                     calls.create_task(call(attempt))
-        self._write_results(trajectory, ctx, await ctx.hand_over(theirs) if theirs else ())
+        self._write_results(trajectory, ctx, await ctx.hand_over(of_user) if of_user else ())
         ctx.check(LimitName.BAD_CALLS)
         return Outcome(Trigger.TOOLS_DONE)
 
@@ -92,15 +92,15 @@ class CallTools(State):
                 ctx.record_here(Called.of(attempt, text, "timed_out"))
         self._write_results(trajectory, ctx)
 
-    def _write_results(self, trajectory: Trajectory, ctx: HandlerContext, said: Sequence[Message] = ()) -> None:
-        """Write the results, and what a user has said beside them."""
+    def _write_results(self, trajectory: Trajectory, ctx: HandlerContext, replies: Sequence[Message] = ()) -> None:
+        """Write the results, and what a user has replied beside them."""
         results = {called.id: called for called in trajectory.called}
         messages: list[Message] = []
         for attempt in trajectory.attempts:
             called = results[attempt.id]
             message = {"role": "tool", "content": called.content, "tool_call_id": called.id}
             messages.append(message | {"name": called.name} if called.name else message)
-        ctx.append([*messages, *said], context=trajectory.last.context if trajectory.last else self.spec.context)
+        ctx.append([*messages, *replies], context=trajectory.last.context if trajectory.last else self.spec.context)
 
 
 class Interact(State):

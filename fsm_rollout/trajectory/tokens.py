@@ -113,6 +113,17 @@ class MediaSpan(NamedTuple):
         """Return it so many tokens further on."""
         return MediaSpan(self.start + tokens, self.length, self.picture, self.placeholder)
 
+    @property
+    def plain(self) -> list[Any]:
+        """It as plain data, the picture by its hash."""
+        return [self.start, self.length, self.placeholder, self.picture.sha256]
+
+    @classmethod
+    def of_plain(cls, plain: Sequence[Any], pictures: Mapping[str, StoredPicture]) -> MediaSpan:
+        """Return the one whose :attr:`plain` form this is; ``pictures`` by their hashes."""
+        start, length, placeholder, sha256 = plain
+        return cls(start, length, pictures[sha256], placeholder)
+
 
 def collapsed(ids: Ids, media: Sequence[MediaSpan]) -> Ids:
     """Return ids with the placeholder of each picture, once, instead of its span."""
