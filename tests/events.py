@@ -1,11 +1,13 @@
 """Events of small trajectories, and journals of them."""
 
+import sqlite3
 from array import array
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Prompted
+from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, LimitCharged, Prompted
 from fsm_rollout.trajectory.journal import Journal
 
 
@@ -50,3 +52,32 @@ def written(path: Path, *histories: Sequence[AnyEvent], **facts: object) -> Path
             for event in (first, *rest):
                 journal.append(first.trajectory_id, event)  # type: ignore[union-attr]
     return path
+
+
+def changed(path: Path, statement: str, *values: object) -> None:
+    """Change a journal by a statement of SQL."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
+
+
+def overwritten(path: Path, trajectory_id: str, seq: int, payload: bytes) -> None:
+    """Write something else in the place of an event."""
+    changed(path, "UPDATE events SET payload = ? WHERE trajectory_id = ? AND seq = ?", payload, trajectory_id, seq)
+
+
+def several(path: Path, count: int = 20, length: int = 10, rounds: int = 1) -> dict[str, list[AnyEvent]]:
+    """Write a journal of some trajectories, in turns, and return what it holds. ``rounds`` events are in a row."""
+    histories: dict[str, list[AnyEvent]] = {}
+    for number in range(count):
+        name = f"{number}/0"
+        histories[name] = [prompted(name)]
+        histories[name] += [LimitCharged(at=float(at), limit=f"tool_calls {number} {at}") for at in range(1, length)]
+    with Journal(path, {"run": "{}", "agents": {"a": "agent: a"}}, interval=3600.0) as journal:
+        for number, events_of_a_round in enumerate(zip(*histories.values(), strict=True), 1):
+            for name, event in zip(histories, events_of_a_round, strict=True):
+                journal.append(name, event)
+            if number % rounds == 0:
+                journal.persist()
+        for name in list(histories)[: count // 2]:
+            journal.delivered(name)
+    return histories
