@@ -61,6 +61,8 @@ LISTENING = {
     "transitions": rows("PENDING prompted INTERACTING", "INTERACTING interaction_done TERMINATED"),
 }
 
+ECHOES = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
+
 
 def agent(frame: Mapping[str, Any] = SINGLE, **more: Any) -> AgentGraph:
     return AgentGraph(**{"agent": "a", "limits": LIMITS, **frame, **more})

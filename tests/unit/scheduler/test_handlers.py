@@ -15,7 +15,7 @@ from fsm_rollout.agent.graph import AgentGraph, Context
 from fsm_rollout.agent.handlers import TEMPLATE_FACTS
 from fsm_rollout.concurrency import step_timing
 from fsm_rollout.engines.scripted.engine import Turn
-from fsm_rollout.environment.users import Conversation
+from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
@@ -397,3 +397,18 @@ def test_a_generation_left_behind_is_recorded_and_is_the_handler_s_mistake() -> 
 
 def test_a_handler_that_swallows_its_cancellation_is_cancelled_all_the_same() -> None:
     assert only(run(custom("Deaf"), [SLOW], at={5.0: Bench.cancel})[0]).stop_reason == "cancelled"
+
+
+class NeverCloses:
+    """An interaction that ends at once and hangs when it is closed."""
+
+    async def reply(self, conversation: Any) -> Reply:
+        return Reply(None, done=True)
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> None:
+    groups, _ = run(agent(LISTENING, interaction={"use": f"{HERE}:NeverCloses"}), ["x"])
+    assert only(groups).stop_reason == "interaction_done"

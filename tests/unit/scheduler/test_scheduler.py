@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import threading
-from array import array
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.glue_cache import Shape
-from fsm_rollout.chat.markers import CacheEntry, Encoded, MarkerEncoder
-from fsm_rollout.chat.reference import FollowUp, Opening
+from fsm_rollout.chat.markers import MarkerEncoder
 from fsm_rollout.concurrency import garbage_collection
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
-from fsm_rollout.environment.users import Reply
-from fsm_rollout.errors import ConfigError, GlueMismatchError
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.summary import summarize
-from fsm_rollout.scheduler.group import GroupState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.testing.simulation.virtual_time import run_virtual
 from fsm_rollout.tools import ToolContext
@@ -35,8 +28,8 @@ from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import (
     ASKS,
+    ECHOES,
     LIMITS,
-    LISTENING,
     SINGLE,
     SLOW,
     TOOLS,
@@ -128,85 +121,6 @@ async def test_closing_the_iterator_cancels_the_rest_and_leaves_nothing_running(
         "p0/0": "answered", "p1/0": "cancelled", "p2/0": "cancelled",
     }  # fmt: skip
     assert engine.load().running == 0
-
-
-def give_wrong_glue(monkeypatch: pytest.MonkeyPatch, audited: int) -> None:
-    """Have one cache entry give wrong ids, and its n-th use audited."""
-    entries: list[object] = []
-    honest = ChatTemplate._encoded
-
-    def wrong(chat: ChatTemplate, asked: Opening | FollowUp, shape: Shape | None) -> Encoded:
-        encoded = honest(chat, asked, shape)
-        if isinstance(asked, Opening):
-            return encoded
-        if encoded.entry is None or encoded.entry not in (*entries, encoded.entry)[:1]:
-            return encoded
-        entries.append(encoded.entry)
-        return replace(encoded, ids=array("i", [*encoded.ids, 7]))
-
-    monkeypatch.setattr(ChatTemplate, "_encoded", wrong)
-    monkeypatch.setattr(CacheEntry, "audit_due", lambda entry, length: len(entries) == audited)
-
-
-ECHOES = {"echo": {"use": "tests.law_tools:echo", "timeout": 50.0}}
-
-
-def one_tool_call(request: Request) -> str:
-    return "done" if request.turn else call("echo", "again")
-
-
-@pytest.mark.parametrize("deliver_at_end", [False, True])
-@pytest.mark.parametrize("routed", [False, True])
-def test_wrong_glue_from_the_cache_fails_all_that_it_touched_and_drops_their_groups(
-    deliver_at_end: bool, routed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One cache entry gives wrong ids, and its fifth use is audited: five trajectories fail, and later ones do not."""
-    give_wrong_glue(monkeypatch, audited=5)
-    lines = ["GENERATING failed TERMINATED as mine"] if routed else []
-    bench = Bench(agent(changed(TOOLS, *lines), tools=ECHOES), one_tool_call, chats={}, concurrency=1)
-    groups = bench.go(2, 5, deliver_at_end=deliver_at_end)
-    reasons = [trajectory.stop_reason for group in groups for trajectory in group.trajectories]
-    first, later = "answered", ["answered"] * 4  # from the first one's glue the cache has learned
-    assert reasons == [first, *["failed:GlueMismatchError"] * 5, *later]
-    assert [group.dropped for group in groups] == [True, True, True, False, False]
-    log_lines = [
-        record.getMessage() for record in caplog.records if "5 trajectories hold wrong tokens" in record.getMessage()
-    ]
-    assert len(log_lines) == 1
-    assert ("of 3 were delivered before" in log_lines[0]) == (not deliver_at_end)
-
-
-@pytest.mark.parametrize("deliver_at_end", [False, True])
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_target_is_reached_though_wrong_glue_is_found_late(
-    at_the_end: bool, deliver_at_end: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a group that was delivered already, or while what runs beyond the target is set aside: others take its place.
-
-    The first trajectory has the cache learn, the next ones are wrong; the audit of the third finds it, or nothing does
-    until the run is being ended.
-    """
-    give_wrong_glue(monkeypatch, audited=1000 if at_the_end else 2)
-    end = Scheduler._end
-
-    async def audited_end(self: Scheduler, run: Any, *, keep: bool) -> None:
-        await end(self, run, keep=keep)
-        wrong = [
-            entry
-            for group in self.groups.by_state[GroupState.DONE].values()
-            for entries in group.glue_entries.values()
-            for entry in entries
-        ]
-        if at_the_end and keep and wrong:
-            self.glue_mismatch(GlueMismatchError("it differs", wrong[0]))
-            monkeypatch.setattr(Scheduler, "_end", end)
-
-    monkeypatch.setattr(Scheduler, "_end", audited_end)
-
-    bench = Bench(agent(TOOLS, tools=ECHOES), one_tool_call, chats={}, concurrency=1)
-    groups = bench.go(1, 9, target_groups=3, over_sample=1.0, deliver_at_end=deliver_at_end)
-    assert sum(not group.dropped for group in groups) == 3
-    assert any(group.dropped for group in groups)
 
 
 async def test_a_second_run_at_once_is_refused_but_one_that_is_left_behind_is_closed_first() -> None:
@@ -469,21 +383,6 @@ def test_a_split_history_goes_on_where_no_user_speaks() -> None:
 def test_a_context_on_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="engine 'nobody' is not one of the run's"):
         Bench(agent(contexts={"main": {"engine": "nobody"}}), [])
-
-
-class NeverCloses:
-    """An interaction that ends at once and hangs when it is closed."""
-
-    async def reply(self, conversation: Any) -> Reply:
-        return Reply(None, done=True)
-
-    async def close(self) -> None:
-        await asyncio.Event().wait()
-
-
-def test_an_interaction_that_hangs_on_closing_is_waited_for_a_bounded_time() -> None:
-    groups, _ = run(agent(LISTENING, interaction={"use": f"{HERE}:NeverCloses"}), ["x"])
-    assert only(groups).stop_reason == "interaction_done"
 
 
 async def whoami(context: ToolContext) -> str:
