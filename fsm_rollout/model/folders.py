@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 REPLAYS = 100  # a journal whose engine was a replay leads to another journal, so many times at most
+PILLOW_ONLY = (4, 5)  # Pillow's box and Hamming filters, which torchvision names and torch does not have
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class in transformers 5
 # What transformers reads tokenizers of GGUF files with; it imports torch.
 _GGUF = "transformers.modeling_gguf_pytorch_utils"
@@ -121,6 +122,9 @@ def load_processor(folder: Path) -> Any:
         from transformers import AutoProcessor
 
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(getattr(processor, "image_processor", None), "resample", None) in PILLOW_ONLY:
+            pillow: dict[str, Any] = {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+            processor = AutoProcessor.from_pretrained(folder, **pillow)
         if (counts := rope_index(folder)) is not None and processor is not None:
             processor.get_rope_index = counts  # where verl's processors have it, too
     except Exception as error:  # whatever a missing package or a broken file makes transformers raise

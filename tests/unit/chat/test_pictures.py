@@ -13,6 +13,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError, PictureError
+from fsm_rollout.model.folders import load_processor, model_folder
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from tests.embedded import tokenizer
 from tests.vision import FAMILIES, PLACEHOLDERS
@@ -28,6 +29,12 @@ def picture(seed: int) -> StoredPicture:
     rng = np.random.default_rng(seed)
     height, width = rng.integers(8, 120, 2)
     return picture_of(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def test_the_embedded_model_sees_whether_or_not_torchvision_is_installed() -> None:
+    processor = load_processor(model_folder("embedded:vision"))
+    pixels = processor(text=["<image>"], images=[picture(1).image()], return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 32, 32)
 
 
 def parts(contents: Sequence[str | int]) -> list[dict[str, Any]]:
