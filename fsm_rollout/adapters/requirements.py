@@ -12,7 +12,8 @@ import torch
 
 from fsm_rollout.batch.media import TOKEN_TYPES, row_inputs
 from fsm_rollout.batch.rows import TrainingRow
-from fsm_rollout.errors import BatchError, did_you_mean
+from fsm_rollout.batch.taught import column_of
+from fsm_rollout.errors import BatchError
 
 
 def one_row_each(rows: Sequence[TrainingRow], trainer: str) -> None:
@@ -61,14 +62,9 @@ def taught(row: TrainingRow, teacher: str | None) -> npt.NDArray[np.float32] | N
     Raises:
         BatchError: the teacher is none of the row's, or not named although there are several.
     """
-    names = list(row.teachers)
-    if teacher is None and len(names) < 2:
-        return row.teacher_logprobs[:, 0] if names else None
-    if teacher not in names:
-        known = f"its teachers are {', '.join(names)}" if names else "the run had no teachers"
-        wrong = "is of several teachers, and one must be named" if teacher is None else f"has no teacher '{teacher}'"
-        raise BatchError(f"row {row.row_id} {wrong}; {known}{did_you_mean(teacher, names) if teacher else ''}")
-    return row.teacher_logprobs[:, names.index(teacher)]
+    if teacher is None and not row.teachers:
+        return None
+    return row.teacher_logprobs[:, column_of(teacher, list(row.teachers), f"row {row.row_id}")]
 
 
 def score_of(row: TrainingRow, trainer: str) -> float:

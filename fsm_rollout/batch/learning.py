@@ -21,6 +21,7 @@ from fsm_rollout.batch.off_policy import Bound, Level, OffPolicy, correct
 from fsm_rollout.batch.roles import Weights, row_weights
 from fsm_rollout.batch.rows import Array, TrainingRow
 from fsm_rollout.batch.table import column_like
+from fsm_rollout.batch.taught import column_of
 from fsm_rollout.batch.tree import TokenTree, token_tree
 from fsm_rollout.errors import BatchError, did_you_mean
 
@@ -128,16 +129,7 @@ class Learnable:
             BatchError: there is no such teacher, or several and none was named.
         """
         names = list(self["teachers"][0]) if "teachers" in self.tensordict else []
-        if name is None and len(names) == 1:
-            name = names[0]
-        if name not in names:
-            known = f"; teachers are {', '.join(names)}" if names else "; the run had no teachers, see `teachers`"
-            raise BatchError(
-                f"name a teacher{known}"
-                if name is None
-                else f"there is no teacher '{name}'{did_you_mean(name, names)}{known}"
-            )
-        place = names.index(name)
+        place = column_of(name, names, "the batch")
         logprobs, versions, counts = (
             values.values() if self.packed else values.reshape(-1, len(names))
             for values in (self[key] for key in TAUGHT)

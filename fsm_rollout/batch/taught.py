@@ -14,8 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.batch.columns import TAUGHT
+from fsm_rollout.errors import BatchError, did_you_mean
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import NO_VERSION, Taught
+
+
+def column_of(teacher: str | None, names: Sequence[str], whose: str) -> int:
+    """Return the column of a teacher, of the only one unless one is named.
+
+    Raises:
+        BatchError: ``whose`` rows have no such teacher, or several and none was named.
+    """
+    if teacher is None and len(names) == 1:
+        return 0
+    if teacher in names:
+        return names.index(teacher)
+    known = f"its teachers are {', '.join(names)}" if names else "the run had no teachers, see `teachers`"
+    if teacher is None:
+        raise BatchError(f"{whose} is of {len(names) or 'no'} teachers, and one must be named; {known}")
+    raise BatchError(f"{whose} has no teacher '{teacher}'{did_you_mean(teacher, names)}; {known}")
 
 
 def taught_columns(

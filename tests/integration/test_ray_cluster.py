@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from ray.cluster_utils import Cluster
 
 from fsm_rollout.engines.build import build_engine
@@ -23,7 +22,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.ray_placement import RayOptions, RayPlacement
 from fsm_rollout.engines.replica import PoolTimes
-from fsm_rollout.engines.transformers.checkpoints import load_checkpoint
+from fsm_rollout.engines.transformers.checkpoints import load_model
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
@@ -163,7 +162,7 @@ def test_a_pool_through_rays_client(client_address: str, caplog: pytest.LogCaptu
     """Tokens, weights, a loss and the end, as for a driver within the cluster."""
     spec = {"kind": "transformers", "threads": 1, "placement": "ray", "cpus": 0.5}
     pool = build_engine({**spec, "ray": {"address": client_address}}, Path())
-    early, _ = load_checkpoint(model_folder("embedded:early"), dtype="float32", device=torch.device("cpu"))
+    early, _ = load_model("embedded:early")
     prompts = [pool.facts.tokenizer.encode(text) for text in ("What is 3 + 4?", "a b c", "7 * 8 =", "Count: 1, 2,")]
 
     def requests(name: str) -> list[Request]:

@@ -28,32 +28,22 @@ _BUILDING = threading.Lock()
 NAMED = 3  # how many of the tensors that a folder lacks are named
 
 
-def load_checkpoint(
-    model: str | Path, *, dtype: torch.dtype | str, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return ``(model, tokenizer)`` of a folder or a name of the hub, the model in evaluation mode on ``device``.
-
-    Raises:
-        EngineError: there is none, transformers cannot load it, or ``device`` is not there or cannot take it.
-    """
-    check_device(device)
-    folder = model_folder(model)
-    tokenizer = load_tokenizer(folder)
-    return _load_model(folder, dtype, device), tokenizer
-
-
 def load_model(
     model: str | Path = "embedded", *, device: str | torch.device = "cpu", dtype: torch.dtype | str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return ``(model, tokenizer)``: a trainer's own copy of ``embedded``, a model folder or a model of the hub.
 
-    The engine that samples has another copy: hand it new weights with
+    The model is in evaluation mode. The engine that samples has another copy: hand it new weights with
     ``rollout.update_weights(dict(model.named_parameters()))``.
 
     Raises:
-        EngineError: there is none, transformers cannot load it, or ``device`` cannot take it.
+        EngineError: there is none, transformers cannot load it, or ``device`` is not there or cannot take it.
     """
-    return load_checkpoint(model, dtype=dtype, device=as_device(device))
+    place = as_device(device)
+    check_device(place)
+    folder = model_folder(model)
+    tokenizer = load_tokenizer(folder)
+    return _load_model(folder, dtype, place), tokenizer
 
 
 def as_device(device: str | torch.device) -> torch.device:

@@ -34,7 +34,7 @@ from fsm_rollout.engines.transformers.checkpoints import (
     check_fit,
     check_supported,
     copy_weights,
-    load_checkpoint,
+    load_model,
     read_weights,
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
@@ -289,7 +289,7 @@ class TransformersEngine:
             place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             dtype = dtype or ("float32" if place.type == "cpu" else "auto")
             folder = model_folder(model)
-            model, tokenizer = load_checkpoint(folder, dtype=dtype, device=place)
+            model, tokenizer = load_model(folder, dtype=dtype, device=place)
             processor = load_processor(folder)
         elif tokenizer is None:
             raise EngineError("a loaded model needs its tokenizer: TransformersEngine(model, tokenizer)")

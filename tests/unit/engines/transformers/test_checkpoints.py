@@ -14,7 +14,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.replica import LocalPlacement
 from fsm_rollout.engines.router import LeastLoadedRouter
-from fsm_rollout.engines.transformers.checkpoints import load_checkpoint, load_model, read_weights
+from fsm_rollout.engines.transformers.checkpoints import load_model, read_weights
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
@@ -78,4 +78,4 @@ def test_a_device_that_is_not_there_is_not_the_model_s_fault(device: str, messag
 
 def test_a_device_that_cannot_take_the_model_is_an_engine_error():
     with pytest.raises(EngineError, match=r"model '.*' cannot be loaded: .*"):
-        load_checkpoint("embedded", dtype="float32", device=torch.device("mps"))
+        load_model(device="mps")
