@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
+from msgspec.structs import replace
 
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.jobs.compare import parting
@@ -21,6 +22,7 @@ from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.report import write_report
 from fsm_rollout.report.show import show
 from fsm_rollout.report.trajectory import trajectory_page
+from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from fsm_rollout.view.beside import beside_page
@@ -72,6 +74,13 @@ def test_a_page_holds_the_bytes_of_each_picture_once_however_often_it_is_shown()
     assert {image["alt"] for image in images} == {"picture"}
     assert not any("src" in image for image in images), "the text of a message made no element"
     assert "img-src blob:;" in page
+
+
+def test_what_a_tool_has_shown_stands_beside_its_call() -> None:
+    events = [
+        replace(e, shown=[{"type": "image", "image": B}]) if isinstance(e, Called) else e for e in showing([A], [])
+    ]
+    assert thumbnails(trajectory_page(Recording.of(events))).count(B.sha256) == 1
 
 
 def test_a_page_without_pictures_has_none() -> None:
