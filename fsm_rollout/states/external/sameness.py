@@ -16,6 +16,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from fsm_rollout.trajectory.event_bytes import comparable
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.stream import media_of, text_of
@@ -26,6 +28,7 @@ Schemas = dict[tuple[str, ...], Tools]
 Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
+_encode_quickly = msgspec.json.Encoder(order="sorted").encode
 
 
 def key_of(message: Message) -> str:
@@ -61,7 +64,11 @@ def extend_chain(before: Chain, message: Message) -> Chain:
 
 def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
     """Return those of all prefixes of a history, the empty one first; ``data`` must be the same beside the messages."""
-    empty = hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).digest()
+    try:
+        beside = _encode_quickly(data)  # tools, which come again with each call
+    except (UnicodeEncodeError, OverflowError):  # no valid Unicode, or a number beyond 64 bits
+        beside = _encode(data).encode()
+    empty = hashlib.blake2b(beside, digest_size=16).digest()
     return list(accumulate(placed(messages), extend_chain, initial=empty))
 
 

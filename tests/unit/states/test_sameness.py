@@ -58,3 +58,12 @@ def test_calls_beside_the_work_are_known_by_their_words_but_not_by_those_of_the_
 )
 def test_headers_say_whose_call_it_is(headers: dict[str, str], origin: Origin) -> None:
     assert origin_of(headers) == origin
+
+
+@pytest.mark.parametrize("odd", ["\ud800", 2**70, 0.5])
+def test_what_comes_beside_a_history_tells_it_apart_whatever_is_in_it(odd: object) -> None:
+    """Tools as callers send them: text that is no valid Unicode, numbers of any size, keys in any order."""
+    beside = {"tools": [{"name": "f", "schema": {"default": odd, "type": "object"}}], "temperature": 0.5}
+    turned = {"temperature": 0.5, "tools": [{"schema": {"type": "object", "default": odd}, "name": "f"}]}
+    other = {"tools": [{"name": "f", "schema": {"default": 1, "type": "object"}}], "temperature": 0.5}
+    assert chains_of(beside, []) == chains_of(turned, []) != chains_of(other, [])
