@@ -1,6 +1,7 @@
 """The adapter that a server samples with.
 
-Invariant: a server has the adapter that requests name, from before the first of these to after the last.
+Invariant: a server has the adapter that requests name, from before the first of these to after the last. Where it says
+what it calls its weights, it says the adapter's name, so nobody takes its number for one of the model's own weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsm_rollout.agent.graph import POLICY
-from fsm_rollout.engines.http.endpoint import Endpoint
+from fsm_rollout.engines.http.endpoint import Endpoint, number_of
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
 from fsm_rollout.errors import EngineError
 
@@ -48,8 +49,16 @@ class AdaptedEndpoint(Endpoint):
         """Have it ``load`` or ``unload`` an adapter; return why it refuses, or nothing."""
 
     @abstractmethod
-    async def call_weights(self, version: int) -> None:
-        """Have it call its weights by this version, where it can."""
+    async def call_weights(self, label: str) -> None:
+        """Have it call its weights so, where it can: by their version, or by the adapter's name."""
+
+    def adopted(self, label: str, version: int, adapted: bool | None) -> bool:
+        """Return whether what a server calls its weights is this version, and sample with these then."""
+        adapter = self.adapter if adapted is None else name_of(version) if adapted else None
+        same = number_of(label) == version if adapter is None else label == adapter == name_of(version)
+        if same:
+            self.adapter = adapter
+        return same
 
     async def load_adapter(self, folder: Path, version: int) -> None:
         """Have it load an adapter, with which all requests are sampled from now on; the one before is forgotten."""
@@ -66,7 +75,7 @@ class AdaptedEndpoint(Endpoint):
                 raise EngineError(f"the {self.kind} {self.url} refused the adapter: {why}")
         before, self.adapter = self.adapter, name
         with half_loaded_if(lambda: True):
-            await self.call_weights(version)
+            await self.call_weights(name)
         await self._unload(before)
 
     async def forget_adapter(self) -> None:

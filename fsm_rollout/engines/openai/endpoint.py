@@ -20,13 +20,14 @@ from fsm_rollout.engines.http.endpoint import (
     UPDATE_WITHIN,
     AnswerPart,
     Entry,
+    number_of,
     refusal_in,
     second_answer,
     shown,
 )
 from fsm_rollout.engines.http.lora import AdaptedEndpoint, half_loaded_if, name_of
 from fsm_rollout.engines.openai.vllm import VLLMRoutes
-from fsm_rollout.engines.protocol import ReplicaLost, SamplingParams, Weights
+from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, SamplingParams, Weights
 from fsm_rollout.engines.weights import check_folder
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
@@ -130,7 +131,7 @@ class CompletionsEndpoint(AdaptedEndpoint):
             raise EngineError(f"{self.url} does not say how long its window is; give `max_context`")
         self.max_context = min(size for size in (max_context, window) if size is not None)
         self.vllm = await VLLMRoutes.of(self)
-        version = None if self.vllm is None else await self.vllm.version()
+        label = None if self.vllm is None else await self.vllm.label()
         for probe in probes:
             greedy = await self._probe(probe, temperature=0.0)
             if greedy[1] < CERTAIN:
@@ -143,7 +144,7 @@ class CompletionsEndpoint(AdaptedEndpoint):
                 elif abs(hot[1] - greedy[1]) > SAME:
                     self._logprobs_of = LogprobsOf.TEMPERATURE
                 break
-        return version or 0
+        return number_of(label)
 
     async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
         """Return a call of the user's function, or of vLLM's route; no tensors at all are a new version only."""
@@ -170,19 +171,19 @@ class CompletionsEndpoint(AdaptedEndpoint):
                 if folder is not None:
                     await vllm.reload(folder)
                 with half_loaded_if(lambda: changes):
-                    await vllm.call_weights(version)
+                    await vllm.call_weights(str(version))
             await self.forget_adapter()
 
         return load
 
     async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :class:`Endpoint`."""
-        if self.vllm is None:
+        label = None if self.vllm is None else await self.vllm.label()
+        if label is None:
             await super().adopt(version, doubted=doubted, adapted=adapted)
-        else:
-            await self.vllm.adopt(version, doubted=doubted)
-        if adapted is not None:
-            self.adapter = name_of(version) if adapted else None
+            label = name_of(version) if adapted else str(version)
+        if not self.adopted(label, version, adapted):
+            raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
 
     async def refuses(self, what: str, body: Mapping[str, object]) -> str:
         """See :class:`AdaptedEndpoint`."""
@@ -194,10 +195,10 @@ class CompletionsEndpoint(AdaptedEndpoint):
             return str(error)
         return ""
 
-    async def call_weights(self, version: int) -> None:
+    async def call_weights(self, label: str) -> None:
         """See :class:`AdaptedEndpoint`."""
         if self.vllm is not None:
-            await self.vllm.call_weights(version)
+            await self.vllm.call_weights(label)
 
     async def sleep(self) -> None:
         """Have vLLM give memory back; the protocol has no way to."""

@@ -97,7 +97,7 @@ class OpenAIEngine(HTTPEngine):
         if version is None:
             raise HalfLoaded(f"{self._endpoint.url} may have a part of new weights")
         with half_loaded_if(lambda: True):
-            await self._step(partial(self._endpoint.call_weights, version), version)
+            await self._step(partial(self._endpoint.call_weights, str(version)), version)
         await self._step(self._endpoint.forget_adapter, version)
 
 

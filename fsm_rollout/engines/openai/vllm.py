@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from fsm_rollout.engines.http.endpoint import MEMORY_WITHIN, UPDATE_WITHIN, Endpoint, number_of
-from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
+from fsm_rollout.engines.http.endpoint import MEMORY_WITHIN, UPDATE_WITHIN, Endpoint
+from fsm_rollout.engines.protocol import ReplicaLost
 from fsm_rollout.errors import EngineError
 
 
@@ -47,28 +47,22 @@ class VLLMRoutes:
             return None
         return cls(endpoint, says_version=await _has(endpoint, "/weight_info", WeightInfo))
 
-    async def version(self) -> int | None:
-        """Return the number of its weights; ``None``: it has none."""
+    async def label(self) -> str | None:
+        """Return what it calls its weights; ``None``: it does not say."""
         if not self._says_version:
             return None
-        return number_of((await self._endpoint.ask("/weight_info", WeightInfo)).weight_version)
+        return str((await self._endpoint.ask("/weight_info", WeightInfo)).weight_version)
 
     async def reload(self, folder: Path) -> None:
         """Have it read a folder under the same path, in all its processes."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._endpoint.call("/collective_rpc", call, within=UPDATE_WITHIN)
 
-    async def call_weights(self, version: int) -> None:
-        """Have it forget what it has computed, and call its weights by this version."""
+    async def call_weights(self, label: str) -> None:
+        """Have it forget what it has computed, and call its weights so."""
         await self._endpoint.call("/reset_prefix_cache", {})
         if self._says_version:
-            await self._endpoint.call("/update_weight_version", {"new_version": str(version)})
-
-    async def adopt(self, version: int, *, doubted: bool) -> None:
-        """See :class:`Endpoint`."""
-        present = await self.version()
-        if present not in (version, None) or (doubted and present is None):
-            raise HalfLoaded(f"{self._endpoint.url} has weights of version {present}, and not {version}")
+            await self._endpoint.call("/update_weight_version", {"new_version": label})
 
     async def sleep(self) -> None:
         """Have it move its weights to the host's memory, and give that of its cache back."""

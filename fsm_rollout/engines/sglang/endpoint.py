@@ -35,7 +35,7 @@ from fsm_rollout.engines.http.endpoint import (
     refusal_in,
     second_answer,
 )
-from fsm_rollout.engines.http.lora import AdaptedEndpoint, name_of
+from fsm_rollout.engines.http.lora import AdaptedEndpoint
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Weights
 from fsm_rollout.engines.sglang.forms import Info, Meta, ModelInfo, OrderTaken, OutputLine
 from fsm_rollout.engines.sglang.pictures import SentPictures, shown_once
@@ -188,20 +188,18 @@ class SGLangEndpoint(AdaptedEndpoint):
         """POST something that concerns its weights, and return whether it has done it."""
         return self.decode(path, await self.call(path, body, within=UPDATE_WITHIN, may_refuse=True), OrderTaken)
 
-    async def call_weights(self, version: int) -> None:
-        """Have it call its weights by this version."""
-        await self.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.label, self.whole = str(version), True
+    async def call_weights(self, label: str) -> None:
+        """See :class:`AdaptedEndpoint`."""
+        await self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self.label, self.whole = label, True
 
     async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :class:`~fsm_rollout.engines.http.endpoint.Endpoint`."""
         label = str((await self.ask("/model_info", ModelInfo)).weight_version)
-        self.whole = number_of(label) == version
+        self.whole = self.adopted(label, version, adapted)
         if not self.whole:
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
         self.label = label
-        if adapted is not None:
-            self.adapter = name_of(version) if adapted else None
 
     async def refuses(self, what: str, body: Mapping[str, object]) -> str:
         """See :class:`AdaptedEndpoint`."""

@@ -86,7 +86,7 @@ class WeightRoutes:
             return
         with self._half_loaded():
             await self._endpoint.flush_cache()
-            await self._endpoint.call_weights(version)
+            await self._endpoint.call_weights(str(version))
         await self._endpoint.forget_adapter()
 
     async def _close(self) -> None:

@@ -240,7 +240,7 @@ async def test_vllm_in_its_development_mode_loads_adapts_sleeps_and_says_its_ver
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
         ("/reset_prefix_cache", {}), (version, {"new_version": "5"}),
         ("/v1/load_lora_adapter", {"lora_name": "policy@8", "lora_path": str(tmp_path)}),
-        ("/reset_prefix_cache", {}), (version, {"new_version": "8"}),
+        ("/reset_prefix_cache", {}), (version, {"new_version": "policy@8"}),
         ("/sleep", {}), ("/wake_up", {}),
         ("/reset_prefix_cache", {}), (version, {"new_version": "9"}),
         ("/v1/unload_lora_adapter", {"lora_name": "policy@8"}),
@@ -269,8 +269,11 @@ async def test_a_server_of_vllm_that_has_come_back_is_not_taken_for_the_one_befo
     server.development = DEVELOPMENT | {"/weight_info": {"weight_version": "5"}}
     async with aclosing(OpenAIEngine(server.url)) as engine:
         assert engine.weight_version == 5
+        with pytest.raises(HalfLoaded, match="has weights of version '5', and not 5"):
+            await engine.adopt(5, adapted=True)
+        server.development["/weight_info"] = {"weight_version": "policy@5"}
         await engine.adopt(5, doubted=True, adapted=True)
         await ask(engine, request(max_tokens=2))
         assert server.bodies(server.generate)[-1]["model"] == "policy@5"
-        with pytest.raises(HalfLoaded, match="has weights of version 5, and not 6"):
+        with pytest.raises(HalfLoaded, match="has weights of version 'policy@5', and not 6"):
             await engine.adopt(6)
