@@ -112,9 +112,10 @@ RAN_ON = "an aborted request ran on to its full length"
 
 
 def broken(name: str, folder: Path) -> Any:
-    """Return the engine of that name in the table."""
-    of = table("broken_engines")[name].get("of", "ScriptedEngine")
-    return written("broken_engines", name, folder, f"class Broken({of})")
+    """Return the engine of that name in one of the tables."""
+    kinds = "broken_engines" if name in table("broken_engines") else "slow_engines"
+    of = table(kinds)[name].get("of", "ScriptedEngine")
+    return written(kinds, name, folder, f"class Broken({of})")
 
 
 @pytest.mark.parametrize(("name", "promise", "message"), mistakes("broken_engines"))
@@ -146,86 +147,16 @@ def quick(request: Request) -> Turn:
     return Turn(text=f"{request.ids[0]} {TEXT}", chunks=4, delay=0.05)
 
 
-class ChoosesBySeed(ScriptedEngine):
-    """Samples, at whatever temperature."""
-
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        return super().generate([replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests])
-
-
-class DeliversAtTheEnd(Third):
-    """Hands a dispatch over when all of it has ended."""
-
-    async def spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        for chunk in [chunk async for chunk in chunks]:
-            yield chunk
-
-
-class EndsAtTheEnd(Third):
-    """Says that a request has ended when all of its dispatch have."""
-
-    async def spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        ends = []
-        async for chunk in chunks:
-            if chunk.finish_reason is None:
-                yield chunk
-            else:
-                ends.append(chunk)
-        for chunk in ends:
-            yield chunk
-
-
-class NeverBeginsLongOnes(Third):
-    async def spoiled(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        async for chunk in chunks:
-            if self.asked[chunk.request_id].sampling.max_tokens == 4096:
-                await asyncio.Event().wait()
-            yield chunk
-
-
-class NeverReturnsFromAbort(ScriptedEngine):
-    async def abort(self, request_ids: Any) -> None:
-        if set(request_ids) & set(self._running):
-            await asyncio.Event().wait()
-
-
-class CannotBeClosed(ScriptedEngine):
-    async def sleep(self) -> None:
-        """Do nothing."""
-
-    async def aclose(self) -> None:
-        await asyncio.Event().wait()
-
-
 def hangs_when_long(request: Request) -> Turn:
     return Turn(text=TEXT, chunks=4, delay=0.5, hang=request.sampling.max_tokens == 4096)
 
 
-BACK = "a request for one token came only when {} for 4096"
-
-
-@pytest.mark.parametrize(
-    ("kind", "says", "at_once", "promise", "message"),
-    [
-        ("never_aborts", hangs_when_long, None, 4, "an aborted request did not end within 60 s"),
-        ("never_aborts", quick, None, 4, RAN_ON),
-        ("keeps_versions", quick, None, 8, r"a request under way kept its version \d+ after the update"),
-        (ChoosesBySeed, by_seed, None, 5, r"at temperature 0, .* another seed gave another answer"),
-        (DeliversAtTheEnd, by_length, None, 6, BACK.format("one")),
-        (EndsAtTheEnd, by_length, None, 6, BACK.format("one")),
-        # Quick ones are found by many.
-        (DeliversAtTheEnd, in_a_tenth, 1, 6, BACK.format(8)),
-        (EndsAtTheEnd, in_a_tenth, 1, 6, BACK.format(8)),
-        (NeverBeginsLongOnes, script, None, 7, r"no first chunk for .* within 60 s"),
-        (NeverReturnsFromAbort, script, None, 4, r"abort\(\) did not return within 60 s"),
-        (CannotBeClosed, script, None, 6, r"sampled after sleep\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "turns", "at_once", "promise", "message"), table("slow_engines")["cases"])
 def test_a_bad_engine_is_found_by_how_long_it_takes(
-    tokenizer: Any, kind: Any, says: Any, at_once: int | None, promise: int, message: str, tmp_path: Path
+    tokenizer: Any, name: str, turns: str, at_once: int | None, promise: int, message: str, tmp_path: Path
 ) -> None:
-    kind = broken(kind, tmp_path) if isinstance(kind, str) else kind
-    found(promise, message, kind(says, tokenizer=tokenizer, max_running=at_once), settle=1.0)
+    kind = broken(name, tmp_path)
+    found(promise, message, kind(globals()[turns], tokenizer=tokenizer, max_running=at_once), settle=1.0)
 
 
 @pytest.mark.parametrize(("method", "promise", "message"), table("laws")["a method that never returns is named"])
