@@ -40,6 +40,9 @@ class PairedRollout:
     def engine_stats(self) -> dict[str, dict[str, int]]:
         return {}
 
+    async def aupdate_weights(self, weights: Any, version: int | None = None) -> int:
+        return await self.scheduler.update_weights(weights, version)
+
     async def aclose(self) -> None:
         await self.scheduler.drop_carried()
 
