@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import Chunk, Load, Request
@@ -23,7 +22,7 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.event_bytes import array_of, plain
 from fsm_rollout.trajectory.picture_memory import MOST_BYTES, PictureMemory, PlainPicture
 from fsm_rollout.trajectory.pictures import StoredPicture
-from fsm_rollout.trajectory.tokens import Ids
+from fsm_rollout.trajectory.tokens import Ids, common_length
 
 assert sys.byteorder == "little", "blocks are little-endian"
 REMEMBERED = 16 * 2**20  # tokens of past inputs that each end keeps per replica: 64 MiB
@@ -98,11 +97,7 @@ class Contexts:
     def shared_length(self, session: str, ids: Ids) -> int:
         """Return how many of the first ``ids`` are the session's latest input: all of that, or 0."""
         old = self.get(session)
-        if not old or len(old) > len(ids):
-            return 0
-        # numpy compares 64k tokens in 20 us; slices of an array would be copied, and are compared one by one.
-        same = np.frombuffer(old, np.int32) == np.frombuffer(ids, np.int32, count=len(old))
-        return len(old) if same.all() else 0
+        return len(old) if common_length(old, ids) == len(old) else 0
 
 
 def pack_requests(requests: Iterable[Request], contexts: Contexts) -> bytes:

@@ -35,6 +35,18 @@ def as_ids(ids: Sequence[int]) -> Ids:
     return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
 
 
+def common_length(one: Ids, other: Ids) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    if one == other:
+        return len(one)
+    if not (count := min(len(one), len(other))):
+        return 0
+    # numpy compares 64k tokens in 20 us; slices of an array would be copied, and are compared one by one.
+    same = np.frombuffer(one, np.int32, count) == np.frombuffer(other, np.int32, count)
+    first = int(same.argmin())
+    return count if same[first] else first
+
+
 def as_logprobs(values: Sequence[float]) -> Logprobs:
     """Return ``values`` as a float32 array (the same object when it is one already)."""
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)

@@ -13,10 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fsm_rollout.engines.protocol import NO_IDS
-from fsm_rollout.trajectory.tokens import Ids
+from fsm_rollout.trajectory.tokens import Ids, common_length
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +56,7 @@ class PrefixCache:
         node, length = self._root, 0
         while length < len(ids) and (child := node.children.get(ids[length])) is not None:
             child.used = self._clock  # all of it, as in SGLang, however little of it is meant
-            same = _same(child.ids, ids[length : length + len(child.ids)])
+            same = common_length(child.ids, ids[length : length + len(child.ids)])
             node, length = child if same == len(child.ids) else self._split(child, same), length + same
         return node, length
 
@@ -159,12 +157,3 @@ class PrefixCache:
         while each is not None and each is not self._root:
             yield each
             each = each.parent
-
-
-def _same(one: Ids, other: Ids) -> int:
-    """Return how many tokens two sequences begin with alike."""
-    if one == other:
-        return len(one)
-    count = min(len(one), len(other))
-    differ = np.flatnonzero(np.frombuffer(one, np.int32)[:count] != np.frombuffer(other, np.int32)[:count])
-    return int(differ[0]) if len(differ) else count
