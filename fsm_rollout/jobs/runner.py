@@ -152,13 +152,15 @@ def _summary_of_ended(
     summary: Summary = json.loads((config.out / SUMMARY).read_bytes())
     if config.reward != before.reward or summary.get("reward_errors"):
         return None
+    # A run that has gone on may have been cut off before it wrote anew: the summary must be of all that has ended.
     ended = sum(trajectory.ended for trajectory in latest_of(earlier) if trajectory.parent_id is None)
-    # One that ends early is not whole, but has all that it wanted, unless its journal was damaged since.
     reasons = summary["stop_reasons"]
     had = summary["trajectories"] - reasons.get("suspended", 0) - reasons.get("unfinished", 0)
-    ends = [(each.target_groups, each.until, each.group_filter) for each in (config, before)]
-    as_wanted = ends[0] == ends[1] and ends[0][:2] != (None, None) and ended >= had
-    return summary if as_wanted or ended == prompts * config.n else None
+    whole = ended == prompts * config.n <= had
+    # One that ends early is not whole, but has all that it wanted, unless its journal was damaged since.
+    ends = [(each.target_groups, each.until, each.group_filter, each.n, each.limit) for each in (config, before)]
+    reached = config.until is not None or 0 < (config.target_groups or 0) <= summary.get("delivered_groups", 0)
+    return summary if whole or (reached and ends[0] == ends[1] and ended >= had) else None
 
 
 def load_agents(config: RunConfig) -> dict[str, AgentGraph]:

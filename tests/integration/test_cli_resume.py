@@ -303,7 +303,20 @@ def test_a_run_that_has_its_target_ends_there_until_it_is_given_another(run: Pat
     told: list[str] = []
     assert resume(out, [], Ear(), say=told.append) == summary
     assert "target_groups=null goes on" in told[-1]
+    results = (out / "summary.json").read_bytes()
     assert resume(out, ["target_groups=null"], Ear())["trajectories"] == 8
+    (out / "summary.json").write_bytes(results)  # as if it had been killed before it wrote what it came to
+    assert resume(out, ["target_groups=null"], Ear())["trajectories"] == 8
+    assert rows(out) == whole
+
+
+def test_a_run_whose_prompts_ran_out_goes_on_with_more(run: Path, whole: dict[str, Any]) -> None:
+    out, prompts = run.parent / "out", run.parent / "prompts.jsonl"
+    lines = prompts.read_text("utf-8").splitlines(keepends=True)
+    prompts.write_text("".join(lines[:2]), "utf-8")
+    assert execute(load_run(run, ["target_groups=4"]), Ear())["delivered_groups"] == 2
+    prompts.write_text("".join(lines), "utf-8")
+    assert resume(out, [], Ear())["delivered_groups"] == 4
     assert rows(out) == whole
 
 
