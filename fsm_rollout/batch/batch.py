@@ -316,7 +316,8 @@ class TrajectoryBatch(Learnable):
             for key, value in self.tensordict.items():
                 if key not in PER_TOKEN and key not in PLAIN:
                     chosen.tensordict.set(key, value[numbers])
-            tensordict = chosen.tensordict
+            device = self.tensordict.device
+            tensordict = chosen.tensordict if device is None else chosen.tensordict.to(device)
         else:
             tensordict = narrowed(self.tensordict, numbers, *self._lengths())
         if MEDIA not in tensordict:

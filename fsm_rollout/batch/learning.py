@@ -100,7 +100,7 @@ class Learnable:
         of_sample = sample_advantages(self.sample_scores, scale=scale)
         ids = zip(self.tensordict.get("group_id").tolist(), self.tensordict.get("sample").tolist(), strict=True)
         found = [of_sample.get(id_, math.nan) for id_ in ids]
-        return torch.tensor(found, dtype=torch.float32, device=self.tensordict.device)
+        return torch.tensor(found, dtype=torch.float32, device=self["responses"].device)
 
     def masked_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[B, R, V]`` of the response's tokens without the tokens that top_p and top_k had left out.
@@ -323,6 +323,6 @@ class Learnable:
             if self.packed:
                 found.append(torch.nested.nested_tensor_from_jagged(flat, roles.offsets()))
             else:
-                found.append(torch.zeros(roles.shape, device=roles.device))
+                found.append(torch.zeros(roles.shape, dtype=flat.dtype, device=roles.device))
                 found[-1][self["attention_mask"].bool()] = flat
         return LossWeights(*found)

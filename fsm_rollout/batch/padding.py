@@ -173,7 +173,7 @@ def narrowed(
         for key, value in tensordict.items()
         if key not in PLAIN
     }
-    chosen = TensorDict(tensors, batch_size=[len(numbers)])
+    chosen = TensorDict(tensors, batch_size=[len(numbers)], device=tensordict.device)
     facts = plain_columns(tensordict)
     put_columns(chosen, [facts[i] for i in numbers.tolist()])
     return chosen

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace as replace_row
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tensordict import TensorDict
 
 import fsm_rollout as fr
 from fsm_rollout.batch.advantages import EPSILON
@@ -153,6 +155,20 @@ def scored(several: Sequence[tuple[int, float | None]]) -> list[Trajectory]:
         events += [Scored(at=9.0, value=score)] if score is not None else []
         trajectories.append(Trajectory.fold(events))
     return trajectories
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_selected_and_computed_is_where_the_batch_is_and_of_its_types(
+    packed: bool, request: pytest.FixtureRequest
+) -> None:
+    batch = TrajectoryBatch.from_trajectories(scored([(2, 1.0), (3, 0.0)]), pad_id=0, packed=packed)
+    batch.tensordict = batch.tensordict.to("cpu")
+    assert batch.select([1]).tensordict.device == torch.device("cpu")
+    request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
+    torch.set_default_dtype(torch.float64)
+    assert [weights.dtype for weights in batch.loss_weights({"sampled": "policy"})] == [torch.float32] * 2
+    batch.tensordict = TensorDict({**batch.tensordict, "responses": batch["responses"].to("meta")}, batch_size=[2])
+    assert batch.advantages().device.type == "meta"
 
 
 def test_a_sample_without_a_row_counts_and_one_without_a_score_does_not() -> None:
