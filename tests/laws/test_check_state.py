@@ -110,6 +110,33 @@ def test_a_good_handler_that_does_everything_conforms() -> None:
     check_state(several, examples=8)
 
 
+class Connected:
+    """Holds a connection by a task of its own, for as long as its trajectory goes on."""
+
+    async def create(self) -> None:
+        self.closed = asyncio.Event()
+        self.connection = asyncio.create_task(self.closed.wait())
+
+    async def execute(self, left: int, operator: str, right: int) -> int:
+        """Take numbers."""
+        return left + right
+
+    async def release(self) -> None:
+        self.closed.set()
+        await self.connection
+
+
+@handler()
+async def calls(self, trajectory, ctx):
+    """Call what the turn asks for."""
+    for attempt in trajectory.attempts:
+        await ctx.call_tool(attempt)
+
+
+def test_what_a_tool_keeps_running_is_no_task_of_the_visit() -> None:
+    check_state(calls, agent={"tools": {"calculate": {"use": f"{__name__}:Connected", "timeout": 5.0}}}, examples=6)
+
+
 @pytest.mark.parametrize("good", [asks, runs_a_command])
 def test_what_a_handler_may_do_conforms(good: type[State]) -> None:
     check_state(good, examples=6)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
+
+T = TypeVar("T")
 
 _PYTHONS = f"{Path(os.__file__).parent}/"
 _OURS = f"{Path(__file__).parents[2]}/"
@@ -50,13 +53,24 @@ def place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 
-def note_start(task: asyncio.Task[object]) -> None:
-    """Remember which line of the user's asks for a task, if one does, and whose visit."""
+def started(work: object, start: Callable[[], asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Start a task, and remember which line of the user's asks for it, if one does, and whose visit.
+
+    What serves several visits is nobody's, and so is what it starts: a tool's connection outlives a call.
+    """
+    tasks, code = tasks_of_visit.get(), getattr(work, "cr_code", None)
+    if code is None or any(folder in code.co_filename for folder in _SHARED_WORK):
+        tasks = None
+    token = tasks_of_visit.set(tasks)
+    try:
+        task = start()
+    finally:
+        tasks_of_visit.reset(token)
     if (frame := users_frame(sys._getframe())) is not None:
         _started[task] = place(frame)
-    started, code = tasks_of_visit.get(), getattr(task.get_coro(), "cr_code", None)
-    if started is not None and code is not None and not any(folder in code.co_filename for folder in _SHARED_WORK):
-        started.add(task)
+    if tasks is not None:
+        tasks.add(task)
+    return task
 
 
 def described(task: asyncio.Task[object]) -> str:

@@ -25,10 +25,11 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, Unpack
 
 from fsm_rollout.concurrency.loop_end import INTERRUPTIONS, end_tasks
-from fsm_rollout.testing.simulation.source_lines import described, note_start
+from fsm_rollout.testing.simulation.source_lines import described, started
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -138,9 +139,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
         """Make a task, as asyncio's loop does, and remember which line asked for it."""
-        task: asyncio.Task[Any] = super().create_task(coro, **kwargs)
-        note_start(task)
-        return task
+        return started(coro, partial(super().create_task, coro, **kwargs))
 
     def complaints(self) -> list[str]:
         """Return a list that grows by what fails with nobody to hear of it: callbacks, tasks; nothing is logged."""
