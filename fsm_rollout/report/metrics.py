@@ -66,7 +66,7 @@ SCORE = Metric(
     "fsm_rollout.score",
     "histogram",
     "1",
-    "Scores that the run's reward gave",
+    "Scores of trajectories, one each",
     ("agent",),
     tuple(i / 10 for i in range(11)),
 )
@@ -98,10 +98,13 @@ class RunMetrics:
     Args:
         description: what a journal is told of these.
         running: says what they cost, as :func:`fsm_rollout.report.running.running_of`.
+        rewarded: whether the runs have a reward; a foreign agent's own score stands only until that has judged.
     """
 
-    def __init__(self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]] = dict) -> None:
-        self._running = running
+    def __init__(
+        self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]] = dict, *, rewarded: bool = False
+    ) -> None:
+        self._running, self._rewarded = running, rewarded
         self._models, self._kinds = names_of_engines(description)
         self._values: dict[Metric, dict[Labels, list[float]]] = {metric: {} for metric in METRICS}
         self._active: set[str] = set()  # the trajectories under way
@@ -214,7 +217,7 @@ class RunMetrics:
         self.add(LASTED, trajectory.elapsed(event.at), (trajectory.agent,))
 
     def _scored(self, trajectory: Trajectory, event: events.Scored) -> None:
-        if event.source == events.REWARD:  # a foreign agent's own score stands only until then
+        if event.turn is None and (event.source == events.REWARD or not self._rewarded):
             self.add(SCORE, event.value, (trajectory.agent,))
 
 

@@ -87,15 +87,16 @@ class Tracer:
             book = self._process.book(maker)
         return TracedRun(maker.ids, book, None if journal is None else history)
 
-    def metrics_of(self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]]) -> RunMetrics | None:
+    def metrics_of(
+        self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]], *, rewarded: bool
+    ) -> RunMetrics | None:
         """Return what listens to all trajectories of runs, as :class:`RunMetrics`; ``None``: nobody takes metrics."""
         spans, to = self._process, self.tracing.destination(checked=False).metrics
         if self._meter is None and spans is not None and to is not None:
             headers = {**self.tracing.destination().headers}
             exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
-            self._meter = Meter(
-                RunMetrics(description, running), exporter, _resource(self.tracing), lambda: spans.is_down
-            )
+            heard = RunMetrics(description, running, rewarded=rewarded)
+            self._meter = Meter(heard, exporter, _resource(self.tracing), lambda: spans.is_down)
         return None if self._meter is None else self._meter.metrics
 
     def close(self) -> None:

@@ -113,14 +113,15 @@ def test_an_engine_that_counts_for_itself_is_believed() -> None:
     assert sums == {"input": 1200.0, "output": 800.0}
 
 
-def test_a_trajectory_counts_once_with_the_score_that_stands() -> None:
-    heard, trajectory = RunMetrics({}), Trajectory.fold([prompted()])
-    own, rewarded = Scored(at=105.0, value=0.2, source="EXTERNAL"), Scored(at=111.0, value=1.0, source=REWARD)
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_a_trajectory_counts_once_with_the_score_that_stands(rewarded: bool) -> None:
+    heard, trajectory = RunMetrics({}, rewarded=rewarded), Trajectory.fold([prompted()])
+    own, reward = Scored(at=105.0, value=0.2, source="EXTERNAL"), Scored(at=111.0, value=1.0, source=REWARD)
     first, late = Ended(at=110.0, stop_reason="answered"), Ended(at=120.0, stop_reason="failed:ToolDied")
-    for event in (own, first, rewarded, late):
+    for event in (own, first, *([reward] if rewarded else []), late):
         trajectory.apply(event)
         heard(trajectory, event)
-    assert [numbers[0] for numbers in heard.values[SCORE].values()] == [1.0]
+    assert [numbers[0] for numbers in heard.values[SCORE].values()] == [trajectory.score] == [1.0 if rewarded else 0.2]
     assert {labels[1]: numbers for labels, numbers in heard.values[ENDED].items()} == {"answered": [1.0]}
 
 
