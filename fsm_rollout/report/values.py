@@ -2,8 +2,9 @@
 
 Invariant: a visit's return is all that its trajectory was given from the visit's beginning on (scores of turns, what
 tools gave, at the end the trajectory's score), and each visit that was left counts once, with the transition that left
-it. So what is said of a state is said of the ways out of it together. Trajectories whose score is missing, or that have
-not ended, count nowhere. Uncertainty is read off the spread between prompts, as everywhere.
+it. So what is said of a state is said of the ways out of it together. Trajectories whose score is missing, that have
+not ended, or in whose place others began count nowhere. Uncertainty is read off the spread between prompts, as
+everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsm_rollout.report.recording import Recording, open_run
 from fsm_rollout.report.texts import percent
 from fsm_rollout.statistics.estimates import mean
 from fsm_rollout.trajectory.events import Called, Prompted, Scored, Transitioned
+from fsm_rollout.trajectory.latest_attempts import latest_attempts
 
 _Way = tuple[str, str, str, int | None]  # source, trigger, dest, and the place in `transitions`
 
@@ -34,7 +36,8 @@ def values_of_run(graph: AgentGraph, folder: str | Path) -> RunValues:
     if graph.agent not in run.agents:
         hint = did_you_mean(graph.agent, run.agents)
         raise ConfigError(f"{run.folder} is a run of {', '.join(run.agents) or 'no agent'}, not of {graph.agent}{hint}")
-    return RunValues(graph.agent, run.folder.name, run.recordings())
+    standing = (Recording.of(history) for _, history in latest_attempts(run.run, run.note))
+    return RunValues(graph.agent, run.folder.name, standing)
 
 
 class RunValues:

@@ -1,6 +1,7 @@
 """The values of states and transitions over a run: a case that is worked out by hand."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from typer.testing import CliRunner
@@ -79,6 +80,20 @@ def test_of_two_scores_of_a_trajectory_the_last_one_counts() -> None:
     )
     events = [prompted(), own, left, Ended(at=1.0, stop_reason="answered"), rewarded]
     assert RunValues("a", "run", [Recording.of(events)]).of_state("PENDING") == "value 1.00"
+
+
+def test_an_attempt_in_whose_place_another_began_counts_nowhere(run: Path, tmp_path: Path) -> None:
+    folder = copytree(run, tmp_path / "again")
+    begun = prompted("1/0~1", agent="tool_user")
+    left = Transitioned(
+        at=1.0, trigger="prompted", source="PENDING", dest="END", spent={}, stop_reason="answered", detail=None
+    )
+    with Journal(folder / "journal.sqlite", append=True) as journal:
+        for event in (begun, left, Ended(at=1.0, stop_reason="answered"), Scored(at=1.0, value=0.5, source=REWARD)):
+            journal.append(begun.trajectory_id, event)
+    values = values_of_run(fr.load_agent(AGENT), folder)
+    assert "of 2 scored trajectories of 2 prompts" in values.about
+    assert values.of_state("PENDING") == "value 0.75 ± 0.25"
 
 
 def test_the_command_draws_them(run: Path, tmp_path: Path) -> None:
