@@ -46,6 +46,7 @@ class VerlEngine:
         self.weight_version = 0
         self._going = asyncio.Event()  # whether it is not held
         self._going.set()
+        self._holds = 0  # how often it was held
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -80,9 +81,10 @@ class VerlEngine:
             pictures = {"image_data": await asyncio.to_thread(_decoded, request.media)} if request.media else {}
             while True:
                 await self._going.wait()
+                holds = self._holds
                 ids, words = collapsed(rest.ids, rest.media).tolist(), params | {"max_tokens": rest.sampling.max_tokens}
                 output = await self.client.generate(request.session, prompt_ids=ids, sampling_params=words, **pictures)
-                held = output.stop_reason == "aborted" and not self._going.is_set()
+                held = output.stop_reason == "aborted" and self._holds > holds  # perhaps no longer: its answer travels
                 chunks = [] if held and not output.token_ids else self._chunks(rest, output)
                 goes_on = held and all(chunk.finish_reason in (None, FinishReason.ABORT) for chunk in chunks)
                 for chunk in chunks:
@@ -165,6 +167,7 @@ class VerlEngine:
     async def pause(self) -> None:
         """Ask for nothing, and for no rest of what verl cuts, until :meth:`resume`."""
         self._going.clear()
+        self._holds += 1
 
     async def resume(self) -> None:
         """Go on."""

@@ -263,8 +263,8 @@ class FSMAgentLoopManager:
             for shared in self.worker.shared.values():
                 await held.enter_async_context(shared.rollout.updating(version))
 
-        self.loop.call(hold)
         try:
+            self.loop.call(hold)
             yield
         except BaseException as error:
             self.loop.call(partial(held.__aexit__, type(error), error, error.__traceback__))

@@ -46,7 +46,6 @@ class Shard:
         """The events of trajectories that are to come back with their groups."""
         self.gone = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._counts = ShardCounts(link)
         self._numbers, self._asked = itertools.count(), dict[int, asyncio.Future[int]]()  # what the driver is asked
         scheduler, client, pool = rollout.scheduler, rollout.clients[POLICY], rollout.engines[POLICY]
         self._calls: Mapping[str, Callable[..., Any]] = {
@@ -99,8 +98,7 @@ class Shard:
         recorder = scheduler.recorder
         others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
         if asked["evaluation"] is None:  # what is shown is how far the training is
-            self._counts.number = number
-            others.append(self._counts)
+            others.append(ShardCounts(self.link, number))
         recorder.listeners = (*others, *([KeptEvents(self.events)] if asked["histories"] else []))
         report = scheduler.starter.report_mismatch
 

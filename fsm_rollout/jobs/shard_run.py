@@ -276,11 +276,11 @@ def packed_events(
 
 
 class ShardCounts(RunCounts):
-    """Says now and then how far the trajectories are, while there are any."""
+    """Says now and then how far the trajectories of a run are, while there are any."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, number: int) -> None:
         super().__init__()
-        self._link, self.number = link, -1
+        self._link, self._number = link, number
         self._tells = False
 
     def _began(self, trajectory: Trajectory, event: Prompted | Resumed) -> None:
@@ -290,7 +290,7 @@ class ShardCounts(RunCounts):
             asyncio.get_running_loop().call_later(TELL_EVERY, self._tell)
 
     def _tell(self) -> None:
-        self._link.send("progress", self.number, dict(self.states), len(self.ended), self.tokens)
+        self._link.send("progress", self._number, dict(self.states), len(self.ended), self.tokens)
         self._tells = bool(self.open or self.sub_agents)
         if self._tells:
             asyncio.get_running_loop().call_later(TELL_EVERY, self._tell)

@@ -20,11 +20,11 @@ class RunCounts:
     """A listener that counts; ``ended``: the samples that had ended before."""
 
     def __init__(self, ended: Iterable[SampleKey] = ()) -> None:
-        self.ended = set(ended)
+        self.ended: dict[SampleKey, str] = dict.fromkeys(ended, "")  # and the states in which they are, where known
         self.open: dict[str, Trajectory] = {}  # the prompts' own trajectories that are under way, by id
         self.sub_agents: set[str] = set()  # the ids of sub-agents' trajectories that are under way
         self.tokens = 0
-        self._left: Counter[str] = Counter()  # the states in which samples have ended
+        self._left: Counter[str] = Counter()  # how many have ended in a state
         self._count: Mapping[type[AnyEvent], Callable[[Trajectory, Any], None]] = {
             Generated: self._generated, Prompted: self._began, Resumed: self._began, Suspended: self._set_aside,
             Ended: self._ended,
@@ -51,7 +51,8 @@ class RunCounts:
         if trajectory.parent_id is not None:
             self.sub_agents.add(trajectory.trajectory_id)
             return
-        self.ended.discard((trajectory.group_id, trajectory.sample))
+        if state := self.ended.pop((trajectory.group_id, trajectory.sample), ""):
+            self._left[state] -= 1
         self.open[trajectory.trajectory_id] = trajectory
 
     def _set_aside(self, trajectory: Trajectory, _: Suspended) -> None:
@@ -61,5 +62,5 @@ class RunCounts:
     def _ended(self, trajectory: Trajectory, _: Ended) -> None:
         self.sub_agents.discard(trajectory.trajectory_id)
         if self.open.pop(trajectory.trajectory_id, None) is not None:  # an end may be reported twice
-            self.ended.add((trajectory.group_id, trajectory.sample))
+            self.ended[trajectory.group_id, trajectory.sample] = trajectory.state
             self._left[trajectory.state] += 1

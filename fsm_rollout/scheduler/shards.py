@@ -115,6 +115,8 @@ class Shards:
                 self.all.append(self._shard(self._started(place)))
                 return
             except BaseException as error:
+                if self._closed:  # another could not start, and says why
+                    return
                 self.deaths += isinstance(error, ShardLost)
                 if not isinstance(error, ShardLost) or self.deaths > MOST_DEATHS:
                     self._closed = True  # those that come up later end themselves

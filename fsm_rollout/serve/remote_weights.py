@@ -38,12 +38,12 @@ async def pushed(line: ServiceLine, source: WeightSource, version: int | None, b
         WeightsGone: they were asked for again, and are not there.
         EngineError: no engine could load them.
     """
-    source.check()
-    if isinstance(source, Loaded | Adapter):
+    if isinstance(source, Loaded | Adapter):  # the service checks it, and may alone have the folder
         adapter = isinstance(source, Adapter)
         folder = _absolute(str(source.folder if isinstance(source, Adapter) else source.weights))
         means = "adapter" if adapter else "folder"
         return int(await line.order("load", means=means, folder=folder, version=version))
+    source.check()
     if isinstance(source, Tensors) and source.local:
         service = ServiceSink(line, version, max(1, body_bytes - ROOM))
         for error in await source.deliver([service], -1 if version is None else version, UPDATE_WITHIN):  # type: ignore[list-item]

@@ -385,6 +385,19 @@ async def test_new_weights_that_are_of_this_process_are_refused() -> None:
         assert rollout.weight_version == 0
 
 
+async def test_how_far_shards_are_is_counted_anew_in_each_run() -> None:
+    async with Rollout(agent(), spec(delay=0.2), seed=7, workers=2) as rollout:
+        for run in range(2):
+            first = dict[int, int]()  # what each says first, before any sample can have ended
+
+            def counted(number: int, states: object, done: int, tokens: int, first: dict[int, int] = first) -> None:
+                first.setdefault(number, done)
+
+            rollout.scheduler.recorder.listeners = (Counted(counted),)
+            await rollout.arun(prompts(2 * COUNT)[run * COUNT :][:COUNT], 2)
+            assert set(first.values()) == {0}, run
+
+
 async def test_no_trained_token_is_older_than_allowed() -> None:
     # Four run at a time, so some are back, and told to be, long before the others.
     options: dict[str, Any] = {"seed": 7, "workers": 2, "max_staleness": 0, "concurrency": 4}

@@ -6,7 +6,11 @@ import asyncio
 import re
 import runpy
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,8 @@ from verl.workers.rollout.replica import TokenOutput
 import fsm_rollout as fr
 from fsm_rollout.adapters import verl_plug
 from fsm_rollout.adapters.verl import agent_loop_outputs, data_proto
-from fsm_rollout.errors import BatchError
+from fsm_rollout.concurrency.loop_thread import LoopThread
+from fsm_rollout.errors import BatchError, EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.trajectory.enums import ROLES, Role
 from tests.doc_blocks import run_page
@@ -148,6 +153,29 @@ def test_v1_gets_what_the_template_writes(tmp_path: Path, queue: dict[str, Any],
             assert partition == "train"
             assert (tag["min_global_steps"], tag["max_global_steps"], tag["global_steps"]) == (3, 5, 7)
             assert queue[key]["rm_scores"].tolist()[-1] == 1.0
+
+
+def test_no_rollout_stays_held_where_another_cannot_be() -> None:
+    held = set[str]()
+
+    @asynccontextmanager
+    async def updating(name: str, version: int) -> AsyncIterator[None]:
+        if name == "second":
+            raise EngineError("it is closed")
+        held.add(name)
+        try:
+            yield
+        finally:
+            held.remove(name)
+
+    shared = {
+        name: SimpleNamespace(rollout=SimpleNamespace(updating=partial(updating, name))) for name in ("first", "second")
+    }
+    worker: Any = SimpleNamespace(shared=shared)
+    manager = verl_plug.FSMAgentLoopManager(worker, LoopThread())
+    with pytest.raises(EngineError, match="it is closed"), manager.updating(3):
+        raise AssertionError("not all are held")
+    assert not held
 
 
 class Greedy:

@@ -181,7 +181,7 @@ class CompletionsEndpoint(AdaptedEndpoint):
         label = None if self.vllm is None else await self.vllm.label()
         if label is None:
             await super().adopt(version, doubted=doubted, adapted=adapted)
-            label = name_of(version) if adapted else str(version)
+            label = name_of(version) if (self.adapter if adapted is None else adapted) else str(version)
         if not self.adopted(label, version, adapted):
             raise HalfLoaded(f"{self.url} has weights of version '{label}', and not {version}, as was loaded into all")
 

@@ -96,9 +96,13 @@ class OpenAIEngine(HTTPEngine):
         """Go on with what the trainer has loaded; ``None``: it has not."""
         if version is None:
             raise HalfLoaded(f"{self._endpoint.url} may have a part of new weights")
-        with half_loaded_if(lambda: True):
-            await self._step(partial(self._endpoint.call_weights, str(version)), version)
-        await self._step(self._endpoint.forget_adapter, version)
+
+        async def end() -> None:
+            with half_loaded_if(lambda: True):
+                await self._endpoint.call_weights(str(version))
+            await self._endpoint.forget_adapter()
+
+        await self._step(end, version)
 
 
 async def _nothing() -> None:

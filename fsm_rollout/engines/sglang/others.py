@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from contextlib import suppress
 
 import msgspec
 
@@ -59,8 +58,10 @@ class OtherUsers:
         """Look now and then, on the link's loop, until that ends."""
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            with suppress(EngineError):  # a server that is lost is noticed by the requests
+            try:
                 await self.look()
+            except EngineError:  # a server that is lost is noticed by the requests; one may not say this at all
+                self._ended.clear()
 
     async def look(self) -> None:
         """Learn how much they have; while nothing of ours is under way it does not matter, and they are forgotten."""

@@ -203,15 +203,16 @@ class _ModelThread(threading.Thread):
         return self.decode.weight_version
 
     def load_adapter(self, adapter: Adapter, version: int) -> int:
+        if self._half_loaded:
+            raise HalfLoaded("the model has a part of new weights, to which no adapter is added; load whole ones first")
         own = self.decode.model.state_dict()
-        before = own | self._own
-        changed = adapter.merged(before)
+        changed = adapter.merged(own | self._own)
         check_finite(changed)
         places = Counter(tensor.data_ptr() for tensor in own.values())
         if shared := [name for name in changed if places[own[name].data_ptr()] > 1]:
             raise EngineError(f"the adapter changes '{shared[0]}', which is another tensor of the model as well (tied)")
-        self.begin_update({})
         kept = {name: self._own[name] if name in self._own else own[name].clone() for name in changed}
+        self.begin_update({})
         copy_weights(self.decode.model, self._own | changed)
         self._own = kept
         return self._go_on(version)

@@ -64,6 +64,7 @@ def test_a_sample_that_begins_anew_has_not_ended() -> None:
         assert str(shown.line()).startswith(f"{done - 1}/3 trajectories"), name
         shown(trajectory, Ended(at=1.0, stop_reason="failed:E"))
         assert str(shown.line()).startswith(f"{done}/3 trajectories"), name
+    assert shown._counts.states.total() == 2, "the attempts that stand"
 
 
 def test_what_comes_before_the_engines_is_said_when_it_takes_long(

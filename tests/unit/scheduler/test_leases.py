@@ -1,6 +1,7 @@
 """What a driver says to its shards, where these come and go at awkward moments."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,6 +133,26 @@ def test_none_stays_where_one_of_the_first_cannot_start(first: int) -> None:
     with pytest.raises(EngineError, match="not free yet") as raised:
         fleet.begin(3)
     assert set(fleet.ended) == set(fleet.links), f"while {raised} is kept"
+
+
+def test_why_one_of_the_first_cannot_start_is_said_also_where_an_earlier_one_comes_up_after_it() -> None:
+    failed = threading.Event()
+
+    class Watched(Shards):
+        def _first_started(self, place: int) -> None:
+            try:
+                super()._first_started(place)
+            finally:
+                failed.set()
+
+    def start(place: bytes) -> Started:
+        if place == b"1":
+            raise EngineError("no such reward")
+        assert failed.wait(600)
+        return Started({}, cast(Any, SimpleNamespace()), lambda: None)
+
+    with pytest.raises(EngineError, match="no such reward"):
+        Watched(2, start, lambda place: str(place).encode())
 
 
 def test_weights_that_some_shards_cannot_load_are_in_all_that_stay() -> None:

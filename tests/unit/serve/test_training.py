@@ -8,15 +8,18 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import msgspec
 import pytest
 
 import fsm_rollout as fr
+from fsm_rollout.engines.weight_sources import Loaded
 from fsm_rollout.errors import EngineError, RefusedError
 from fsm_rollout.model.folders import model_folder
+from fsm_rollout.serve.remote_weights import pushed
 from fsm_rollout.serve.standing import Standing
 from fsm_rollout.serve.training_wire import API, PATH
 from tests.integration.remote_trainer import rows_of
@@ -73,6 +76,18 @@ def test_a_folder_is_named_as_another_process_finds_it(tmp_path: Path, monkeypat
         assert [each.folder for each in Standing.read(tmp_path).weights] == ["embedded:early"]
         remote.update_weights(Path("weights"))
         assert [each.folder for each in Standing.read(tmp_path).weights] == [str(tmp_path / "weights")]
+
+
+@pytest.mark.parametrize(("means", "kind"), [("adapter", fr.Adapter), ("folder", Loaded)])
+async def test_a_folder_that_the_service_alone_has_is_named_to_it(tmp_path: Path, means: str, kind: Any) -> None:
+    told, folder = list[object](), str(tmp_path / "there")
+
+    async def order(name: str, **arguments: object) -> int:
+        told.append((name, arguments))
+        return 3
+
+    assert await pushed(cast(Any, SimpleNamespace(order=order)), kind(folder), 3, 0) == 3
+    assert told == [("load", {"means": means, "folder": folder, "version": 3})]
 
 
 def test_its_metrics_say_what_runs_and_updates_cost(tmp_path: Path) -> None:

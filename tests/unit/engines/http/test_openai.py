@@ -247,6 +247,25 @@ async def test_vllm_in_its_development_mode_loads_adapts_sleeps_and_says_its_ver
     ]  # fmt: skip
 
 
+async def test_an_update_by_others_is_under_way_until_the_adapter_before_is_forgotten(
+    server: VLLMStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else requests would name that, and what it samples would bear the version of the update."""
+    server.development = dict(DEVELOPMENT)
+    async with aclosing(OpenAIEngine(server.url)) as engine:
+        forget, updating = engine._endpoint.forget_adapter, list[bool]()
+
+        async def forgotten() -> None:
+            updating.append("updating" in engine._link._held)
+            await forget()
+
+        monkeypatch.setattr(engine._endpoint, "forget_adapter", forgotten)
+        await engine.load_adapter(Adapter(tmp_path), 8)
+        await engine.begin_update({}, local=False)
+        await engine.end_update(9)
+        assert (updating, engine.weight_version, engine._endpoint.adapter) == ([True], 9, None)
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "error"),
     [
@@ -277,3 +296,14 @@ async def test_a_server_of_vllm_that_has_come_back_is_not_taken_for_the_one_befo
         assert server.bodies(server.generate)[-1]["model"] == "policy@5"
         with pytest.raises(HalfLoaded, match="has weights of version 'policy@5', and not 6"):
             await engine.adopt(6)
+
+
+async def test_one_that_does_not_say_its_version_still_has_the_adapter_that_it_was_given(
+    server: VLLMStandIn, tmp_path: Path
+) -> None:
+    server.development = {path: DEVELOPMENT[path] for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")}
+    async with aclosing(OpenAIEngine(server.url)) as engine:
+        await engine.load_adapter(Adapter(tmp_path), 8)
+        await engine.adopt(8)
+        await ask(engine, request(max_tokens=2))
+        assert server.bodies(server.generate)[-1]["model"] == "policy@8"

@@ -447,8 +447,8 @@ async def test_what_others_hold_of_a_server_is_what_its_requests_have_beside_our
     monkeypatch.setattr(others, "LOOK_EVERY", 0.01)
     server.info, server.stays = {"max_total_num_tokens": 1000}, True
     async with aclosing(SGLangHTTPEngine(server.url)) as engine:
-        asked = asyncio.create_task(ask(engine, request("a", 3), request("b", 3)))
-        await asked_for(server, "/generate", 2)
+        asked = asyncio.create_task(ask(engine, *(request(name, 3) for name in "abc")))
+        await asked_for(server, "/generate", 3)
 
         async def others_are(used: int, theirs: int) -> None:
             server.used = [used - 2, 2]
@@ -456,16 +456,18 @@ async def test_what_others_hold_of_a_server_is_what_its_requests_have_beside_our
                 await asyncio.sleep(0.001)
 
         # Ours have four tokens each, as far as we know, and may have two more.
-        for used, theirs in ((400, 388), (8, 0), (5, 0), (13, 1)):
+        for used, theirs in ((400, 382), (8, 0), (5, 0), (19, 1)):
             await others_are(used, theirs)
         # What was counted before one of ours ended has that one, too.
         server.counted_at, server.stays = time.time(), False
         await engine.abort(["a"])
-        await others_are(14, 2)
+        await others_are(20, 2)
         server.counted_at = None
-        await others_are(14, 8)
+        await others_are(20, 8)
         server.raw["/v1/loads"] = b"HTTP/1.0 404 Not Found\r\n\r\n"
+        await engine.abort(["c"])
         await asked_for(server, "/v1/loads", len(server.bodies("/v1/loads")) + 2)
         assert engine.load().others == 8, "one that does not say it any more has what it had"
+        assert not engine._link.ended, "nothing of what has ended is kept, as no count will have it"
         await engine.abort(["b"])
-        assert [got.ids for got in await asked] == [[FIRST]] * 2
+        assert [got.ids for got in await asked] == [[FIRST]] * 3

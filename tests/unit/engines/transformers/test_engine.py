@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+from fsm_rollout.engines.adapters import TENSORS, Adapter
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Engine, HalfLoaded, Load, Request, SamplingParams
 from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.transformers.checkpoints import check_supported
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.engines.transformers.key_value_rows import Filling
+from fsm_rollout.engines.weight_sources import Tensors
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.cases import cases
@@ -138,6 +140,37 @@ def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_pa
         return chunks
 
     check_logprobs(asyncio.run(main()), {11: other_model})
+
+
+async def test_a_part_of_new_weights_is_not_made_whole_by_an_adapter(tokenizer: Any, tmp_path: Path):
+    own = make_model(0)
+    engine = TransformersEngine(own, tokenizer)
+    folder, of = tmp_path / "adapter", "model.layers.0.self_attn.q_proj"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}', "ascii")
+    out, into = own.state_dict()[f"{of}.weight"].shape
+    halves = {"lora_A": torch.ones(1, into), "lora_B": torch.ones(out, 1)}
+    save_file({f"base_model.model.{of}.{name}.weight": half for name, half in halves.items()}, folder / TENSORS)
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(2):
+            yield "model.norm.weight", torch.ones(48)
+        raise RuntimeError("no more")
+
+    (error,) = await Tensors(breaks_off(), bucket_bytes=1).deliver([engine], 1)
+    assert isinstance(error, HalfLoaded)
+    (error,) = await adapted(folder).deliver([engine], 2)
+    assert (type(error), engine.weight_version, engine.load().running) == (HalfLoaded, 0, 0)
+    await engine.update_weights(own.state_dict(), 3)
+    (error,) = await adapted(folder).deliver([engine], 4)
+    assert (error, engine.weight_version) == (None, 4)
+    await engine.aclose()
+
+
+def adapted(folder: Path) -> Adapter:
+    adapter = Adapter(folder)
+    adapter.check()
+    return adapter
 
 
 async def test_a_folder_that_lacks_tensors_or_has_no_numbers_changes_nothing(tokenizer: Any, tmp_path: Path):
