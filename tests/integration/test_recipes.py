@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
 from fsm_rollout.states.bound_agent import CALLERS_TOOLS, SIDE_CALL
 from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.tools.sandbox import enclosed
 from fsm_rollout.tools.sandbox.enclosed import Command, run_enclosed, unpacked
 from fsm_rollout.trajectory.journal import read
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -124,6 +126,19 @@ def test_an_image_s_files_stand_in_the_place_of_the_system_s(image: str, tmp_pat
     assert again == "old\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
     assert not Path("/var/tmp/null").exists()
+
+
+def test_an_image_that_another_process_unpacks_meanwhile_is_taken_from_there(
+    image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(**options: Any) -> str:
+        monkeypatch.undo()
+        enclosed._unpacked(image, tmp_path)
+        return enclosed.mkdtemp(**options)
+
+    monkeypatch.setattr(enclosed, "mkdtemp", overtaken)
+    folder = asyncio.run(unpacked(image, tmp_path))
+    assert list(tmp_path.iterdir()) == [folder], "nothing is left beside it"
 
 
 def test_an_image_that_is_not_there_says_so(tmp_path: Path) -> None:

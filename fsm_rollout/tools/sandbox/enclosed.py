@@ -128,10 +128,13 @@ def _unpacked(image: str, folder: Path) -> Path:
                     files.extractall(begun, filter=_taken)
                 if exported.returncode:
                     raise ToolError(f"image '{image}' could not be exported: exit code {exported.returncode}")
-                begun.rename(whole)
-            except BaseException:
+                try:
+                    begun.rename(whole)
+                except OSError:
+                    if not whole.exists():  # else another process was the first
+                        raise
+            finally:
                 shutil.rmtree(begun, ignore_errors=True)
-                raise
     finally:
         subprocess.run([program, "rm", container], stdout=subprocess.DEVNULL, check=False)
     return whole
