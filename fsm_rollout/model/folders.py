@@ -33,6 +33,11 @@ from fsm_rollout.trajectory.journal import metadata
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # organisation/name
+INDEX = "model.safetensors.index.json"
+# What describes a model and its tokenizer; no code, which nothing here runs, and no other framework's weights.
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WEIGHTS = "*.safetensors"
 REPLAYS = 100  # a journal whose engine was a replay leads to another journal, so many times at most
 PILLOW_ONLY = (4, 5)  # Pillow's box and Hamming filters, which torchvision names and torch does not have
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class in transformers 5
@@ -258,15 +263,6 @@ def stop_tokens_in(folder: Path, tokenizer: Any) -> frozenset[int]:
     """
     of_generation = _config(folder / "generation_config.json").get("eos_token_id")
     return stop_tokens(of_generation, text_config(folder).get("eos_token_id"), tokenizer.eos_token_id)
-
-
-logger = logging.getLogger(__name__)
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # organisation/name
-INDEX = "model.safetensors.index.json"
-# What describes a model and its tokenizer; no code, which nothing here runs, and no other framework's weights.
-SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-WEIGHTS = "*.safetensors"
 
 
 def is_hub_name(model: str) -> bool:
