@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import yaml
 
+from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from tests.kit import script
 
 
 @cache
 def table(name: str) -> dict[str, Any]:
     """Return the table in the file ``name.yaml`` here; it is read once, and nobody changes it."""
-    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
-    return data
+    path = Path(__file__).with_name(f"{name}.yaml")
+    data, problems = read_yaml(path.read_text("utf-8"), SourceMap(str(path)))
+    assert not problems, problems  # a case that is named like another would be lost
+    return cast("dict[str, Any]", data)
 
 
 def cases(name: str, *more: tuple[Any, ...]) -> Callable[[Any], Any]:
