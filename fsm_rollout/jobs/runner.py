@@ -147,7 +147,7 @@ def _summary_of_ended(
     config: RunConfig, before: RunConfig, prompts: int, earlier: Sequence[Trajectory]
 ) -> Summary | None:
     """Return what a run came to of which nothing is left; ``None``: samples, scores or its results are missing."""
-    if not (config.out / SUMMARY).is_file() or not (config.out / "batch").is_dir():
+    if not all((config.out / name).exists() for name in (SUMMARY, "batch", "report.html")):
         return None
     summary: Summary = json.loads((config.out / SUMMARY).read_bytes())
     if config.reward != before.reward or summary.get("reward_errors"):

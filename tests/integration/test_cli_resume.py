@@ -308,6 +308,9 @@ def test_a_run_that_has_its_target_ends_there_until_it_is_given_another(run: Pat
     (out / "summary.json").write_bytes(results)  # as if it had been killed before it wrote what it came to
     assert resume(out, ["target_groups=null"], Ear())["trajectories"] == 8
     assert rows(out) == whole
+    (out / "report.html").unlink()  # as if before its last page
+    resume(out, ["target_groups=null"], Ear())
+    assert (out / "report.html").exists()
 
 
 def test_a_run_whose_prompts_ran_out_goes_on_with_more(run: Path, whole: dict[str, Any]) -> None:
