@@ -27,14 +27,11 @@ logger = logging.getLogger(__name__)
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
 LINE, LINE_PART = 64, 8
-# Seconds between two marks, for each token of a replica's memory: who is in a tool for so long, or with a user, gives
-# way to those who wait. To keep a place costs its share of the memory for so long, and to give it up its share of the
-# time to fill the whole memory, which is 20 us a token on the servers of today (4 billion parameters, 400 TFLOP/s).
-# Half of that, in simulations: with all of it users' short contexts wait longer than they take to fill, and with a
-# quarter twice as much is computed again where tools take ten seconds.
-MARK_EVERY = 1e-5
-# ... but no fewer than these, in a small memory: what a quick tool takes is no gap.
-MARK_LEAST = 1.0
+# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. A place that is
+# kept through a gap costs its share of the memory for so long, and one that is given up its share of the time to fill
+# the whole memory: on the servers of today this many seconds, about. With less (2.0) tools of ten seconds cost a third
+# more in simulations, and with more there is nothing to be gained.
+MARK_EVERY = 8.0
 
 
 class Placing:
@@ -43,7 +40,6 @@ class Placing:
     def __init__(self, router: Router, tries: Tries, changed: Callable[[], object]) -> None:
         self.residency: Residency | None = None  # there once an engine has said how much memory it has
         self.share = 1  # how many pools share the engines' memory
-        self.unit = 1  # tokens that one of a simulated engine stands for
         self._router, self._tries = router, tries
         self._changed = changed  # is called when more may be sent
         self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
@@ -182,9 +178,7 @@ class Placing:
         """Let those in the line be resident where there is room."""
         if (tree := residency.first()) is None:
             if self._timer is None and residency.waits:
-                most = max([memory.capacity for memory in residency.memories.values()], default=0)
-                after = max(MARK_LEAST, MARK_EVERY * self.unit * most)
-                self._timer = asyncio.get_running_loop().call_later(after, self._mark)
+                self._timer = asyncio.get_running_loop().call_later(MARK_EVERY, self._mark)
             return
         requests: dict[Tree | None, Request] = {}
         for pending in waiting:

@@ -220,7 +220,6 @@ def simulate(
     LIVES.append(lives)
     try:
         pool = EnginePool(LocalPlacement(build), replicas)
-        pool.placing.unit = block
         with quietly():
             target = target or max(1, len(workload.groups) // BATCHES)
             run_virtual(_run(result, lives, pool, engines, seed, target, staleness), loop=VirtualTimeLoop(horizon=1e9))
