@@ -88,8 +88,8 @@ class RolloutTracing:
         run_id = run_id or (journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex)
         if run is None or not lasts or run.ids.run_id != run_id:
             run = self._tracer.of_run(run_id, description, journal)
-            rewarded = scheduler.scoring.reward is not None
-            metrics = self._tracer.metrics_of(description, partial(running_of, scheduler), rewarded=rewarded)
+            running = partial(running_of, scheduler)
+            metrics = self._tracer.metrics_of(description, running, rewarded=scheduler.rewarded)
             others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
             recorder.listeners = (*others, run) if metrics is None else (*others, metrics, run)
         if lasts:

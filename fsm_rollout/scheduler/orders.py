@@ -48,6 +48,11 @@ class SchedulerOrders(ABC):
         """Have a group run again where it is too old by now; return whether it is."""
 
     @property
+    def rewarded(self) -> bool:
+        """Whether it has a reward of its own, whose events its listeners hear."""
+        return self.scoring.reward is not None
+
+    @property
     def under_way(self) -> bool:
         """Whether there is a run."""
         return self._run is not None

@@ -96,7 +96,7 @@ class Service:
         self._by_history: dict[Chain, list[ServedConversation]] = {}  # the same by the hash of their history
         self._closing = False
         rollout.scheduler.lag = LoopLag()
-        rewarded = rollout.scheduler.scoring.reward is not None
+        rewarded = rollout.scheduler.rewarded
         listener = metrics.RunMetrics(rollout.description, partial(running_of, rollout.scheduler), rewarded=rewarded)
         self.metrics = Metrics(lambda: self.calls_under_way, lambda: self.waiting, listener)
         rollout.scheduler.starter.live_user = self

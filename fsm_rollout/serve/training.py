@@ -86,7 +86,7 @@ class TrainingService(Guarded):
         self._begun = self._ending = False  # a run of the training in this process; the process itself
         rollout.scheduler.marks = False  # the trainer says what it has
         rollout.scheduler.lag, recorder = LoopLag(), rollout.scheduler.recorder
-        rewarded = rollout.scheduler.scoring.reward is not None
+        rewarded = rollout.scheduler.rewarded
         self.heard = RunMetrics(rollout.description, partial(running_of, rollout.scheduler), rewarded=rewarded)
         recorder.listeners = (*recorder.listeners, self.heard)
         self.standing = Standing.read(folder)
