@@ -55,6 +55,7 @@ def written(name: str, case: str, folder: Path, head: str = "") -> Any:
 
 FILES: dict[str, str] = table("files")  # what users write, by name
 PROGRAMS: dict[str, str] = table("programs")  # what runs in a process of its own, by what it does
+SCRIPTS: dict[str, str] = table("browser")  # what pages are asked, by what that finds out
 
 
 def says(expected: Sequence[str], lines: Sequence[str]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.cases import SCRIPTS
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NEEDED = [
     pytest.mark.browser,
@@ -82,18 +84,4 @@ def chat_page(browser: Any, turns: Any, **options: Any) -> Iterator[Any]:
 def unfolded(browser: Any) -> None:
     """Unfold everything and scroll through it, as a reader would; return when every token has been drawn."""
     browser.execute_script("for (const more of document.querySelectorAll('button.more')) more.click()")
-    browser.execute_async_script(
-        """
-        const done = arguments[0];
-        const step = () => {
-          const next = document.querySelector(".empty");
-          if (!next) {
-            const more = document.querySelectorAll("button.more");
-            if (!more.length) return done();
-            more.forEach((button) => button.click());
-          } else next.scrollIntoView();
-          requestAnimationFrame(() => setTimeout(step));
-        };
-        step();
-        """
-    )
+    browser.execute_async_script(SCRIPTS["unfolds everything"])

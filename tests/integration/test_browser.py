@@ -21,6 +21,7 @@ from fsm_rollout.trajectory.events import AnyEvent, ContextOpened, Generated, Pr
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal import events as events_of
 from fsm_rollout.trajectory.trajectory import Trajectory
+from tests.cases import SCRIPTS
 from tests.embedded import tokenizer
 from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfolded
 from tests.unit.diagrams.sixty_states import sixty_states
@@ -137,22 +138,7 @@ def test_characters_of_several_tokens_are_not_crossed_out(browser: Any, tmp_path
     )
     write_run(tmp_path / "spread", {"0/0": events})
     opened(browser, page_of(tmp_path / "spread", "0/0", tmp_path))
-    marks = browser.execute_async_script(
-        """const done = arguments[0], wait = () => {
-             const card = document.querySelector("article.card.model");
-             card.scrollIntoView();
-             const marks = [...card.querySelectorAll("i.c")];
-             if (!marks.length) return requestAnimationFrame(wait);
-             done(marks.map((mark) => {
-               let first = mark;
-               while (first.classList.contains("c")) first = first.previousElementSibling;
-               const box = mark.getBoundingClientRect(), character = first.getBoundingClientRect();
-               return [mark.textContent, box.width > 0, box.top > (character.top + character.bottom) / 2,
-                       box.left >= character.right - 0.5];
-             }));
-           };
-           wait();"""
-    )
+    marks = browser.execute_async_script(SCRIPTS["marks beside characters"])
     assert len(marks) >= 4
     assert all(mark == ["", True, True, True] for mark in marks), marks
 
@@ -210,11 +196,7 @@ def test_a_click_in_the_strip_leads_to_the_token(browser: Any, run: Path, tmp_pa
 def test_a_long_prompt_shows_its_end_until_it_is_asked_for_more(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"0/0": history("0/0", text="word\n" * 60 + "LAST")})
     opened(browser, page_of(folder, "0/0", tmp_path))
-    script = """const box = document.querySelector(".card.prompt .ribbon"), frame = box.getBoundingClientRect();
-      const seen = [...box.querySelectorAll("i")].filter((token) => {
-        const at = token.getBoundingClientRect();
-        return at.bottom <= frame.bottom + 2 && at.top >= frame.top - 2});
-      return [seen.length, box.querySelectorAll("i").length, seen.at(-1)?.textContent]"""
+    script = SCRIPTS["tokens in sight"]
     browser.execute_script("document.querySelector('.card.prompt').scrollIntoView()")
     seen, drawn, last = WebDriverWait(browser, 600).until(
         lambda page: (found := page.execute_script(script))[0] and found  # it is drawn and scrolled once it is seen
@@ -227,12 +209,7 @@ def test_a_long_prompt_shows_its_end_until_it_is_asked_for_more(browser: Any, tm
 
     opened(browser, page_of(folder, "0/0", tmp_path))
     canvas = browser.find_element("css selector", ".strip canvas")
-    browser.execute_async_script(
-        """const done = arguments[0];
-           const folded = () => document.querySelector(".folded") ? done() : requestAnimationFrame(folded);
-           document.querySelector(".card.prompt").scrollIntoView();
-           folded();"""
-    )
+    browser.execute_async_script(SCRIPTS["waits until a prompt is folded"])
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     left = -canvas.size["width"] // 2 + 2
     webdriver.ActionChains(browser).move_to_element_with_offset(canvas, left, 0).click().perform()
@@ -298,12 +275,7 @@ def test_the_table_sorts_filters_and_links(browser: Any, run: Path) -> None:
 
 def test_what_has_no_page_does_not_look_like_a_link(browser: Any, run: Path) -> None:
     opened(browser, run / "report.html")
-    looks = browser.execute_script(
-        """return [...document.querySelectorAll("#trajectories tbody tr")].map((row) => {
-             const name = row.cells[0].firstChild, style = getComputedStyle(name);
-             const plain = style.color === getComputedStyle(row.cells[1]).color;
-             return [plain, style.textDecorationLine, name.dataset.tip || ""]})"""
-    )
+    looks = browser.execute_script(SCRIPTS["looks of names"])
     without = [True, "none", "It has no page. A click says which command makes one."]
     assert looks == [[False, "underline", ""], without, without, [False, "underline", ""]]
     assert (
@@ -349,16 +321,7 @@ def test_a_notebook_frame_that_was_far_away_draws_its_strip(browser: Any, tmp_pa
     browser.get((tmp_path / "notebook.html").as_uri())
     browser.execute_script("document.querySelector('iframe').scrollIntoView()")
     browser.switch_to.frame(browser.find_element("tag name", "iframe"))
-    painted = browser.execute_async_script(
-        """const done = arguments[0], canvas = document.querySelector(".strip canvas");
-           let frames = 0;
-           const look = () => {
-             const seen = canvas.width && canvas.clientWidth === Math.round(canvas.width / devicePixelRatio) &&
-               canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value);
-             seen || frames++ > 36000 ? done(Boolean(seen)) : requestAnimationFrame(look);
-           };
-           look();"""
-    )
+    painted = browser.execute_async_script(SCRIPTS["whether a strip is painted"])
     browser.switch_to.default_content()
     assert painted
     quiet(browser)

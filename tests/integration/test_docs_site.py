@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.cases import PROGRAMS
 from tests.doc_blocks import blocks, pages, run_page
 from tests.kit import ROOT
 from tests.programs import program
@@ -34,19 +35,6 @@ def test_blocks_run_on_ray(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path, frozenset({"ray"}))
 
 
-LEFT_OPEN = """
-import sys
-from pathlib import Path
-import fsm_rollout as fr, psutil
-from tests.doc_blocks import run_page
-left_open = []
-fr.Rollout.__exit__ = lambda rollout, *_: left_open.append(rollout)
-run_page(sys.argv[1], Path(sys.argv[2]), frozenset({"sglang"}))
-for child in psutil.Process().children(recursive=True):
-    print(child.pid, child.create_time())
-"""
-
-
 @pytest.mark.sglang
 @pytest.mark.parametrize("page", pages_that_need("sglang"))
 @pytest.mark.real
@@ -55,7 +43,7 @@ def test_blocks_run_on_sglang_and_a_server_that_is_not_closed_keeps_no_program_f
 ) -> None:
     """One start of SGLang shows both: the page runs in a program that does not close what the page closes."""
     pytest.importorskip("sglang")
-    done = program(LEFT_OPEN, page, tmp_path, finalized=True)
+    done = program(PROGRAMS["runs a page and closes no rollout"], page, tmp_path, finalized=True)
     progress = ("still starting", "still closing")  # of a slow machine
     errors = [line for line in done.stderr.splitlines() if not line.startswith(progress)]
     assert (done.returncode, errors) == (0, [])

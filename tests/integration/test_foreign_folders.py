@@ -12,7 +12,7 @@ import pytest
 
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.trajectory.journal import Journal
-from tests.cases import FILES
+from tests.cases import FILES, PROGRAMS
 from tests.kit import CONFIGS
 from tests.programs import program
 from tests.unit.report.recorded_runs import history
@@ -60,14 +60,7 @@ def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-FORGETFUL = f"""
-import sys
-for name in list(sys.modules):
-    if name.partition(".")[0] in {("fsm_rollout", "typer", "click", *MODULES)!r}:
-        del sys.modules[name]
-from fsm_rollout.cli import main
-main()
-"""
+FORGETFUL = PROGRAMS["imports our modules and those of a folder anew"].replace("*MODULES", f"*{MODULES!r}")
 
 
 def forked(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -108,12 +108,7 @@ def test_a_program_sees_no_secret_and_its_task(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("task", ["long " * 40_000, "a NUL\0 in it"])
 def test_a_task_that_no_environment_holds_is_read_from_standard_input(task: str, tmp_path: Path) -> None:
-    text = f"""
-import json, os, sys
-task = json.load(sys.stdin)["task"]
-assert "TASK" not in os.environ and len(task) == {len(task)}
-print("x" * 100_000 + "the end"); sys.exit(3)
-"""
+    text = PROGRAMS["reads its task from standard input"].replace("LENGTH", str(len(task)))
     (trajectory,) = run(program(text, tmp_path), scripted([]), {"messages": [{"role": "user", "content": task}]})
     assert str(trajectory.detail).endswith("the end"), trajectory.detail
     assert "exit code 3" in str(trajectory.detail)

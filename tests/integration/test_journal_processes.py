@@ -15,22 +15,8 @@ pytestmark = pytest.mark.process
 
 def test_a_killed_run_leaves_what_was_flushed(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fsm_rollout.trajectory.events import LimitCharged
-from fsm_rollout.trajectory.journal import Journal
-from tests.events import prompted
-journal = Journal({str(path)!r}, interval=3600.0)
-journal.append("t", prompted("t"))
-for number in range(10):
-    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
-journal.flush()
-for number in range(10):
-    journal.append("t", LimitCharged(at=float(number), limit="tool_calls"))
-os._exit(9)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 9
+    code = PROGRAMS["is killed after it has flushed its journal"]
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False, cwd=ROOT).returncode == 9
     (trajectory,) = read(path)
     assert 10 <= trajectory.spent["tool_calls"] <= 20
 

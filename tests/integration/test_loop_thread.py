@@ -48,15 +48,7 @@ STUCK = PROGRAMS["a reward that leaves a thread"]
 
 def test_a_thread_that_never_ends_keeps_no_interpreter_from_ending() -> None:
     """A stranger's async code may leave such a job to `asyncio.to_thread`, as the advice about blocking calls says."""
-    done = script(
-        HEAD
-        + STUCK
-        + """
-with fr.Rollout(agent, {"kind": "scripted", "turns": ["a"]}, reward=reward) as rollout:
-    print(rollout.run(["x"]).score_mean)
-""",
-        finalized=True,
-    )
+    done = script(HEAD + STUCK + PROGRAMS["gives that reward"], finalized=True)
     assert done.returncode == 0, done.stderr
     assert "1" in done.stdout
 
@@ -91,14 +83,7 @@ SPECS = (
 
 def test_rollouts_that_are_not_closed_keep_no_program_from_ending() -> None:
     """One of each engine, called in a plain way, and another one that is awaited; SGLang's is in `test_docs_site`."""
-    done = script(
-        HEAD
-        + f"""import asyncio
-plain, awaited = ([fr.Rollout(agent, spec) for spec in {SPECS!r}] for _ in range(2))
-print(*(len(rollout.run(["x"])) for rollout in plain), *(len(asyncio.run(rollout.arun(["x"]))) for rollout in awaited))
-""",
-        finalized=True,
-    )
+    done = script(HEAD + PROGRAMS["closes no rollout"].replace("SPECS", repr(SPECS)), finalized=True)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("still closing")]  # of a slow machine
     assert (done.returncode, done.stdout.split(), errors) == (0, ["1"] * len(SPECS) * 2, [])
 

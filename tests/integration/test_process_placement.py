@@ -30,7 +30,7 @@ from fsm_rollout.errors import BadArguments, ToolError
 from fsm_rollout.tools import AgentAnswer, AgentCall, Hidden, Toolbox, ToolContext, ToolResult, ToolSession, placement
 from fsm_rollout.trajectory.events import Called, ToolCall
 from fsm_rollout.trajectory.picture_memory import PictureMemory
-from tests.cases import FILES, table
+from tests.cases import FILES, PROGRAMS, table
 from tests.kit import ROOT
 from tests.programs import program
 from tests.vision import gemma3_with_tools
@@ -369,33 +369,17 @@ def test_hidden_values_that_cannot_be_sent_are_refused_before_anything_runs(valu
 def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
     """A script without a main guard, as people write them."""
     script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "print('training')\n"
-        "from tests.integration.test_process_placement import call_all\n"
-        f"print(call_all({{'use': '{HERE}:shout', 'placement': 'process'}}, {{'text': 'a'}})[0].result)\n",
-        "utf-8",
-    )
+    script.write_text(PROGRAMS["calls a tool without a main guard"], "utf-8")
     printed = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=600
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=600, cwd=ROOT
     ).stdout
     assert printed.split("\n")[:2] == ["training", '{"text": "A"}']
     assert printed.count("training") == 1
 
 
 def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
-    text = f"""
-import asyncio, sys
-sys.path[:0] = {[str(ROOT), *sys.path]!r}
-from tests.unit.tools.kit import box, opened, a_call
-async def main():
-    result = await opened(box(hang={{"use": "hang", "timeout": 0.01}})).call(a_call("hang"))
-    print(result.failure)
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=True)
-    assert done.stdout == "timed_out\n"
+    done = program(PROGRAMS["has a tool that hangs"], searched=(str(ROOT),), finalized=True)
+    assert (done.returncode, done.stdout) == (0, "timed_out\n"), done.stderr
 
 
 def test_a_process_that_is_thrown_away_ends_and_nobody_is_warned(recwarn: pytest.WarningsRecorder) -> None:
@@ -415,20 +399,9 @@ def test_a_process_that_is_thrown_away_ends_and_nobody_is_warned(recwarn: pytest
 def test_workers_end_with_a_caller_that_is_killed_during_a_call(how: signal.Signals, tmp_path: Path) -> None:
     """And with them what the tool has started."""
     script, pids = tmp_path / "train.py", tmp_path / "pids"
-    script.write_text(
-        "import os, sys, threading, time\n"
-        "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.integration.test_process_placement import call_all\n"
-        "def die():\n"
-        f"    while not (pids := Path({str(pids)!r})).exists() or len(pids.read_text().split()) < 2:\n"
-        "        threading.Event().wait(0.05)\n"
-        f"    os.kill(os.getpid(), {int(how)})\n"
-        "threading.Thread(target=die).start()\n"
-        f"call_all({{'use': '{HERE}:hangs', 'placement': 'process'}}, {{'path': {str(pids)!r}}})\n",
-        "utf-8",
-    )
-    assert subprocess.run([sys.executable, str(script)], timeout=600).returncode == -how
+    script.write_text(PROGRAMS["is killed while its tool hangs"], "utf-8")
+    words = [sys.executable, str(script), str(pids), str(int(how))]
+    assert subprocess.run(words, timeout=600, cwd=ROOT).returncode == -how
     for pid in map(int, pids.read_text("utf-8").split()):
         gone(pid)
 
@@ -440,23 +413,7 @@ def test_ray_starts_before_the_time_of_the_first_call(tmp_path: Path) -> None:
     agent = tmp_path / "agent.yaml"
     tools = f"tools: {{shout: {{use: '{HERE}:shout', placement: ray, timeout: 600}}}}"
     agent.write_text(FILES["calls tools"].replace("TOOLS", tools, 1), "utf-8")
-    done = program(
-        "import asyncio, os\n"
-        "os.environ.pop('RAY_ADDRESS', None)\n"
-        "import ray, fsm_rollout as fr\n"
-        "from fsm_rollout.trajectory.events import Transitioned\n"
-        "def look(trajectory, event):\n"
-        "    if isinstance(event, Transitioned) and event.dest == 'PROCESSING_TOOLS':\n"
-        "        print('ready' if ray.is_initialized() else 'not ready')\n"
-        'call = \'<tool_call>\\n{"name": "shout", "arguments": {"text": "a"}}\\n</tool_call>\'\n'
-        f"agent = fr.load_agent({str(agent)!r})\n"
-        "async def main():\n"
-        "    spec = {'kind': 'scripted', 'turns': [call, 'done']}\n"
-        "    async with fr.Rollout(agent, spec, on_event=[look]) as rollout:\n"
-        "        async for group in rollout.stream(['x']):\n"
-        "            print([trajectory.stop_reason for trajectory in group.trajectories])\n"
-        "asyncio.run(main())\n"
-    )
+    done = program(PROGRAMS["calls a tool on Ray"], agent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "ready"
     assert "generated" in done.stdout or "answered" in done.stdout

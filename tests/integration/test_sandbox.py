@@ -23,7 +23,7 @@ from fsm_rollout.tools.sandbox import CodeLimits, LocalSession, Output, bash, pr
 from fsm_rollout.tools.sandbox import session as sessions
 from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.journal import histories
-from tests.cases import FILES, table
+from tests.cases import FILES, PROGRAMS, table
 from tests.embedded import tokenizer
 from tests.kit import CONFIGS, ROOT
 from tests.programs import fsm_rollout
@@ -186,22 +186,7 @@ async def test_a_cancelled_call_ends_its_session_and_the_code(namespaces: bool) 
     await asyncio.to_thread(until, lambda: not processes_of(mark))
 
 
-KILLED = """
-import asyncio, os, sys
-from fsm_rollout.tools.sandbox import python, session
-if sys.argv[1] == "limits":
-    known = session.protection()
-    session.protection = lambda: session.Protection(False, known.system_calls, "a test")
-async def main():
-    tools = [python(seconds=600, cpu_seconds=600) for _ in range(4)]
-    await asyncio.gather(*(tool.execute("1") for tool in tools))
-    mark = "mark-" + sys.argv[2]
-    code = f"import subprocess; subprocess.run(['bash', '-c', 'sleep 600; : {mark}'])"
-    for tool in tools: asyncio.ensure_future(tool.execute(code))
-    print("running", flush=True)
-    await asyncio.sleep(600)
-asyncio.run(main())
-"""
+KILLED = PROGRAMS["runs code in sessions until it is killed"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -44,7 +44,7 @@ from fsm_rollout.trajectory.events import Generated
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.tokens import NoteKind, as_ids
 from fsm_rollout.trajectory.trace_ids import TraceIds
-from tests.cases import table
+from tests.cases import PROGRAMS, table
 from tests.collector import Collector
 from tests.foreign import CALCULATOR, EngineLog, agent, chat, client
 from tests.integration.replica_kills import differences
@@ -419,14 +419,7 @@ def test_a_server_that_is_killed_while_it_starts_leaves_nothing_behind() -> None
 
 def test_a_process_that_starts_anew_dies_with_the_server_before_it_has_imported_anything() -> None:
     """As SGLang's do where it has CUDA; elsewhere they are forked."""
-    text = """
-import importlib.util, multiprocessing, os, sys, time
-sys.modules["__main__"].__spec__ = importlib.util.find_spec("fsm_rollout.engines.sglang.process")
-os.environ["FSM_ROLLOUT_SGLANG_SERVER"] = str(os.getpid())
-work = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-multiprocessing.get_context("spawn").Process(target=exec, args=(work, {})).start()
-time.sleep(600)
-"""
+    text = PROGRAMS["starts a process anew, as SGLang's server does"]
     server = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
     assert server.stdout is not None
     with server.stdout as output:
