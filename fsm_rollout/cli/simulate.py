@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsm_rollout.cli.terminal import Overrides, loading, short
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.files import written_whole
 
 if TYPE_CHECKING:
     from fsm_rollout.simulation.simulate import Simulated
@@ -54,6 +56,8 @@ def simulate(
     trajectories of batches are, of all (1.00: as long), and what the servers' time costs. docs/simulation.md says what
     a simulation cannot tell.
     """  # noqa: D301  # click wants the character itself
+    if out is not None and out.suffix != ".svg":
+        raise ConfigError(f"-o {out}: the picture is an SVG; write FILE.svg")
     with loading():
         from rich.console import Console
         from rich.table import Table
@@ -81,5 +85,6 @@ def simulate(
         table.add_row(*line)
     console.print(table)
     if out is not None:
-        out.write_text(picture(found), "utf-8")
+        with written_whole(out) as partial:
+            partial.write_text(picture(found), "utf-8")
         typer.echo(f"{short(out.absolute())}: utilisation and residency over time")

@@ -1,11 +1,11 @@
 """Which local folder a model's name stands for, also one that a journal names; its tokenizer, and its small files.
 
-Invariant: nothing here imports torch or runs code that lies in a model's folder. What its files do not say is ``None``
-or empty, never guessed. What is in the hub's cache costs no look at the network, so a branch means the commit that the
-cache has for it until somebody downloads another. A folder of the hub that is returned is complete: it has a
-``config.json`` and, where weights are wanted, each file of them that its index names. Cache, token, endpoint and
-offline mode are those of ``huggingface_hub``'s own variables (``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``,
-``HF_HUB_OFFLINE``).
+Invariant: nothing here runs code that lies in a model's folder, and a tokenizer without code of its own is loaded
+without torch, which what else transformers loads imports. What a folder's files do not say is ``None`` or empty, never
+guessed. What is in the hub's cache costs no look at the network, so a branch means the commit that the cache has for it
+until somebody downloads another. A folder of the hub that is returned is complete: it has a ``config.json`` and, where
+weights are wanted, each file of them that its index names. Cache, token, endpoint and offline mode are those of
+``huggingface_hub``'s own variables (``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Standing(msgspec.Struct):
     named_after: int = 0
     """How many prompts had been taken at its end."""
     pictures: list[PackedPicture] = []
-    """Those in the prompts of what waits."""
+    """Those in the prompts of what had waited for it, and of what waits."""
     weights: list[WeightRecord] = []
     """Which weights the policy has beside those that it was built with, in the order in which they were loaded."""
     holds: list[str] = []
@@ -92,7 +92,8 @@ class Standing(msgspec.Struct):
 
     def over(self, scheduler: Scheduler) -> None:
         """Take in that the run has ended."""
-        self.remaining, self.pictures = waiting(scheduler)
+        self.remaining, pictures = waiting(scheduler)
+        self.pictures += [picture for picture in pictures if picture not in self.pictures]
         self.named_after = scheduler.groups.named
 
     def is_at(self, state: Mapping[str, Any], folder: Path) -> Literal["after", "before"] | None:

@@ -280,23 +280,25 @@ def update_turn(turn_of: list[AssistantTurn], event: events.Generated, message: 
 
 
 def whole_conversation(streams: Iterable[Stream]) -> list[Message]:
-    """Return all messages of a context's streams, in order, those before a ``reset`` too, none twice."""
+    """Return all messages of a context's streams, in order, those before a ``reset`` too.
+
+    What a stream opens with and was said before comes once, but for the last of it, where that was answered: it is
+    asked again, unless the stream is a branch.
+    """
     messages: list[Message] = []
     for stream in streams:
         opening = stream.messages[: stream.opening]
         if opening[: len(messages)] == messages:  # it goes on from there
             messages = list(stream.messages)
-        else:
-            messages += [message for message in opening if message not in messages]
-            messages += stream.messages[stream.opening :]
+            continue
+        again = opening[-1:] if opening[-1:] != messages[-1:] and BRANCH not in stream.context else []
+        new = [message for message in opening[: len(opening) - len(again)] if message not in messages]
+        messages += [*new, *again, *stream.messages[stream.opening :]]
     return messages
 
 
 def turns_of(streams: Sequence[Stream]) -> int:
-    """Return how many messages a trajectory has in all contexts, each once, system messages apart.
-
-    What a further stream of a context opens with, or a branch of it, has been said before.
-    """
+    """Return how many messages a trajectory has in all contexts, system messages apart; what branches share, once."""
     roots = dict.fromkeys(root_of(stream.context) for stream in streams)
     said = (whole_conversation(stream for stream in streams if root_of(stream.context) == root) for root in roots)
     return sum(message["role"] != "system" for messages in said for message in messages)

@@ -1,11 +1,14 @@
 """Engine and batch on a GPU, where there is one: what they say there is what they say on a CPU."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fsm_rollout as fr
+from fsm_rollout.engines.adapters import CONFIG, TENSORS
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.testing import check_engine_sync
 from tests.kit import CONFIGS, ratios
@@ -38,6 +41,20 @@ def test_an_engine_keeps_the_promises_of_all_engines() -> None:
     engine = TransformersEngine("embedded:early", device="cuda")
     report = check_engine_sync(engine, weights={name: weight.detach() for name, weight in weights.items()})
     assert len(report.checks) >= 10
+
+
+async def test_a_model_that_sleeps_leaves_the_gpu_with_what_an_adapter_has_changed(tmp_path: Path) -> None:
+    engine, of = TransformersEngine("embedded", device="cuda"), "base_model.model.model.layers.0.self_attn.q_proj"
+    halves = {"lora_A": torch.ones(1, 128), "lora_B": torch.ones(128, 1)}
+    save_file({f"{of}.{name}.weight": half for name, half in halves.items()}, tmp_path / TENSORS)
+    (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}', "ascii")
+    await engine.load_adapter(fr.Adapter(tmp_path), 1)
+    thread = engine._thread
+    for step, where in ((engine.sleep, "cpu"), (engine.wake, "cuda")):
+        await step()
+        assert {tensor.device.type for tensor in thread._own.values()} == {where}
+        assert {tensor.device.type for tensor in thread.decode.model.parameters()} == {where}
+    await engine.aclose()
 
 
 def test_what_was_sampled_is_what_a_forward_pass_makes_of_it(batch: fr.TrajectoryBatch) -> None:

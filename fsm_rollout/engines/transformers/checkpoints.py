@@ -7,7 +7,7 @@ whole process (default dtype, initialisers, progress bars): two at once break ea
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -132,3 +132,11 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)
+
+
+def untied(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return names of a model's tensors, with one name for those that are one tensor."""
+    own, first = model.state_dict(), dict[int, str]()
+    for name, tensor in own.items():
+        first.setdefault(tensor.data_ptr(), name)
+    return {first[own[name].data_ptr()] for name in names}

@@ -36,6 +36,7 @@ from fsm_rollout.engines.transformers.checkpoints import (
     copy_weights,
     load_model,
     read_weights,
+    untied,
 )
 from fsm_rollout.engines.transformers.decode_loop import DecodeLoop
 from fsm_rollout.engines.transformers.picture_rows import check_seeing
@@ -60,7 +61,8 @@ class _ModelThread(threading.Thread):
         self.decode = decode
         self.load = Load()
         self._held: set[str] = set()  # why nothing is sampled: "paused", "asleep", "updating"; empty: it is
-        self._half_loaded = False
+        self._given: set[str] = set()  # the tensors of the present update; those that are tied have one name here
+        self._mixed: set[str] = set()  # those that it, and others that broke off before it, have changed
         self._own: dict[str, torch.Tensor] = {}  # what an adapter has changed of the model, as it was
         self._lock = threading.Lock()
         self._streams: dict[str, ChunkStream] = {}  # where the chunks of each request under way go; `_lock` guards it
@@ -167,43 +169,43 @@ class _ModelThread(threading.Thread):
     # -- orders ---------------------------------------------------------------------------------------------------
 
     def update(self, weights: Mapping[str, torch.Tensor], version: int | None) -> int:
-        check_fit(self.decode.model, weights)
         check_finite(weights)
-        self.begin_update({})
+        self.begin_update(weights)
         self.load_bucket(weights)
         return self.end_update(self.decode.weight_version + 1 if version is None else version)
 
     def begin_update(self, known: Mapping[str, torch.Tensor]) -> None:
         check_fit(self.decode.model, known)
         self._held.add("updating")
+        self._given = set()
         self._deliver(self.decode.flush())  # these tokens carry the old version
 
     def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
         try:
             check_fit(self.decode.model, weights)
-        except EngineError as error:
-            raise HalfLoaded(str(error)) from None
-        copy_weights(self.decode.model, weights)
-        self._own = {name: tensor for name, tensor in self._own.items() if name not in weights}
-        self._half_loaded = True
+            self._given |= untied(self.decode.model, weights)
+            self._mixed |= self._given
+            copy_weights(self.decode.model, weights)
+        except Exception as error:  # whatever torch raises, when there is no memory, say
+            raise HalfLoaded(str(error)) from error
 
     def end_update(self, version: int | None) -> int:
-        if version is None and self._half_loaded:
-            raise HalfLoaded("the model has a part of the new weights")
+        if missing := sorted(self._mixed if version is None else self._mixed - self._given):
+            raise HalfLoaded(
+                f"the model has a part of new weights: '{missing[0]}', one of {len(missing)} tensors that are to be "
+                "given again"
+            )
         if version is not None:
-            copy_weights(self.decode.model, self._own)
-            self._own = {}
-        return self._go_on(version)
-
-    def _go_on(self, version: int | None) -> int:
-        if version is not None:
+            own = {name: tensor for name, tensor in self._own.items() if name not in self._given}
+            copy_weights(self.decode.model, own)
             self.decode.forget()
-            self.decode.weight_version, self._half_loaded = version, False
+            self.decode.weight_version = version
+            self._own, self._mixed = {}, set()
         self._held.discard("updating")
         return self.decode.weight_version
 
     def load_adapter(self, adapter: Adapter, version: int) -> int:
-        if self._half_loaded:
+        if self._mixed:
             raise HalfLoaded("the model has a part of new weights, to which no adapter is added; load whole ones first")
         own = self.decode.model.state_dict()
         changed = adapter.merged(own | self._own)
@@ -213,9 +215,10 @@ class _ModelThread(threading.Thread):
             raise EngineError(f"the adapter changes '{shared[0]}', which is another tensor of the model as well (tied)")
         kept = {name: self._own[name] if name in self._own else own[name].clone() for name in changed}
         self.begin_update({})
-        copy_weights(self.decode.model, self._own | changed)
+        self.load_bucket(self._own | changed)
+        version = self.end_update(version)
         self._own = kept
-        return self._go_on(version)
+        return version
 
     def pause(self) -> None:
         self._held.add("paused")
@@ -230,12 +233,16 @@ class _ModelThread(threading.Thread):
         self._held.add("asleep")
         self.decode.release()
         if self.decode.device.type == "cuda":
-            self.decode.model.to("cpu")
+            self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self.decode.model.to(self.decode.device)
+        self._move(self.decode.device)
         self._held.discard("asleep")
+
+    def _move(self, device: torch.device) -> None:
+        self.decode.model.to(device)
+        self._own = {name: tensor.to(device) for name, tensor in self._own.items()}
 
 
 class TransformersEngine:
@@ -353,16 +360,9 @@ class TransformersEngine:
                 error = f"EngineError: the transformers engine takes no further sampling parameters, got {further}"
             if error is None:
                 good.append(request)
-            else:
-                refused.append(
-                    Chunk(
-                        request.request_id,
-                        weight_version=self.weight_version,
-                        finish_reason=FinishReason.ABORT,
-                        error=error,
-                        replica=self._replica,
-                    )
-                )
+                continue
+            chunk = Chunk(request.request_id, weight_version=self.weight_version, replica=self._replica)
+            refused.append(replace(chunk, finish_reason=FinishReason.ABORT, error=error))
         stream = self._thread.submit(requests, good)
         for chunk in refused:
             stream.put(chunk)

@@ -32,7 +32,7 @@ from fsm_rollout.testing.conformance.runner import Checked, ConformanceError, Su
 from fsm_rollout.testing.simulation.laws import Outline, difference, outline
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.simulation.stand_ins import OneEngine
-from fsm_rollout.testing.simulation.visits import HandlerVisit, Stepped, watch_visits
+from fsm_rollout.testing.simulation.visits import HandlerVisit, Stepped, held_by, watch_visits
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import LimitName, StopReason
 from fsm_rollout.trajectory.event_bytes import decode, encode
@@ -119,7 +119,7 @@ def watch(handler: State, run: Run) -> None:
             run.broken.append(ConformanceError(5, f"{type(handler).__name__}.timed_out raised {error!r}"))
             raise
 
-    watch_visits(handler, run.visits, step)
+    watch_visits(handler, run.visits, step, held_by)
     handler.timed_out = timed_out  # type: ignore[method-assign]
 
 

@@ -299,9 +299,8 @@ def handlers_stay(run: Simulation) -> None:
 def handlers_behave(run: Simulation) -> None:
     """Hold handlers to this: they return what they declare, let cancellation pass, fail only where that is routed."""
     for visit in run.visits:
-        for promise, what in visit.faults():
-            if promise != 3:  # what it may keep shows in whether the schedule matters
-                raise _blame(visit, what)
+        for _, what in visit.faults():  # what it may keep shows in whether the schedule matters
+            raise _blame(visit, what)
     for visit in _raised(run):
         if not isinstance(visit.outcome, RolloutError | TimeoutError):
             raise _failed(visit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -128,15 +128,18 @@ Steps = Callable[[Coroutine[object, object, Outcome], Trajectory], Stepped[Outco
 
 
 def watch_visits(
-    handler: State, visits: list[HandlerVisit], step: Steps = lambda visit, trajectory: Stepped(visit)
+    handler: State,
+    visits: list[HandlerVisit],
+    step: Steps = lambda visit, trajectory: Stepped(visit),
+    kept: Callable[[State], Mapping[str, object]] = lambda handler: {},
 ) -> None:
-    """Note each visit of a handler in a list; ``step`` makes its steps."""
+    """Note each visit of a handler in a list; ``step`` makes its steps, ``kept`` says what it keeps beside them."""
     run = handler.run
     name = f"{type(handler).__module__}:{type(handler).__qualname__}"
 
     async def watched(trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         # 1. Before: what it keeps.
-        before, tasks = _kept(handler), WeakSet[asyncio.Task[object]]()
+        before, tasks = kept(handler), WeakSet[asyncio.Task[object]]()
         steps = step(run(trajectory, ctx), trajectory)
         visit = HandlerVisit(trajectory.trajectory_id, handler.name, name, tuple(handler.triggers), steps)
         _listen(ctx, visit)
@@ -151,7 +154,7 @@ def watch_visits(
         finally:
             # 3. After: what still runs, and what it keeps now.
             tasks_of_visit.reset(token)
-            after, visit.cancelled = _kept(handler), being_cancelled()
+            after, visit.cancelled = kept(handler), being_cancelled()
             visit.running = sorted(described(task) for task in tasks if not task.done())
             visit.changed = sorted(key for key in after.keys() | before.keys() if after.get(key) != before.get(key))
             visits.append(visit)
@@ -185,7 +188,7 @@ def _listen(ctx: HandlerContext, visit: HandlerVisit) -> None:
     ctx.check, ctx.charge = noting()(ctx.check), noting()(ctx.charge)  # type: ignore[method-assign]
 
 
-def _kept(handler: State) -> dict[str, object]:
+def held_by(handler: State) -> Mapping[str, object]:
     """Return what a handler holds, on itself and on its class, by value where that can be had."""
     cls = type(handler)
     attributes = {f"self.{key}": value for key, value in vars(handler).items()}

@@ -85,13 +85,15 @@ def test_the_summary_counts_the_events(drawn: list[list[AnyEvent]], sub_agents: 
         return [under_way([(max(0.0, e.at - e.seconds), e.at) for e in every(kind, [events])]) for events in several]
 
     def said(events: list[AnyEvent]) -> int:
-        """Count its messages; what a context's further stream opens with has been said before, if it has been."""
+        """Count its messages; what a context's further stream opens with was said before, but for what is answered."""
         contexts: dict[str, list[Any]] = {}
         for event in events:
             if isinstance(event, ContextOpened):
                 before, opening = contexts.setdefault(event.context, []), list(event.messages)
-                goes_on = opening[: len(before)] == before
+                goes_on, last = opening[: len(before)] == before, opening[-1]
+                again = [last] if not goes_on and last in before and last != before[-1] else []
                 before += opening[len(before) :] if goes_on else [m for m in opening if m not in before]
+                before += again
             elif isinstance(event, MessagesAppended):
                 contexts[event.context] += event.messages
             elif isinstance(event, Generated) and not event.continued:

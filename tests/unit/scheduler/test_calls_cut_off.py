@@ -48,7 +48,18 @@ def test_a_call_cut_off_by_an_interruption_is_made_again_only_if_it_may_be(
     assert trajectory.spent["tool_calls"] == len(names)
 
 
-# -- found by attacking it -------------------------------------------------------------------------------------------
+def test_calls_have_the_same_ids_after_an_interruption() -> None:
+    """Their randomness follows from their ids; the first turn, half of which is there, goes on and stays the first."""
+    script = [call("tool", "one"), call("tool", "two"), "done"]
+
+    def ids(going: Callable[[Bench], list[Group]]) -> list[str]:
+        says = lambda r: Turn(text=script[r.turn], delay=1.0, chunks=4)  # noqa: E731
+        (stream,) = only(going(Bench(with_tool("tests.law_tools:echo"), says))).streams
+        return [message["tool_call_id"] for message in stream.messages if message["role"] == "tool"]
+
+    whole = ids(lambda bench: bench.go(1, 1))
+    assert ids(lambda bench: run_virtual(bench.interrupted(2.5))) == whole
+    assert len(set(whole)) == 2
 
 
 # -- a process that died in a call ---------------------------------------------------------------------------------

@@ -13,15 +13,19 @@ from typing import Any, cast
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.engines.weight_sources import Loaded
 from fsm_rollout.errors import EngineError, RefusedError
 from fsm_rollout.model.folders import model_folder
+from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.serve.remote_weights import pushed
-from fsm_rollout.serve.standing import Standing
-from fsm_rollout.serve.training_wire import API, PATH
+from fsm_rollout.serve.standing import Standing, names
+from fsm_rollout.serve.training_wire import API, PATH, Begin
+from fsm_rollout.trajectory.pictures import openai_part, picture_of
+from fsm_rollout.trajectory.prompt import as_prompts
 from tests.integration.remote_trainer import rows_of
 from tests.kit import CONFIGS
 from tests.remote import serving
@@ -125,6 +129,22 @@ def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path
         second.wake()
         second.close()
         first._closed = True
+
+
+def test_what_had_waited_for_a_run_has_its_pictures_when_that_is_over() -> None:
+    async def main() -> None:
+        async with rollout() as training:
+            scheduler, shown, standing = training.scheduler, picture_of(np.zeros((8, 8, 3), np.uint8)), Standing()
+            (prompt,) = as_prompts([{"messages": [{"role": "user", "content": [openai_part(shown)]}]}])
+            group = Group("0", 0, prompt, scheduler.agents.of_prompt(prompt), 1)
+            scheduler.groups.put(group, GroupState.WAITING)
+            standing = standing.of_run(Begin(client="a", run=0, n=1), scheduler, set())
+            await scheduler.drop_carried()
+            standing.over(scheduler)
+            assert (names(standing.carried), standing.remaining) == (["0"], [])
+            assert [data for data, *_ in standing.pictures] == [shown.data]
+
+    asyncio.run(main())
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

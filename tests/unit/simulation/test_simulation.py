@@ -221,6 +221,8 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert picture.read_text().count("<polyline") == 4
     for line in re.findall('<polyline .*points="(.*)"', picture.read_text()):
         assert len(line.split()) > 100, "also of a run that takes seconds"
+    refused = CliRunner().invoke(app, [*words, "-o", "picture.png"])
+    assert (refused.exit_code, "-o picture.png: the picture is an SVG" in refused.output) == (2, True)
 
 
 def test_a_run_with_shards_is_refused_with_what_can_be_simulated() -> None:

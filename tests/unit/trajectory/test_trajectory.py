@@ -33,7 +33,7 @@ from fsm_rollout.trajectory.events import (
     UserReplied,
 )
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.stream import AssistantTurn, Stream
+from fsm_rollout.trajectory.stream import AssistantTurn, Stream, turns_of
 from fsm_rollout.trajectory.tokens import MessagePart
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
@@ -262,9 +262,25 @@ def test_messages_are_the_whole_conversation() -> None:
     trajectory.apply(opened(messages=[system, summary]))
     trajectory.apply(generated(message=said("assistant", "Go on.")))
     assert trajectory.messages == [system, asked, answer, result, second, summary, said("assistant", "Go on.")]
-    trajectory.apply(opened("critic", messages=[said("user", "Judge.")]))
+    judge, no, yes = said("user", "Judge."), said("assistant", "No."), said("assistant", "Yes.")
+    trajectory.apply(opened("critic", messages=[system, judge]))
     assert trajectory.messages[-1] == said("assistant", "Go on.")
-    assert trajectory.conversation("critic") == [said("user", "Judge.")]
+    assert trajectory.conversation("critic") == [system, judge]
+    trajectory.apply(generated("critic", message=no))
+    before = turns_of(trajectory.streams)
+
+    # What was answered and is asked again is said again; what waits for its answer, or opens a branch, is not.
+    trajectory.apply(opened("critic", messages=[system, judge]))
+    trajectory.apply(generated("critic", message=yes))
+    assert trajectory.conversation("critic") == [system, judge, no, judge, yes]
+    assert turns_of(trajectory.streams) == before + 2
+    again = said("user", "Again.")
+    trajectory.apply(MessagesAppended(at=3.0, context="critic", state="REVIEWING", messages=[again]))
+    trajectory.apply(opened("critic", messages=[system, no, again]))
+    assert trajectory.conversation("critic") == [system, judge, no, judge, yes, again]
+    trajectory.apply(opened("critic~2", messages=[system, judge]))
+    trajectory.apply(generated("critic~2", message=said("assistant", "Maybe.")))
+    assert turns_of(trajectory.streams) == before + 4
     assert trajectory.conversation("nobody") == []
 
 

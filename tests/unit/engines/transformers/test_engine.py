@@ -18,7 +18,7 @@ from fsm_rollout.engines.adapters import TENSORS, Adapter
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import Chunk, Engine, HalfLoaded, Load, Request, SamplingParams
+from fsm_rollout.engines.protocol import Chunk, Engine, HalfLoaded, Load, Request, SamplingParams, WeightSource
 from fsm_rollout.engines.replica import Placement
 from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.transformers.checkpoints import check_supported
@@ -142,7 +142,7 @@ def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_pa
     check_logprobs(asyncio.run(main()), {11: other_model})
 
 
-async def test_a_part_of_new_weights_is_not_made_whole_by_an_adapter(tokenizer: Any, tmp_path: Path):
+async def test_a_part_of_new_weights_is_made_whole_by_the_same_tensors_only(tokenizer: Any, tmp_path: Path):
     own = make_model(0)
     engine = TransformersEngine(own, tokenizer)
     folder, of = tmp_path / "adapter", "model.layers.0.self_attn.q_proj"
@@ -151,19 +151,26 @@ async def test_a_part_of_new_weights_is_not_made_whole_by_an_adapter(tokenizer: 
     out, into = own.state_dict()[f"{of}.weight"].shape
     halves = {"lora_A": torch.ones(1, into), "lora_B": torch.ones(out, 1)}
     save_file({f"base_model.model.{of}.{name}.weight": half for name, half in halves.items()}, folder / TENSORS)
+    norm, head = {"model.norm.weight": torch.ones(48)}, {"lm_head.weight": own.state_dict()["lm_head.weight"].clone()}
+    embedding = {"model.embed_tokens.weight": head["lm_head.weight"]}
 
-    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
-        for _ in range(2):
-            yield "model.norm.weight", torch.ones(48)
+    def breaks_off(*tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in tensors:
+            yield from named.items()
         raise RuntimeError("no more")
 
-    (error,) = await Tensors(breaks_off(), bucket_bytes=1).deliver([engine], 1)
-    assert isinstance(error, HalfLoaded)
-    (error,) = await adapted(folder).deliver([engine], 2)
-    assert (type(error), engine.weight_version, engine.load().running) == (HalfLoaded, 0, 0)
-    await engine.update_weights(own.state_dict(), 3)
-    (error,) = await adapted(folder).deliver([engine], 4)
-    assert (error, engine.weight_version) == (None, 4)
+    async def state(*sources: WeightSource) -> list[object]:
+        for source in sources:
+            (error,) = await source.deliver([engine], 7)
+        return [type(error), engine.weight_version, engine.load().running]
+
+    half, whole = [HalfLoaded, 0, 0], [type(None), 7, 0]
+    broken = Tensors(breaks_off(norm, head, norm), bucket_bytes=1)  # the last is read and not loaded
+    assert await state(broken, adapted(folder)) == half
+    assert await state(Tensors(norm)) == half, "the head is still that of weights that broke off"
+    assert await state(Tensors(norm | embedding)) == whole, "the head is the embedding, as they are tied"
+    assert await state(adapted(folder), Tensors(norm)) == whole
+    assert await collect(engine, request("r"))
     await engine.aclose()
 
 
