@@ -72,7 +72,10 @@ PROMPTS = CONFIGS / "data/arithmetic.jsonl"
 names = (f"test-{number}" for number in itertools.count())
 
 
-ARGUMENTS = {"grammar_backend": "xgrammar"}  # which has SGLang load a tokenizer
+ARGUMENTS = {
+    "grammar_backend": "xgrammar",  # which has SGLang load a tokenizer
+    "allow_auto_truncate": True,  # it cuts what is too long, and the engine has to see that
+}
 
 
 class Served:
@@ -482,7 +485,7 @@ async def test_a_process_of_sglang_that_is_killed_in_a_run_changes_no_row(served
 def test_a_killed_scheduler_costs_no_token_as_another_sglang_goes_on_with_the_same_weights(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False, "allow_auto_truncate": True}
+    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False}
     monkeypatch.setattr(
         sglang_process, "ServerProcess", lambda own, threads: ServerProcess({**own, **defaults}, threads)
     )

@@ -298,7 +298,8 @@ class CompletionsEndpoint(AdaptedEndpoint):
             raise second_answer(self.url)
         reason = None if choice.finish_reason is None else FinishReason(choice.finish_reason)
         logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-        if "echo" in body:  # the prompt's come first, in the first event
+        if "echo" in body:  # the prompt's come first, in the first event; the token after them may be one that stops
+            reason = FinishReason.LENGTH if reason is FinishReason.STOP else reason
             part = AnswerPart(finish_reason=reason, prompt_tokens=prompt_tokens, prompt_ids=choice.prompt_token_ids)
             if len(logprobs) >= len(body["prompt"]):
                 scores = [NO_NUMBER if logprob is None else logprob for logprob in logprobs[: len(body["prompt"])]]

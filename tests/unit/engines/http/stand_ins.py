@@ -253,7 +253,7 @@ class VLLMStandIn(StandIn):
         while reason is None:
             token, logprob = self._sample(ids, body, random.Random(f"{seed}/{len(ids)}"))
             ids.append(token)
-            if not body.get("ignore_eos") and token in body.get("stop_token_ids", ()):
+            if not body.get("ignore_eos") and token in body.get("stop_token_ids", {STOP}):
                 reason = "stop"
             elif len(ids) - prompt == body["max_tokens"] or len(ids) == WINDOW:
                 reason = "length"
