@@ -17,9 +17,11 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TESTS_SECONDS = "60"
 HARNESSES = Path(os.environ.get("FSM_HARNESSES", "runs/harnesses")).absolute()
-_installing = asyncio.Lock()
+_installer = ThreadPoolExecutor(1)  # one at a time, whichever event loops ask
 
 
 async def installed(name: str, packages: tuple[str, ...], *, npm: bool = False) -> Path:
@@ -39,35 +41,32 @@ async def installed(name: str, packages: tuple[str, ...], *, npm: bool = False) 
 
     What comes from PyPI has an environment of its own there, for the Python that runs this.
     """
+    return await asyncio.get_running_loop().run_in_executor(_installer, _installed, name, packages, npm)
+
+
+def _installed(name: str, packages: tuple[str, ...], npm: bool) -> Path:
     folder = HARNESSES / name
-    async with _installing:
-        if not (folder / "installed").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            print(f"{name}: installing {', '.join(packages)} into {folder}, once", file=sys.stderr, flush=True)
-            if npm:
-                if (program := shutil.which("npm")) is None:
-                    raise ToolError(f"{name} comes from npm, which is not installed; install Node.js, or take another")
-                words = [program, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
-            else:
-                await _done(name, [sys.executable, "-m", "venv", str(folder)])
-                words = [str(folder / "bin/python"), "-m", "pip", "install", "--progress-bar", "off", "-q", *packages]
-            await _done(name, words)
-            (folder / "installed").touch()
+    if not (folder / "installed").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"{name}: installing {', '.join(packages)} into {folder}, once", file=sys.stderr, flush=True)
+        if npm:
+            if (program := shutil.which("npm")) is None:
+                raise ToolError(f"{name} comes from npm, which is not installed; install Node.js, or take another")
+            words = [program, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+        else:
+            _do(name, [sys.executable, "-m", "venv", str(folder)])
+            words = [str(folder / "bin/python"), "-m", "pip", "install", "--progress-bar", "off", "-q", *packages]
+        _do(name, words)
+        (folder / "installed").touch()
     return folder
 
 
-async def _done(name: str, words: list[str]) -> None:
-    """Run one step of an installation."""
-    process = await asyncio.create_subprocess_exec(*words, stdout=2, stderr=asyncio.subprocess.PIPE)
-    try:
-        _, said = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        text = said.decode(errors="replace").strip()
-        raise ToolError(f"{name} could not be installed ({' '.join(words)}): {text[-600:]}")
+def _do(name: str, words: list[str]) -> None:
+    """Carry out one step of an installation."""
+    done = subprocess.run(words, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise ToolError(f"{name} could not be installed ({' '.join(words)}): {done.stderr.strip()[-600:]}")
 
 
 def program_in(folder: Path, name: str) -> str:

@@ -17,6 +17,7 @@ from fsm_rollout.engines.protocol import HalfLoaded, WeightSource
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import UPDATE_WITHIN, Bucket, Loaded, Tensors
 from fsm_rollout.errors import EngineError
+from fsm_rollout.model.folders import EMBEDDED
 from fsm_rollout.serve.remote_run import ServiceLine
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ async def pushed(line: ServiceLine, source: WeightSource, version: int | None, b
         EngineError: no engine could load them.
     """
     if isinstance(source, Loaded | Adapter):  # the service checks it, and may alone have the folder
-        adapter = isinstance(source, Adapter)
-        folder = _absolute(str(source.folder if isinstance(source, Adapter) else source.weights))
-        means = "adapter" if adapter else "folder"
+        means, named = ("adapter", source.folder) if isinstance(source, Adapter) else ("folder", source.weights)
+        folder = str(named)
+        if means == "adapter" or folder.partition(":")[0] != EMBEDDED:  # which is a word, whatever folders there are
+            folder = _absolute(folder)
         return int(await line.order("load", means=means, folder=folder, version=version))
     source.check()
     if isinstance(source, Tensors) and source.local:

@@ -353,7 +353,7 @@ class TrainingService(Guarded):
 
     async def _load_state(self, state: dict[str, Any]) -> tuple[list[Waiting], list[PackedPicture]]:
         """Go on where a state was saved, and return what waits for the next run."""
-        standing, scheduler = self.standing, self.rollout.scheduler
+        standing, scheduler, at = self.standing, self.rollout.scheduler, None
         if standing.key[1] < 0:  # nothing has run in this folder
             self.rollout.load_state_dict(state)
             self._begun, standing.key, standing.before = True, (standing.client, 0), list(state["group_ids"])
@@ -373,7 +373,7 @@ class TrainingService(Guarded):
             standing.key = "", standing.key[1]
             if self.training is not None:
                 self.training.key = standing.key
-        return standing.carried if standing.remaining is None else standing.remaining, standing.pictures
+        return (standing.carried if at == "before" else standing.remaining or []), standing.pictures
 
     async def _done(self, acked: Sequence[str]) -> None:
         """Let the trainer go: it has done with all that it had."""

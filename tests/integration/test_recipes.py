@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,16 @@ def test_an_image_that_another_process_unpacks_meanwhile_is_taken_from_there(
     monkeypatch.setattr(enclosed, "mkdtemp", overtaken)
     folder = asyncio.run(unpacked(image, tmp_path))
     assert list(tmp_path.iterdir()) == [folder], "nothing is left beside it"
+
+
+def test_an_image_is_unpacked_once_for_all_event_loops_that_ask(image: str, tmp_path: Path) -> None:
+    async def twice() -> list[Path]:
+        return await asyncio.gather(unpacked(image, tmp_path), unpacked(image, tmp_path))
+
+    with ThreadPoolExecutor(2) as loops:
+        found = [*loops.map(asyncio.run, (twice(), twice()))]
+    assert {*found[0], *found[1]} == {*tmp_path.iterdir()}
+    assert len({*found[0]}) == 1
 
 
 def test_an_image_that_is_not_there_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -95,7 +96,7 @@ async def run_enclosed(
     return [CommandEnd(**ended) for ended in answer["ended"]]
 
 
-_unpacking = asyncio.Lock()
+_unpacker = ThreadPoolExecutor(1)  # one at a time, whichever event loops ask
 
 
 async def unpacked(image: str, folder: Path) -> Path:
@@ -104,8 +105,7 @@ async def unpacked(image: str, folder: Path) -> Path:
     Raises:
         ToolError: neither podman nor docker is installed, or there is no such image.
     """
-    async with _unpacking:
-        return await asyncio.to_thread(_unpacked, image, folder)
+    return await asyncio.get_running_loop().run_in_executor(_unpacker, _unpacked, image, folder)
 
 
 def _unpacked(image: str, folder: Path) -> Path:

@@ -73,11 +73,13 @@ def test_an_address_is_understood_or_told_what_is_wrong_with_it(tmp_path: Path) 
 
 def test_a_folder_is_named_as_another_process_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "weights").mkdir()
+    for name in ("weights", "embedded"):
+        (tmp_path / name).mkdir()
     with serving(rollout(), tmp_path) as url, fr.RemoteRollout(url) as remote:
         remote.update_weights("weights")
-        remote.update_weights("embedded:early")
-        assert [each.folder for each in Standing.read(tmp_path).weights] == ["embedded:early"]
+        for word in ("embedded", "embedded:early"):
+            remote.update_weights(word)
+            assert [each.folder for each in Standing.read(tmp_path).weights] == [word]
         remote.update_weights(Path("weights"))
         assert [each.folder for each in Standing.read(tmp_path).weights] == [str(tmp_path / "weights")]
 
@@ -109,6 +111,10 @@ def test_its_metrics_say_what_runs_and_updates_cost(tmp_path: Path) -> None:
         assert f'fsm_rollout_weight_update_duration_seconds{{phase="{phase}",quantile="p50"}}' in shown
 
 
+def waits(remote: fr.Rollout) -> list[str]:
+    return [group.group_id for group in remote.scheduler.carried]
+
+
 def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path) -> None:
     with serving(rollout(), tmp_path) as url:
         first, second = fr.RemoteRollout(url), fr.RemoteRollout(url)
@@ -122,6 +128,13 @@ def test_one_trainer_is_served_and_what_it_cannot_have_is_refused(tmp_path: Path
             second.load_state_dict(state)
             again.add(rows_of(second.run(["one"])))
         assert len(again) == 1, "the run after it, which comes again"
+        # What waits for a run that comes again is what had waited for it, not what it has left.
+        second.run(["two", "three", "four", "five"], target_groups=1, over_sample=3.0)
+        before, state = waits(second), second.state_dict()
+        second.run([], target_groups=len(before))
+        assert len(before) > len(waits(second)) == 0
+        second.load_state_dict(state)
+        assert waits(second) == before
         second.run(["two"])
         with pytest.raises(fr.ConfigError, match="start the service with another folder"):
             second.load_state_dict(state)
