@@ -8,10 +8,9 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import ClassVar
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsm_rollout.engines.client import EngineClient
@@ -33,14 +32,17 @@ SWAPS = st.tuples(
 
 
 class Witnessed(Fragile):
-    """Sends chunks of which its own weights are known."""
+    """Sends chunks of which its own weights are known: for each request, at which places it had tokens of which."""
 
-    seen: ClassVar[dict[str, set[int]]] = {}
+    seen: ClassVar[dict[str, set[tuple[int, int]]]] = {}
 
     async def _unless_stuck(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        places = {request.request_id: request.sampled for request in self.asked}
         async for chunk in super()._unless_stuck(chunks):
-            if chunk.ids:
-                self.seen.setdefault(chunk.request_id.partition("#")[0], set()).add(self.weight_version)
+            for _ in chunk.ids:
+                seen = self.seen.setdefault(chunk.request_id.partition("#")[0], set())
+                seen.add((places[chunk.request_id], self.weight_version))
+                places[chunk.request_id] += 1
             yield chunk
 
 
@@ -81,7 +83,11 @@ def test_replicas_are_as_many_as_there_are_places(places: list[int], killed: lis
     run(place, main, 3, restarts=100)
 
 
+ALL_AT_ONCE = [*[("kill", 0, 0.0)] * 2, ("kill", 0, 3.5)]
+
+
 @given(schedule=st.lists(HAPPENS, max_size=12), count=st.integers(1, 3), asked=st.integers(1, 9))
+@example(schedule=[("update", 0, 3.5), *ALL_AT_ONCE, *ALL_AT_ONCE], count=3, asked=6)
 def test_no_token_is_lost_and_none_bears_a_wrong_version(
     schedule: Sequence[tuple[str, int, float]], count: int, asked: int
 ) -> None:
@@ -109,10 +115,10 @@ def test_no_token_is_lost_and_none_bears_a_wrong_version(
         await asyncio.gather(*tasks)
         for answer in [pending for some in under_way for pending in await some]:
             right(answer)
-            versions = [version for version, _ in groupby(of for _, of in answer.versions)]
+            versions = [version for count, version in answer.versions for _ in range(count)]
             assert versions == sorted(versions)
-            assert sum(tokens for tokens, _ in answer.versions) == len(answer.ids)
-            assert set(versions) <= Witnessed.seen[answer.request.request_id.partition("#")[0]]
+            assert len(versions) == len(answer.ids)
+            assert set(enumerate(versions)) <= Witnessed.seen[answer.request.request_id]
         last = client.weight_version
         assert last == sum(what == "update" for what, _, _ in schedule)
         (answer,) = await answers(client, "at last")

@@ -503,43 +503,6 @@ def test_every_request_ends_once_with_all_that_was_emitted(kinds: list[str], max
         assert len(pending.logprobs) == sum(count for count, _ in pending.versions) == len(emitted)
 
 
-def test_every_request_ends_once_whatever_is_lost() -> None:
-    """Oracle: the engines' own logs; each token is one that a replica gave, at its place and of its version."""
-    place = Place(lambda _: Fragile(max_running=4))
-
-    async def body(client: EngineClient) -> list[PendingRequest]:
-        asked = [client.submit(ask(f"{i:02}")) for i in range(40)]
-        for index in (0, 2, 1, 0):
-            await asyncio.sleep(6)
-            place.last(index).die()
-            await client.update_weights({})
-        await done(*asked)
-        return asked
-
-    for pending in run(place, body, 3):
-        assert pending.ids.tolist() == right_ids(pending)
-        versions = [version for count, version in pending.versions for _ in range(count)]
-        start = len(pending.request.ids)
-        given = said(place, pending.request.request_id)
-        assert given >= {(start + i, *pair) for i, pair in enumerate(zip(pending.ids, versions, strict=True))}
-
-
-def right_ids(pending: PendingRequest) -> list[int]:
-    return [*tokenizer().encode(f"{pending.request.trajectory_id}: {TEXT}"), tokenizer().eos_token_id]
-
-
-def said(place: Place, request_id: str) -> set[tuple[int, int, int]]:
-    """Return ``(position, token, version)`` of everything that any engine sampled for a request."""
-    found: set[tuple[int, int, int]] = set()
-    for life in place.all:
-        positions = {request.request_id: len(request.ids) for request in life.asked}
-        for chunk in [line.what for line in life.log if isinstance(line.what, Chunk)]:
-            for token in chunk.ids if chunk.request_id.partition("#")[0] == request_id else ():
-                found.add((positions[chunk.request_id], token, chunk.weight_version))
-                positions[chunk.request_id] += 1
-    return found
-
-
 @pytest.mark.parametrize("restarts", [True, False])
 def test_what_is_asked_of_a_closed_engine_ends_at_once(restarts: bool) -> None:
     async def body(client: EngineClient) -> None:

@@ -40,16 +40,6 @@ def restarts(client: EngineClient) -> list[int]:
 # -- lives -----------------------------------------------------------------------------------------------------------
 
 
-@pooled()
-async def test_an_engine_that_dies_with_nothing_to_do_is_back_before_it_is_needed(
-    client: EngineClient, place: Place
-) -> None:
-    await answers(client, "a")
-    place.last().die()
-    await asyncio.sleep(NOTICED)
-    assert (restarts(client), states(client)) == ([1], ["up"])
-
-
 @pytest.mark.parametrize("listens", [True, False])
 @pooled(2, router=LeastLoadedRouter())
 async def test_a_hung_replica_is_noticed_in_the_stated_time(client: EngineClient, place: Place, listens: bool) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -42,23 +41,6 @@ async def test_what_a_dead_replica_had_goes_on_elsewhere(client: EngineClient, p
         (answer,) = [each for each in asked.result() if each.request.trajectory_id == request.trajectory_id]
         assert request.ids.tolist() == [65, 66, 67, *answer.ids[: request.sampled]]
         assert (request.sampled > 0) == (after > 1)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pooled()
-async def test_all_are_lost_at_the_same_moment_twice(client: EngineClient, place: Place, count: int) -> None:
-    assert await client.update_weights({}, 4) == 4
-    asked = [soon(client, *map(str, range(6)))]
-    for time in range(2):
-        await asyncio.sleep(3.5)
-        for index in range(count):
-            place.last(index).die()
-        await asyncio.sleep(0)
-        asked.append(soon(client, f"late {time}"))
-    for answer in chain(*await asyncio.gather(*asked)):
-        right(answer)
-        assert answer.versions == [(len(answer.ids), 4)]
-    assert {(replica.restarts, replica.state) for replica in client.pool.replicas} == {(2, "up")}
 
 
 @pooled(2, silence=5)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -47,13 +47,13 @@ class Turn(NamedTuple):
 class Caller:
     """Somebody who speaks one protocol, and sends the whole history each time unless the protocol keeps it."""
 
-    def __init__(self, server: Served, way: str, model: str) -> None:
+    def __init__(self, server: Served, way: str, model: str, key: str, options: dict[str, Any]) -> None:
         self.protocol, _, self.how = way.partition(" ")
         self.history: list[Any] = []
         self.previous: str | None = None
-        anthropics = partial(anthropic.AsyncAnthropic, base_url=server.url, api_key="none", max_retries=0)
-        self.client: Any = anthropics() if self.protocol == "anthropic" else server.openai()
-        self.model = model
+        anthropics = partial(anthropic.AsyncAnthropic, base_url=server.url, api_key=key, max_retries=0)
+        self.client: Any = anthropics() if self.protocol == "anthropic" else server.openai(key)
+        self.asked: dict[str, Any] = {"model": model, **options}
 
     async def say(self, text: str) -> Turn:
         return await self._send([{"role": "user", "content": text}])
@@ -76,7 +76,7 @@ class Caller:
         return await getattr(self, f"_{self.protocol}")(new)  # type: ignore[no-any-return]
 
     async def _chat(self, new: list[Any]) -> Turn:
-        asked: Any = {"model": self.model, "messages": self.history, "tools": [TOOL]}
+        asked: Any = self.asked | {"messages": self.history, "tools": [TOOL]}
         if self.how == "streamed":
             message: dict[str, Any] = {"role": "assistant", "content": ""}
             async for chunk in await self.client.chat.completions.create(**asked, stream=True):
@@ -93,7 +93,7 @@ class Caller:
 
     async def _responses(self, new: list[Any]) -> Turn:
         tool = {"type": "function", "strict": False, **TOOL["function"]}
-        asked: Any = {"model": self.model, "input": self.history, "tools": [tool]}
+        asked: Any = self.asked | {"input": self.history, "tools": [tool]}
         if self.how == "by id" and self.previous:
             asked |= {"input": new, "previous_response_id": self.previous}
         if self.how == "streamed":
@@ -111,7 +111,7 @@ class Caller:
     async def _anthropic(self, new: list[Any]) -> Turn:
         function = TOOL["function"]
         tool = {k: function[k] for k in ("name", "description")} | {"input_schema": function["parameters"]}
-        asked: Any = {"model": self.model, "max_tokens": 200, "messages": self.history, "tools": [tool]}
+        asked: Any = self.asked | {"max_tokens": 200, "messages": self.history, "tools": [tool]}
         if self.how == "streamed":
             async with self.client.messages.stream(**asked) as stream:
                 message: Any = await stream.get_final_message()
@@ -124,8 +124,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def calling(server: Served, way: str, model: str = "chatting") -> AsyncIterator[Caller]:
-    caller = Caller(server, way, model)
+async def calling(
+    server: Served, way: str, model: str = "chatting", key: str = "none", **options: Any
+) -> AsyncIterator[Caller]:
+    caller = Caller(server, way, model, key, options)
     async with caller.client:
         yield caller
 
@@ -205,7 +207,7 @@ def test_whatever_is_called_and_answered_is_one_stream_with_what_the_engine_samp
     ("model", "streamed"),
     [(OpenAIResponsesModel, False), (OpenAIResponsesModel, True), (OpenAIChatCompletionsModel, False)],
 )
-async def test_an_agent_of_the_agents_sdk_carries_out_its_own_tools(model: Any, streamed: bool) -> None:
+async def test_an_agent_of_the_agents_sdk_carries_out_its_own_tools_and_goes_on(model: Any, streamed: bool) -> None:
     set_tracing_disabled(True)
     async with served(TURNS) as server, server.openai() as client:
         ours: Any = Agent("ours", "Be brief.", model=model("chatting", client), tools=[function_tool(look_up)])
@@ -216,8 +218,10 @@ async def test_an_agent_of_the_agents_sdk_carries_out_its_own_tools(model: Any, 
         else:
             result = await Runner.run(ours, "What is it?")
         assert result.final_output == "It is 42."
+        thanks: Any = {"role": "user", "content": "Thanks."}
+        assert (await Runner.run(ours, [*result.to_input_list(), thanks])).final_output == "You are welcome."
         (trajectory,) = server.trajectories.values()
-        assert trajectory.generations == 4
+        assert trajectory.generations == 5
         assert len(trajectory.streams) == 1
 
 
@@ -262,27 +266,36 @@ async def test_the_names_of_calls_and_their_order_are_the_caller_s() -> None:
         assert [m["content"] for m in trajectory.messages if m["role"] == "tool"][1:3] == ["six: x", "seven: x"]
 
 
-def test_a_server_that_is_started_again_waits_for_the_results(tmp_path: Path) -> None:
+def test_a_server_that_is_started_again_waits_for_results_and_for_what_is_said_next(tmp_path: Path) -> None:
+    """Of the same caller, who asks for the same sampling."""
     journal = tmp_path / "journal.sqlite"
     kept: list[Any] = []
 
-    async def first() -> None:
-        async with served(TURNS, journal=journal) as server, calling(server, "chat whole") as caller:
-            calls = (await caller.say("What is it?")).calls
-            await caller.answer([(id, look_up(**arguments)) for id, arguments in reversed(calls.items())])
-            kept.extend(caller.history)
-
-    async def second() -> None:
-        async with served(TURNS, journal=journal) as server, calling(server, "chat whole") as caller:
-            await server.until(lambda: server.service.waiting)
+    async def goes_on(step: Callable[[Caller], Awaitable[object]]) -> None:
+        async with (
+            served(TURNS, journal=journal, keys=("k",)) as server,
+            calling(server, "chat whole", key="k", temperature=0.5) as caller,
+        ):
+            await server.until(lambda: server.service.waiting or not kept)
             caller.history = kept[:]
-            assert (await caller.answer([(kept[-1]["tool_calls"][0]["id"], "x")])).text == "It is 42."
+            await step(caller)
+            kept[:] = caller.history
 
-    asyncio.run(first())
-    asyncio.run(second())
+    async def asks(caller: Caller) -> None:
+        calls = (await caller.say("What is it?")).calls
+        await caller.answer([(id, look_up(**arguments)) for id, arguments in reversed(calls.items())])
+
+    async def answers(caller: Caller) -> None:
+        assert (await caller.answer([(kept[-1]["tool_calls"][0]["id"], "x")])).text == "It is 42."
+
+    async def says(caller: Caller) -> None:
+        assert (await caller.say("Thanks.")).text == "You are welcome."
+
+    for step in (asks, answers, says):
+        asyncio.run(goes_on(step))
     (trajectory,) = read(journal)
     assert len(trajectory.streams) == 1
-    assert [len(turn.calls) for turn in trajectory.assistant_turns] == [3, 1, 1, 0]
+    assert [len(turn.calls) for turn in trajectory.assistant_turns] == [3, 1, 1, 0, 0]
 
 
 async def test_calls_that_nobody_carries_out_end_their_trajectory() -> None:

@@ -15,7 +15,6 @@ import anthropic
 import numpy as np
 import openai
 import pytest
-from agents import Agent, OpenAIResponsesModel, Runner, set_tracing_disabled
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
@@ -35,8 +34,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.foreign import CALL, check_exact
 from tests.kit import CONFIGS
-from tests.unit.report.test_pictures import picture
-from tests.vision import gemma3, gemma3_with_tools
+from tests.vision import gemma3_with_tools
 
 CHATTING = FILES["chats"]
 SINGLE = FILES["single"]
@@ -128,31 +126,45 @@ async def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
             assert (model.id, model.architecture) == ("chatting", {"input_modalities": ["text"]})  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+PICTURES: dict[str, Callable[[Any], Any]] = {
+    "openai": openai_part,
+    "anthropic": anthropic_dialect.picture_part,
+    "responses": responses_dialect.picture_part,
+}
+"""A part of a message that shows a picture, by protocol."""
+
+
+@pytest.mark.parametrize("protocol", PICTURES)
 async def test_callers_show_pictures_and_a_conversation_goes_on_with_them(protocol: str) -> None:
-    form = openai_part if protocol == "openai" else anthropic_dialect.picture_part
+    form, text = PICTURES[protocol], "input_text" if protocol == "responses" else "text"
     first, second = (picture_of(np.full((40, 60, 3), grey, np.uint8)) for grey in (0, 200))
-    async with served(lambda request: "well", processor=gemma3_with_tools()) as server, server.openai() as client:
+    async with (
+        served(lambda request: "well", processor=gemma3_with_tools()) as server, server.openai() as client,
+        anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as anthropics,
+    ):  # fmt: skip
+
+        async def ask(messages: Any) -> str | None:
+            if protocol == "openai":
+                reply = await client.chat.completions.create(model="chatting", messages=messages)
+                return reply.choices[0].message.content
+            if protocol == "responses":
+                return (await client.responses.create(model="chatting", input=messages)).output_text
+            said = await anthropics.messages.create(model="chatting", messages=messages, max_tokens=100)
+            return said.content[0].text  # type: ignore[union-attr]
+
         (model,) = (await client.models.list()).data
         assert model.architecture == {"input_modalities": ["text", "image"]}  # type: ignore[attr-defined]
-        anthropics = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
-        messages: Any = []
-        for content in ([{"type": "text", "text": "What is "}, form(first)], [form(second), form(first)], "And?"):
+        messages: Chat = []
+        for content in ([{"type": text, "text": "What is "}, form(first)], [form(second), form(first)], "And?"):
             messages.append({"role": "user", "content": content})
-            if protocol == "openai":
-                answer = await client.chat.completions.create(model="chatting", messages=messages)
-                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-            else:
-                reply = await anthropics.messages.create(model="chatting", messages=messages, max_tokens=100)
-                messages.append({"role": "assistant", "content": [{"type": "text", "text": "well"}]})
-                assert reply.content[0].text == "well"  # type: ignore[union-attr]
-        await anthropics.close()
+            messages.append({"role": "assistant", "content": await ask(messages)})
+            assert messages[-1]["content"] == "well"
         (trajectory,) = server.trajectories.values()
         (stream,) = trajectory.streams
         assert [span.picture for span in stream.media] == [first, second, first]
         # Another picture in the same place is another conversation.
-        messages[0]["content"][1] = openai_part(second)
-        await client.chat.completions.create(model="chatting", messages=[messages[0]])
+        messages[0]["content"][1] = form(second)
+        await ask(messages[:1])
         assert len(server.trajectories) == 2
 
 
@@ -260,16 +272,6 @@ async def test_the_default_protocol_of_openai_s_client_is_answered_and_streamed_
         assert error.value.param == "truncation"
 
 
-async def test_an_agent_of_the_agents_sdk_may_be_one_of_ours() -> None:
-    set_tracing_disabled(True)
-    async with served(lambda request: f"answer {request.turn}") as server, server.openai() as client:
-        ours: Any = Agent("ours", "Be brief.", model=OpenAIResponsesModel("chatting", client))
-        first = await Runner.run(ours, "one")
-        second = await Runner.run(ours, [*first.to_input_list(), {"role": "user", "content": "two"}])
-        assert (first.final_output, second.final_output) == ("answer 0", "answer 1")
-        assert len(server.trajectories) == 1
-
-
 @pytest.mark.parametrize("agents", [CHATTING, SINGLE])
 async def test_an_answer_s_id_names_its_history_for_who_had_it(agents: str) -> None:
     model = loads(agents).agent
@@ -321,39 +323,7 @@ async def test_a_conversation_is_compacted_to_an_item_that_is_gone_on_from() -> 
                     assert (answer.status, "\\ud800" in await answer.text()) == (200, True)
 
 
-async def test_a_picture_in_a_request_is_shown_in_any_protocol() -> None:
-    uri = picture(1, 40, 30).data_uri()
-    async with served(lambda request: "A cat.", agents=SINGLE, processor=gemma3()) as server:
-        model = loads(SINGLE).agent
-        await server.ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}], model=model)
-        async with server.openai() as client:
-            content: Any = [{"type": "input_image", "image_url": uri, "detail": "auto"}]
-            await client.responses.create(model=model, input=[{"role": "user", "content": content}])
-        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": uri.split(",")[1]}}
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as other:
-            messages: Any = [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}]
-            await other.messages.create(model=model, max_tokens=9, messages=messages)
-        shown = [trajectory.streams[0].media for trajectory in server.trajectories.values()]
-        assert [[span.picture for span in media] for media in shown] == [[picture(1, 40, 30)]] * 3
-
-
 # -- conversations ----------------------------------------------------------------------------------------------------
-
-
-async def test_a_conversation_that_comes_again_goes_on_in_its_trajectory() -> None:
-    async with served(lambda request: f"answer {request.turn}") as server:
-        chat: Chat = [{"role": "user", "content": "one"}]
-        first = await server.ask(chat)
-        chat.append({"role": "user", "content": "two"})
-        second = await server.ask(chat)
-        chat.append({"role": "user", "content": "three"})
-        streamed = await server.stream(chat)
-        assert "".join(words(streamed)) == "answer 2"
-        assert first.trajectory == second.trajectory
-        (trajectory,) = server.trajectories.values()
-        assert len(trajectory.streams) == 1
-        assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
-        assert trajectory.suspended == "waits for its user"
 
 
 @pytest.mark.parametrize("change", ["an answer", "a question", "the sampling", "the key", "a further question"])
@@ -442,29 +412,6 @@ async def test_waiting_for_the_caller_counts_no_time(monkeypatch: pytest.MonkeyP
         assert (await server.ask(chat)).trajectory == first.trajectory
         assert trajectory.suspended_seconds >= 300
         assert trajectory.interact_seconds < 250
-
-
-def test_a_server_that_is_started_again_takes_up_what_waits(tmp_path: Path) -> None:
-    journal = tmp_path / "journal.sqlite"
-    chat: Chat = [{"role": "user", "content": "one"}]
-
-    async def first() -> str:
-        async with served([CALL, "It is 42."], journal=journal, keys=("k",)) as server:
-            return str((await server.ask(chat, key="k", temperature=0.5)).trajectory)
-
-    async def second(trajectory_id: str) -> None:
-        async with served(lambda request: "again", journal=journal, keys=("k",)) as server:
-            await server.until(lambda: server.service.waiting)
-            chat.append({"role": "user", "content": "two"})
-            assert (await server.ask(chat, key="k", temperature=0.5)).trajectory == trajectory_id
-            chat.append({"role": "user", "content": "three"})
-            assert (await server.ask(chat, key="k", temperature=0.5)).trajectory == trajectory_id
-
-    trajectory_id = asyncio.run(first())
-    asyncio.run(second(trajectory_id))
-    ((trajectory, _),) = recordings(journal)
-    assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["one", "two", "three"]
-    assert len(trajectory.streams) == 1
 
 
 async def test_conversations_that_are_not_kept_end_with_the_server() -> None:
