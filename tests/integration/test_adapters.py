@@ -174,6 +174,7 @@ def test_shards_that_share_a_server_name_the_adapter_that_it_has(
 
 
 @pytest.mark.process
+@pytest.mark.real
 def test_shards_add_an_adapter_to_their_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_shards({**SPECS["transformers"], "replicas": 2}, adapter(tmp_path / "four", 4), monkeypatch)
 

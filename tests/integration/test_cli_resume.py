@@ -173,6 +173,7 @@ def test_a_run_that_was_killed_goes_on(run: Path, whole: dict[str, Any]) -> None
 
 
 @pytest.mark.process
+@pytest.mark.real
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_in_shards_goes_on_from_all_their_journals(how: signal.Signals, run: Path, whole: dict[str, Any]) -> None:
     """It ends while its first group is handed over, and others are at their second turn."""

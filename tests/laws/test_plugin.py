@@ -49,7 +49,7 @@ def assert_told_once(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", sorted(CHECKS.keys() - {"coverage"}))
 def test_the_shipped_agents_pass(path: Path, check: str) -> None:
     assert CHECKS[check](CheckedAgent(path, examples=max(5, settings().max_examples // 8)))
 
@@ -58,7 +58,7 @@ def test_the_shipped_agents_pass(path: Path, check: str) -> None:
 def test_no_transition_of_a_shipped_agent_is_left_out_by_chance(path: Path) -> None:
     """Not that of a late state either, which hears a turn that is cut."""
     subject = CheckedAgent(path, examples=20, seed=1)
-    CHECKS["coverage"](subject)
+    assert CHECKS["coverage"](subject)
     assert "missed" not in subject.notes
 
 

@@ -19,9 +19,12 @@ NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropp
 pytestmark = [zoo.needs_zoo, pytest.mark.xdist_group("templates")]
 
 
-@pytest.fixture(scope="module", params=zoo.NAMES)
+OTHERS = [pytest.param(name, marks=pytest.mark.real) for name in zoo.NAMES if name not in zoo.FAMILIES]
+
+
+@pytest.fixture(scope="module", params=[*zoo.FAMILIES, *OTHERS])
 def name(request: pytest.FixtureRequest) -> str:
-    """A template of the zoo."""
+    """A template of the zoo; of each family one costs little."""
     return str(request.param)
 
 

@@ -20,19 +20,6 @@ from tests.unit.chat import chat_zoo as zoo
 pytestmark = pytest.mark.xdist_group("templates")  # the worker that compiles them has them all
 
 WITH_BOS = "{{ bos_token }}" + zoo.CHATML + "{#- <tool_call></tool_call> -#}"
-FAMILIES = [
-    name
-    for name in (
-        "kaito__tool-chat-llama3.1-json.jinja", "chujie__qwen2.5-instruct.jinja", "axolotl__qwen3_5.jinja",
-        "axolotl__mistral_v7_tekken.jinja", "mistralrs__mistral_nemo_tool_call.jinja", "trl__deepseekv3.jinja",
-        "trl__glm4moe.jinja", "miles__kimi_k25_fixed.jinja", "trl__gptoss_training.jinja", "trl__gemma3.jinja",
-        "axolotl__gemma4.jinja", "kaito__tool-chat-phi4-mini.jinja", "chujie__granite-3.0-instruct.jinja",
-        "axolotl__command_a_tool_use.jinja", "kaito__tool-chat-hermes.jinja", "mistralrs__smollm3.jinja",
-        "trl__nemotron_3_ultra.jinja", "miles__minimax_m25_fixed.jinja", "axolotl__exaone4.jinja",
-        "axolotl__falcon_h1.jinja", "chujie__llama-2-chat.jinja", "trl__lfm2.jinja",
-    )
-    if name in zoo.NAMES
-]  # fmt: skip
 STEPS = {
     label: zoo.SCENARIOS[label]
     for label in ("after system", "three tool messages", "thinking", "truncated", "truncated, tool", "unicode result")
@@ -118,7 +105,7 @@ def test_a_prompt_has_the_bos_the_template_writes_and_no_other(kind: str) -> Non
 
 @zoo.needs_zoo
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_prompts_and_glue_are_the_tokenizers_own(name: str, kind: str) -> None:
     tokenizer = KINDS[kind](zoo.source(name))
     chat = ChatTemplate(tokenizer)

@@ -18,6 +18,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.cases import table
 from tests.kit import ROOT
 
 
@@ -34,6 +35,7 @@ SHARED = {path.name: path for path in FOLDER.glob("*.jinja")}
 TRL = _templates_of_trl()
 PATHS = TRL | SHARED
 NAMES = sorted(PATHS)
+FAMILIES = [name for name in table("chat")["one template of each family"] if name in PATHS]
 
 MARKERS = re.compile(
     r"<\|[^|<>\s'\"{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?[A-Za-z_][A-Za-z0-9_]{0,24}>|\[/?[A-Z_]{3,24}\]"
