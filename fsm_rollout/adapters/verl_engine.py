@@ -61,7 +61,7 @@ class VerlEngine:
             stream.put(Chunk(request.request_id, weight_version=self.weight_version))
             task = asyncio.get_running_loop().create_task(self._answer(request, stream))
             self._tasks[request.request_id] = task
-            task.add_done_callback(partial(self._forget, request.request_id))
+            task.add_done_callback(partial(self._forget, request.request_id, stream))
         return aiter(stream)
 
     async def _answer(self, request: Request, stream: ChunkStream) -> None:
@@ -92,12 +92,13 @@ class VerlEngine:
                     rest = rest.continued(chunk.ids, request.request_id)
                 if not goes_on:
                     return
-        except asyncio.CancelledError:
-            text = None
         except Exception as error:  # whatever verl's client and servers raise
             text = f"EngineError: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}"
-        aborted = Chunk(request.request_id, weight_version=self.weight_version, finish_reason=FinishReason.ABORT)
-        stream.put(replace(aborted, error=text))
+            stream.put(self._aborted(request.request_id, text))
+
+    def _aborted(self, request_id: str, error: str | None = None) -> Chunk:
+        version = self.weight_version
+        return Chunk(request_id, weight_version=version, finish_reason=FinishReason.ABORT, error=error)
 
     def _chunks(self, request: Request, output: Any) -> list[Chunk]:
         """Return verl's answer as one chunk, or two where it spans weight versions."""
@@ -132,8 +133,10 @@ class VerlEngine:
         last = replace(whole, ids=whole.ids[-1:], logprobs=whole.logprobs[-1:])
         return [before, last] if len(ids) > 1 else [last]
 
-    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, request_id: str, stream: ChunkStream, task: asyncio.Task[None]) -> None:
         self._tasks.pop(request_id, None)
+        if task.cancelled():  # perhaps before it had begun
+            stream.put(self._aborted(request_id))
 
     def _cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

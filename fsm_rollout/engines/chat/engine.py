@@ -55,7 +55,7 @@ class ChatEngine:
             cannot_score="a hosted model reads and writes text, not ids",
         )  # fmt: skip
         self._max_running, self._closed = max_running, False
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[Chunk]] = {}
         self._running = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
@@ -74,23 +74,21 @@ class ChatEngine:
         for request in requests:
             task = loop.create_task(self._serve(request, stream))
             self._tasks[request.request_id] = task
-            task.add_done_callback(partial(self._forget, request.request_id))
+            task.add_done_callback(partial(self._end, request.request_id, stream))
         return aiter(stream)
 
-    def _forget(self, request_id: str, _task: object) -> None:
-        self._tasks.pop(request_id, None)
+    def _end(self, name: str, stream: ChunkStream, task: asyncio.Task[Chunk]) -> None:
+        """End a request, also one whose task was cancelled before it had begun."""
+        del self._tasks[name]
+        stream.put(Chunk(name, finish_reason=FinishReason.ABORT) if task.cancelled() else task.result())
 
-    async def _serve(self, request: Request, stream: ChunkStream) -> None:
-        """ChatAnswer a request, whatever happens."""
-        name = request.request_id
+    async def _serve(self, request: Request, stream: ChunkStream) -> Chunk:
+        """Return the last chunk of a request, whatever happens."""
         try:
             async with self._slots:
-                chunk = await self._answered(request, stream)
-        except asyncio.CancelledError:
-            chunk = Chunk(name, finish_reason=FinishReason.ABORT)
+                return await self._answered(request, stream)
         except Exception as error:  # of a client, or of a server that answers otherwise than its API says
-            chunk = self._failed(name, self._api.failure(error))
-        stream.put(chunk)
+            return self._failed(request.request_id, self._api.failure(error))
 
     async def _answered(self, request: Request, stream: ChunkStream) -> Chunk:
         """Return the one chunk of a request."""

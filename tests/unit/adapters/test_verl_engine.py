@@ -81,6 +81,14 @@ async def test_verl_is_asked_with_its_own_words() -> None:
     }  # fmt: skip
 
 
+async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
+    policy = engine(output([STOP]))
+    answered = policy.generate([request()])
+    await policy.abort(["r"])
+    async with asyncio.timeout(10):
+        assert [chunk.finish_reason async for chunk in answered] == [None, FinishReason.ABORT]
+
+
 def test_a_picture_goes_decoded_beside_its_one_placeholder() -> None:
     policy, shown = engine(output([STOP])), picture_of(np.full((4, 5, 3), 90, np.uint8))
     media = (MediaSpan(1, 3, shown, 90), MediaSpan(5, 2, shown, 90))

@@ -20,6 +20,7 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.hosted import NO_RESULT, HostedFormat, hosted_tokenizer
 from fsm_rollout.engines.chat.engine import ChatEngine
+from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import BatchError, EngineError
 from fsm_rollout.jobs.export import export
 from fsm_rollout.jobs.samples import read_samples
@@ -30,6 +31,7 @@ from fsm_rollout.report.spans import Fold
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.events import Called, MalformedCall
 from fsm_rollout.trajectory.journal import Journal, histories, read
+from fsm_rollout.trajectory.tokens import as_ids
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.unit.engines.http.stand_ins import ChatStandIn
@@ -267,6 +269,15 @@ async def test_an_api_is_left_alone_for_as_long_as_it_wants(
     engine._api.base_url = f"{server.url}/v1"
     assert (await trajectory(engine)).stop_reason == "answered"
     assert [round(wait) for wait in waits] == [77]
+
+
+async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
+    engine = ChatEngine("o4-mini", tokenizer=TOKENIZER, base_url="http://unused")
+    answered = engine.generate([Request("r", as_ids(range(5)), SamplingParams(8))])
+    await engine.abort(["r"])
+    async with asyncio.timeout(10):
+        assert [chunk.finish_reason async for chunk in answered] == ["abort"]
+    await engine.aclose()
 
 
 def test_what_cannot_be_asked_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
