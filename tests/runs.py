@@ -102,9 +102,11 @@ class Bench:
     """An engine, its scheduler and all events, in order; the policy and a judge are the same engine."""
 
     def __init__(
-        self, graph: AgentGraph, script: Any, *, chats: dict[object, ChatTemplate] = CHATS, **options: Any
-    ) -> None:
-        self.engine = ScriptedEngine(script, tokenizer=tokenizer(), log=True)
+        self, graph: AgentGraph, script: Any, *, chats: dict[object, ChatTemplate] = CHATS, eye: Any = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        tokens = tokenizer() if eye is None else eye.tokenizer
+        self.engine = ScriptedEngine(script, tokenizer=tokens, processor=eye, log=True)
         self.log: list[tuple[str, AnyEvent]] = []
         clients = {name: EngineClient(self.engine) for name in ("policy", "judge")}
         for client in clients.values():

@@ -106,12 +106,11 @@ async def _restore_tool(live: ActiveTrajectory, calls: Calls) -> str:
         has = "no snapshot of its latest call" if tool.snapshots else "no `snapshot` and `restore`"
         raise Lost(f"tool '{tool.name}' keeps state, has {has}, and is not `repeatable: true`")
     for context, attempt, before in calls:
-        again = await live.tools.call(
-            attempt, context=context, tokenizer=live.agent.contexts[context].client.facts.tokenizer
-        )
+        chat = live.agent.contexts[context].chat
+        again = await live.tools.call(attempt, context=context, tokenizer=chat.tokenizer, eye=chat)
         cut = before.truncated_tokens or again.truncated_tokens
-        if again.failure != before.failure or (again.result != before.result and not cut):
-            told = f"call {attempt.id} gave {again.result!r:.100} instead of {before.result!r:.100}"
+        if again.failure != before.failure or (again.content != before.content and not cut):
+            told = f"call {attempt.id} gave {again.content!r:.100} instead of {before.content!r:.100}"
             raise Lost(f"tool '{attempt.name}' is not repeatable, though its YAML says so: made again, {told}")
     live.tools.snapshots.clear()  # those of the calls that were just made again belong to no record
     return f"{len(calls)} call{'s' * (len(calls) > 1)} made again"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsm_rollout.agent.graph import AgentGraph, InteractionSpec
@@ -31,6 +32,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import cases
 from tests.laws.world import call
 from tests.runs import ASKS, TOOLS, Bench, agent, asking, histories, only, results, rows, with_tool
+from tests.vision import gemma3_with_tools
 
 HERE = "tests.unit.states.test_restoring"
 CALLS: list[str] = []
@@ -79,6 +81,30 @@ class Keeping(Notebook):
 
     def restore(self, data: bytes) -> None:
         self.lines = data.decode().split("\n")
+
+
+class Drawing(Notebook):
+    """Remembers, and shows a picture of all of it."""
+
+    def execute(self, text: str) -> Any:
+        """Draw.
+
+        Args:
+            text: What to draw.
+        """
+        return np.full((8, 8, 3), len(super().execute(text)), np.uint8)
+
+
+class DrawingAnew(Notebook):
+    """Shows another picture each time."""
+
+    def execute(self, text: str) -> Any:
+        """Draw.
+
+        Args:
+            text: What to draw.
+        """
+        return np.full((8, 8, 3), next(SEEN), np.uint8)
 
 
 class KeepsWrong(Keeping):
@@ -189,6 +215,19 @@ def test_a_tools_notes_are_there_whenever_its_trajectory_was_cut_off(
         assert begun_anew
         warned = [line for line in caplog.records if "begins anew instead of going on: tool 'tool'" in line.message]
         assert {line.levelno for line in warned} >= {logging.WARNING}
+
+
+@pytest.mark.parametrize(("use", "restored"), [("Drawing", ["1 call made again"]), ("DrawingAnew", [])])
+def test_calls_that_show_pictures_are_made_again_too(use: str, restored: list[str], tmp_path: Path) -> None:
+    graph, eye, says = with_tool(f"{HERE}:{use}", repeatable=True), gemma3_with_tools(), [call("tool", "one"), "done"]
+    make: Callable[..., Bench] = lambda **options: Bench(  # noqa: E731
+        graph, lambda r: Turn(text=says[r.turn], delay=1.0), eye=eye, chats={}, **options
+    )
+    groups, log, kept = recorded(make(), tmp_path)
+    cut = next(place for place, (_, event) in enumerate(log, 1) if isinstance(event, Called))
+    group, bench = resumed(make, log[:cut], tmp_path / "cut.sqlite", kept)
+    assert ([way["tool"] for way in ways(bench)], len(group.discarded)) == (restored, not restored)
+    assert (only([group]).messages == only(groups).messages) == bool(restored)
 
 
 def test_a_snapshot_is_not_used_that_a_later_call_has_outdated(tmp_path: Path) -> None:
