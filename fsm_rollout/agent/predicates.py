@@ -196,7 +196,7 @@ def _context_over(argument: object, graph: AgentGraph) -> Condition:
 
     def holds(t: Trajectory, outcome: Outcome) -> bool:
         stream = t.stream(graph.states[t.state].context)
-        return stream is not None and len(stream.tokens) > threshold(t)
+        return stream is not None and stream.length > threshold(t)
 
     return holds
 

@@ -289,12 +289,8 @@ class Generation:
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
-        if stream.counted is None:
-            self._room_after_glue = room_to_sample(
-                visit, bound, stream.tokens.length + len(encoded.ids), len(encoded.ids)
-            )
-        else:
-            self._room_after_glue = room_to_sample(visit, bound, stream.counted)
+        added = len(encoded.ids) if stream.counted is None else 0
+        self._room_after_glue = room_to_sample(visit, bound, stream.length + added, added)
         visit.take_in(
             PromptExtended(
                 at=visit.clock(),
@@ -315,8 +311,7 @@ class Generation:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = stream.tokens.length
-        counted = length if stream.counted is None else stream.counted
-        room = self._room_after_glue or room_to_sample(self.visit, bound, counted)
+        room = self._room_after_glue or room_to_sample(self.visit, bound, stream.length)
         settings = self._sampling(sampling)
         sampled = written = 0
         if resumed:

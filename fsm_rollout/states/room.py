@@ -67,8 +67,7 @@ def room_to_sample(visit: Visit, bound: BoundContext, length: int, added: int = 
 def room_for_result(visit: Visit, bound: BoundContext) -> int:
     """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
     trajectory, stream = visit.trajectory, visit.trajectory.stream(bound.name)
-    length = 0 if stream is None else stream.tokens.length if stream.counted is None else stream.counted
-    left = room_in_context(visit, bound, length)
+    left = room_in_context(visit, bound, 0 if stream is None else stream.length)
     spent = trajectory.response_tokens
     left = min(left, remaining(visit.agent.graph, trajectory, LimitName.RESPONSE_TOKENS, spent))
     return max(LEAST_TOKENS, int(left / 2 / max(1, len(trajectory.attempts))))

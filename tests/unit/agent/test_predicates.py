@@ -1,6 +1,7 @@
 """Predicates over trajectories that are folded from events."""
 
 import inspect
+from array import array
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from fsm_rollout.agent.predicates import PREDICATES, compile_predicate
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Scored
 from fsm_rollout.trajectory.outcome import Outcome
+from fsm_rollout.trajectory.tokens import Usage
+from tests import events
 from tests.cases import cases
 from tests.unit.agent.facts import BROKEN, CALL, called, folded, generated, moved, opened, prompted
 
@@ -38,6 +41,11 @@ def holds(condition: object, *events: AnyEvent, limit: str | None = None, first:
 ADD, DONE, BACK = generated("", CALL), generated("hi"), (moved("GENERATING", "REVIEW"), moved("REVIEW", "GENERATING"))
 MIXED = generated("", BROKEN, CALL)
 CRITIC = (moved("GENERATING", "REVIEW"), opened("critic", 2))
+# Of a hosted model, whose provider counts three tokens of these fourteen.
+HOSTED = (
+    CRITIC[0], events.opened("critic", ids=array("i", range(9)), text_only=True),
+    events.generated("critic", 5, usage=Usage(input=2, output=1)),
+)  # fmt: skip
 BOTH = (generated(tokens=3), opened("critic", 9), generated(tokens=3, context="critic"))
 
 
@@ -65,6 +73,8 @@ BOTH = (generated(tokens=3), opened("critic", 9), generated(tokens=3, context="c
         (("context_over", 1), [CRITIC, [generated(tokens=7)]], []),
         (("context_over", 2), [], [CRITIC]),
         (("context_over", 0), [], [CRITIC[:1]]),
+        (("context_over", 2), [HOSTED], []),
+        (("context_over", 3), [], [HOSTED]),
         (("context_over", 0.4), [], [[]]),
         (("context_over", 0.39), [[]], []),
         (("context_over", 1.0), [[generated(tokens=7)]], [[generated(tokens=6)]]),
