@@ -40,6 +40,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 if TYPE_CHECKING:
     import pandas as pd
 
+ROWS = 10_000  # as many objects as so many trajectories have are made at a time: all of them stay, none is garbage
 # What is true of a batch and of no row.
 _FACT_NAMES = (
     "pad_id", "state_names", "dropped", "omitted", "truncated", "unrowed", "left_behind", "sample_scores", "figures",
@@ -116,7 +117,7 @@ class TrajectoryBatch(Learnable):
     """Why there is no row, and none is given: the policy was a hosted model (``kind: chat``)."""
 
     @classmethod
-    @calm_collection()
+    @calm_collection(ROWS)
     def from_trajectories(
         cls,
         trajectories: Iterable[Trajectory],
@@ -156,7 +157,7 @@ class TrajectoryBatch(Learnable):
         return cls.from_flat(rows, pad_id, prompt_width, response_width, packed, processor, facts.values())
 
     @classmethod
-    @calm_collection()
+    @calm_collection(ROWS)
     def from_groups(
         cls, groups: Iterable[Group], *, pad_id: int, parts: Sequence[BatchPart] | None = None, packed: bool = False,
         state_names: Sequence[str] = (), processor: Any = None, overflow: Overflow = "error", **widths: Any,
@@ -183,7 +184,7 @@ class TrajectoryBatch(Learnable):
         return batch
 
     @classmethod
-    @calm_collection()
+    @calm_collection(ROWS)
     def from_rows(
         cls,
         rows: Sequence[TrainingRow],

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
@@ -18,11 +21,12 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from fsm_rollout.batch.columns import FURTHER, OPTIONAL, PER_TOKEN, PLAIN, RAGGED, Along
+from fsm_rollout.batch.columns import FURTHER, OPTIONAL, PER_TOKEN, PLAIN, RAGGED
 from fsm_rollout.batch.rows import Array, FlatRows
 
 _SCALARS = (str, int, float, bool, type(None))
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
+THREADS = 4  # for large rectangles: the kernel clears new memory, and NumPy fills it, without Python's lock
 
 
 def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int64]]]:
@@ -37,25 +41,18 @@ def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int
 def _by_key(rows: FlatRows) -> dict[str, Array]:
     """Return what each key holds, end to end, in the rows' own types."""
     prompts, responses, lengths = rows.lengths.values()
-    starts = np.cumsum(lengths) - lengths
-    input_ids = np.empty(int(lengths.sum()), np.int32)
-    input_ids[places(starts, prompts)] = rows.arrays["prompt_ids"]
-    input_ids[places(starts + prompts, responses)] = rows.arrays["response_ids"]
+    in_prompts = np.repeat(np.tile([True, False], len(lengths)), np.stack([prompts, responses], axis=1).ravel())
+    input_ids = np.empty(len(in_prompts), np.int32)
+    input_ids[in_prompts], input_ids[~in_prompts] = rows.arrays["prompt_ids"], rows.arrays["response_ids"]
     values: dict[str, Array] = {
         "input_ids": input_ids,
         "attention_mask": np.ones(len(input_ids), dtype=np.int8),
-        "position_ids": np.arange(len(input_ids)) - np.repeat(starts, lengths),
+        "position_ids": np.arange(len(input_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths),
     }
     for key, column in PER_TOKEN.items():
         if column.field and (key not in FURTHER or rows.arrays[column.field].size):
             values[key] = rows.arrays[column.field]
     return values
-
-
-def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length says, end to end."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
 
 
 def unpack(
@@ -79,33 +76,41 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     They are padded to the longest row where no width is given: prompts on the left, responses on the right. The rows
     must fit.
     """
-    # 1. Where in each rectangle, read line by line, a row's own values stand: what is only padding is not looked at.
-    count, (prompts, responses, both) = len(rows.facts), rows.lengths.values()
+    # 1. Where in each rectangle a row's own values stand, bool: what is only padding is not looked at.
+    prompts, responses, both = rows.lengths.values()
     left = int(prompts.max(initial=0)) if prompt_width is None else prompt_width
     right = int(responses.max(initial=0)) if response_width is None else response_width
-    widths: dict[str, int] = {"prompts": left, "responses": right, "input_ids": left + right}
-    at: dict[str, npt.NDArray[np.int64]] = {}
-    for along in RAGGED:
-        starts = np.arange(count) * widths[along] + (0 if along is Along.RESPONSES else left - prompts)
-        at[along] = places(starts, rows.lengths[along])
-    # 2. Each key's rectangle; after the last token, positions are its own, as verl counts.
+    held = {"prompts": np.arange(left) >= (left - prompts)[:, None], "responses": np.arange(right) < responses[:, None]}
+    held["input_ids"] = np.concatenate(list(held.values()), axis=1)
+    # 2. Each key's rectangle. Zeros cost memory and time only where something is written to their pages; NumPy's own
+    # ask for huge pages, and the kernel clears 2 MB of them for one value: too much where rows are far from full.
     padded: dict[str, Array] = {}
-    for key, flat in _by_key(rows).items():
-        column, further = PER_TOKEN[key], flat.shape[1:]
-        size, fill = count * widths[column.along] * math.prod(further), pad_id if column.fill is None else column.fill
+    for key, flat in (flats := _by_key(rows)).items():
+        column, shape = PER_TOKEN[key], held[PER_TOKEN[key].along].shape + flat.shape[1:]
         dtype = np.dtype(column.dtype)
-        if fill:
-            rectangle = np.full(size, fill, dtype)
-        else:  # zeros are there, in memory that nobody has touched; much of it is where rows are far from full
-            held = flat.size * dtype.itemsize + count * mmap.PAGESIZE
-            rectangle = (np.zeros if 2 * held > size * dtype.itemsize else _zeros)(size, dtype)
-        rectangle = rectangle.reshape(-1, *further)
-        rectangle[at[column.along]] = flat
-        padded[key] = rectangle.reshape(count, widths[column.along], *further)
-    behind = left + responses
-    for row, length in enumerate(both.tolist()):
-        padded["position_ids"][row, behind[row] :] = max(0, length - 1)
+        size = math.prod(shape) * dtype.itemsize
+        if pad_id if column.fill is None else column.fill:
+            padded[key] = np.empty(shape, dtype)
+        elif size < LARGE or 2 * (flat.size * dtype.itemsize + shape[0] * mmap.PAGESIZE) > size:
+            padded[key] = np.zeros(shape, dtype)
+        else:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            padded[key] = np.frombuffer(memory, dtype).reshape(shape)
+    # 3. What is in them, large ones side by side; after the last token, positions are its own, as verl counts.
+    with ThreadPoolExecutor(THREADS) as threads:
+        each = threads.map if padded["input_ids"].nbytes > LARGE else map
+        deque(each(_put, flats, flats.values(), padded.values(), repeat(held), repeat(pad_id)))
+    for row, (behind, length) in enumerate(zip((left + responses).tolist(), both.tolist(), strict=True)):
+        padded["position_ids"][row, behind:] = max(0, length - 1)
     return padded
+
+
+def _put(key: str, flat: Array, rectangle: Array, held: Mapping[str, npt.NDArray[np.bool_]], pad_id: int) -> None:
+    """Write a key's values to where its rectangle has tokens, as ``held`` says, and what stands elsewhere."""
+    if fill := pad_id if PER_TOKEN[key].fill is None else PER_TOKEN[key].fill:
+        rectangle.fill(fill)
+    if fill or flat.dtype.kind == "f" or flat.any():
+        rectangle[held[PER_TOKEN[key].along]] = flat
 
 
 def unpad(padded: Mapping[str, Array], facts: Sequence[Mapping[str, Any]], state_names: tuple[str, ...]) -> FlatRows:
@@ -116,18 +121,6 @@ def unpad(padded: Mapping[str, Array], facts: Sequence[Mapping[str, Any]], state
     offsets = {key: np.concatenate([[0], mask.sum(axis=1).cumsum()]) for key, mask in masks.items()}
     values = {key: rectangle[masks[PER_TOKEN[key].along]] for key, rectangle in padded.items()}
     return unpack(values, offsets, facts, state_names)
-
-
-def _zeros(length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return zeros of which only those pages cost memory and time that somebody writes to.
-
-    NumPy's own ask for huge pages, and the kernel clears 2 MB of them for one value.
-    """
-    if length * dtype.itemsize < LARGE:
-        return np.zeros(length, dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, length * dtype.itemsize, flags=flags)
-    return np.frombuffer(memory, dtype)
 
 
 # -- as a TensorDict has them ---------------------------------------------------------------------------------------

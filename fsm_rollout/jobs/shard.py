@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
 from fsm_rollout.errors import EngineError, GlueMismatchError
@@ -238,7 +239,8 @@ def serve(connection: socket.socket) -> None:
     connection.sendall(framed(_encode([("ready", facts)])))
     loop = SteadyLoop()
     try:
-        loop.run_until_complete(_serve(connection, rollout, setup))
+        with calm_collection():  # all that this process does is trajectories: what runs leave is no reason to look
+            loop.run_until_complete(_serve(connection, rollout, setup))
     finally:
         loop.close()
 

@@ -522,6 +522,7 @@ def test_a_batch_much_wider_than_its_rows_takes_memory_for_what_is_not_zero_alon
     not_zero = {"position_ids", "weight_versions", "state_ids", "turn_ids", "temperatures"}
     filled = sum(tensors[key].nbytes for key in not_zero)
     assert taken < filled + 8 * 2**20, f"{taken:,} bytes for {filled:,}"
+    assert batch.rows() == made
 
 
 def test_each_field_of_a_row_is_in_one_column() -> None:
