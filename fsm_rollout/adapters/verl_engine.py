@@ -11,8 +11,7 @@ not say how much that was.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, HalfLoaded, Load, Request, Weights, basic_facts
+from fsm_rollout.engines.request_tasks import RequestTasks
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import stop_tokens
@@ -31,40 +31,31 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class VerlEngine:
+class VerlEngine(RequestTasks):
     """See the module: a source of tokens that can be held, whose weights and sleep are verl's own.
 
     ``max_context`` is verl's ``prompt_length + response_length``; ``processor`` is verl's own, of a model that sees.
     """
 
     def __init__(self, client: Any, tokenizer: Any, *, max_context: int, processor: Any = None) -> None:
+        super().__init__()
         self.client = client
         self.tokenizer = tokenizer
         self.processor = processor
         self.max_context = max_context
         self.eos_ids = stop_tokens(tokenizer.eos_token_id)
-        self.weight_version = 0
         self._going = asyncio.Event()  # whether it is not held
         self._going.set()
         self._holds = 0  # how often it was held
-        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def facts(self) -> EngineFacts:
         """What verl's servers run."""
         return basic_facts(self, self.processor)
 
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Ask verl for each request on its own; its client balances the load."""
-        stream = ChunkStream(requests, self._cancel)
-        for request in requests:
-            stream.put(Chunk(request.request_id, weight_version=self.weight_version))
-            task = asyncio.get_running_loop().create_task(self._answer(request, stream))
-            self._tasks[request.request_id] = task
-            task.add_done_callback(partial(self._forget, request.request_id, stream))
-        return aiter(stream)
-
-    async def _answer(self, request: Request, stream: ChunkStream) -> None:
+    async def _answer(self, request: Request, stream: ChunkStream) -> Chunk:
+        """Ask verl, whose client balances the load."""
+        stream.put(Chunk(request.request_id, weight_version=self.weight_version))
         sampling, rest = request.sampling, request
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -88,17 +79,14 @@ class VerlEngine:
                 chunks = [] if held and not output.token_ids else self._chunks(rest, output)
                 goes_on = held and all(chunk.finish_reason in (None, FinishReason.ABORT) for chunk in chunks)
                 for chunk in chunks:
-                    stream.put(replace(chunk, finish_reason=None) if goes_on else chunk)
+                    if chunk.finish_reason is not None and not goes_on:
+                        return chunk
+                    stream.put(replace(chunk, finish_reason=None))
                     rest = rest.continued(chunk.ids, request.request_id)
-                if not goes_on:
-                    return
         except Exception as error:  # whatever verl's client and servers raise
             text = f"EngineError: {error if isinstance(error, EngineError) else f'{type(error).__name__}: {error}'}"
-            stream.put(self._aborted(request.request_id, text))
-
-    def _aborted(self, request_id: str, error: str | None = None) -> Chunk:
-        version = self.weight_version
-        return Chunk(request_id, weight_version=version, finish_reason=FinishReason.ABORT, error=error)
+            aborted = Chunk(request.request_id, weight_version=self.weight_version, finish_reason=FinishReason.ABORT)
+            return replace(aborted, error=text)
 
     def _chunks(self, request: Request, output: Any) -> list[Chunk]:
         """Return verl's answer as one chunk, or two where it spans weight versions."""
@@ -132,20 +120,6 @@ class VerlEngine:
         before = Chunk(request.request_id, whole.ids[:-1], whole.logprobs[:-1], weight_version=oldest)
         last = replace(whole, ids=whole.ids[-1:], logprobs=whole.logprobs[-1:])
         return [before, last] if len(ids) > 1 else [last]
-
-    def _forget(self, request_id: str, stream: ChunkStream, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(request_id, None)
-        if task.cancelled():  # perhaps before it had begun
-            stream.put(self._aborted(request_id))
-
-    def _cancel(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if (task := self._tasks.get(request_id)) is not None:
-                task.cancel()
-
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """Wait for these answers no longer; verl's servers may still finish them."""
-        self._cancel(request_ids)
 
     # -- while verl loads new weights --------------------------------------------------------------------------------
 
@@ -182,7 +156,7 @@ class VerlEngine:
 
     async def aclose(self) -> None:
         """Wait for no answer any more."""
-        self._cancel(list(self._tasks))
+        self._abort(list(self._tasks))
 
 
 def _decoded(media: Sequence[MediaSpan]) -> list[Image]:

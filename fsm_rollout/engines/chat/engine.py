@@ -9,14 +9,14 @@ wants to be left alone. The key is read from the environment, and stands nowhere
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fsm_rollout.chat.hosted import END, HostedFormat
 from fsm_rollout.engines.chat.apis import APIS, ChatAnswer, NoAnswer
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, Load, Request
+from fsm_rollout.engines.request_tasks import RequestTasks
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Usage, as_logprobs
@@ -24,7 +24,7 @@ from fsm_rollout.trajectory.tokens import Usage, as_logprobs
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before an API is asked again that does not say when, doubled each time
 
 
-class ChatEngine:
+class ChatEngine(RequestTasks):
     """See the module; the arguments are the keys of ``kind: chat``. ``tokenizer``: a hosted one.
 
     Raises:
@@ -46,16 +46,16 @@ class ChatEngine:
         extra: Mapping[str, object] | None = None,
         timeout: float = 600.0,
     ) -> None:
+        super().__init__()
         self._api = APIS[api](model, base_url, api_key_env, omit, extra or {}, timeout)
         self._format = HostedFormat(tokenizer)
-        self.tokenizer, self.max_context, self.weight_version = tokenizer, max_context, 0
+        self.tokenizer, self.max_context = tokenizer, max_context
         self.eos_ids = frozenset({tokenizer.convert_tokens_to_ids(END)})
         self.facts = EngineFacts(
             tokenizer, max_context, self.eos_ids, len(tokenizer), text_only=True, max_output=max_output,
             cannot_score="a hosted model reads and writes text, not ids",
         )  # fmt: skip
         self._max_running, self._closed = max_running, False
-        self._tasks: dict[str, asyncio.Task[Chunk]] = {}
         self._running = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
@@ -70,19 +70,9 @@ class ChatEngine:
         if loop is not self._loop:  # the client and its connections belong to one
             self._loop, self._client, self._not_before = loop, self._api.client(), 0.0
             self._slots = asyncio.Semaphore(self._max_running)
-        stream = ChunkStream(requests, self._abort, self._tasks)
-        for request in requests:
-            task = loop.create_task(self._serve(request, stream))
-            self._tasks[request.request_id] = task
-            task.add_done_callback(partial(self._end, request.request_id, stream))
-        return aiter(stream)
+        return super().generate(requests)
 
-    def _end(self, name: str, stream: ChunkStream, task: asyncio.Task[Chunk]) -> None:
-        """End a request, also one whose task was cancelled before it had begun."""
-        del self._tasks[name]
-        stream.put(Chunk(name, finish_reason=FinishReason.ABORT) if task.cancelled() else task.result())
-
-    async def _serve(self, request: Request, stream: ChunkStream) -> Chunk:
+    async def _answer(self, request: Request, stream: ChunkStream) -> Chunk:
         """Return the last chunk of a request, whatever happens."""
         try:
             async with self._slots:
@@ -129,15 +119,6 @@ class ChatEngine:
             self._failures += 1
             self._not_before = max(self._not_before, self._loop.time() + wait)
         return Chunk(name, finish_reason=FinishReason.ABORT, error=failure.error)
-
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests now; what an API has said of them by then is not known."""
-        self._abort(request_ids)
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if (task := self._tasks.get(request_id)) is not None:
-                task.cancel()
 
     def load(self) -> Load:
         """Return how many requests the API has, and how many wait."""

@@ -86,7 +86,7 @@ async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
     answered = policy.generate([request()])
     await policy.abort(["r"])
     async with asyncio.timeout(10):
-        assert [chunk.finish_reason async for chunk in answered] == [None, FinishReason.ABORT]
+        assert [chunk.finish_reason async for chunk in answered] == [FinishReason.ABORT]
 
 
 def test_a_picture_goes_decoded_beside_its_one_placeholder() -> None:
