@@ -129,7 +129,7 @@ class Simulated:
     @property
     def twice(self) -> float:
         """The share of prompt tokens that were computed though they had been before."""
-        return max(0.0, self.filled - self.bound.needed) / self.bound.prompts
+        return max(0.0, self.filled - self.bound.needed) / max(1, self.bound.prompts)
 
     @property
     def in_order(self) -> float:

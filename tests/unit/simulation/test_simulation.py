@@ -221,6 +221,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert picture.read_text().count("<polyline") == 4
     for line in re.findall('<polyline .*points="(.*)"', picture.read_text()):
         assert len(line.split()) > 100, "also of a run that takes seconds"
+    assert CliRunner().invoke(app, [*words, "--memory", "2"]).exit_code == 0, "no prompt has room there"
     refused = CliRunner().invoke(app, [*words, "-o", "picture.png"])
     assert (refused.exit_code, "-o picture.png: the picture is an SVG" in refused.output) == (2, True)
 
