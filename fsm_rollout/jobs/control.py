@@ -124,6 +124,12 @@ def with_replicas(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return {**recorded, "run": json.dumps(run)}
 
 
+def ordered(recorded: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a run's YAML that orders have replaced, by a journal's metadata."""
+    changed = recorded.get(REPLICAS, {}).items()
+    return {f"{'engine' if name == POLICY else f'engines.{name}'}.{key}" for name, keys in changed for key in keys}
+
+
 def ask(folder: Path, order: Order) -> OrderAnswer:
     """Give the run in a folder an order, and return what has become of it.
 

@@ -6,14 +6,14 @@ those that happened to be done first, since what is hard takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
 from fsm_rollout.jobs.summary import Summary
-from fsm_rollout.scheduler.group import Group
 from fsm_rollout.statistics.estimates import confidence_of_a_look, looks, mean
 from fsm_rollout.trajectory.prompt import Prompt
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 
 class Looks:
@@ -30,11 +30,11 @@ class Looks:
         for start, end in pairwise([0, *ends]):
             yield self.prompts[start:end]
 
-    def enough(self, groups: Sequence[Group]) -> bool:
-        """Say whether the score of these groups is known to ± ``until``."""
+    def enough(self, groups: Iterable[Sequence[Trajectory]]) -> bool:
+        """Say whether the score of the samples of these groups is known to ± ``until``."""
         if self._until is None:
             return False
-        scores = [[t.score for t in group.trajectories if t.score is not None] for group in groups]
+        scores = [[t.score for t in group if t.score is not None] for group in groups]
         return mean(scores, confidence_of_a_look(len(self.prompts))).margin <= self._until
 
     def facts(self) -> Summary:

@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from itertools import chain, islice
@@ -136,7 +136,7 @@ def resume(
             )
         # 4. The rest of the run, if there is any.
         check_parts(config, prompts)
-        if (summary := _summary_of_ended(config, before, len(prompts), earlier)) is not None:
+        if (summary := _summary_of_ended(config, before, prompts, earlier)) is not None:
             more = "" if config.target_groups is None else "; target_groups=null goes on with what was set aside"
             say(f"nothing is left to do: the run in '{folder}' has come to its end and stays as it is{more}")
             return summary
@@ -144,7 +144,7 @@ def resume(
 
 
 def _summary_of_ended(
-    config: RunConfig, before: RunConfig, prompts: int, earlier: Sequence[Trajectory]
+    config: RunConfig, before: RunConfig, prompts: Sequence[Prompt], earlier: Sequence[Trajectory]
 ) -> Summary | None:
     """Return what a run came to of which nothing is left; ``None``: samples, scores or its results are missing."""
     if not all((config.out / name).exists() for name in (SUMMARY, "batch", "report.html")):
@@ -153,13 +153,18 @@ def _summary_of_ended(
     if config.reward != before.reward or summary.get("reward_errors"):
         return None
     # A run that has gone on may have been cut off before it wrote anew: the summary must be of all that has ended.
-    ended = sum(trajectory.ended for trajectory in latest_of(earlier) if trajectory.parent_id is None)
+    groups: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in latest_of(earlier):
+        if trajectory.parent_id is None and trajectory.ended:
+            groups[trajectory.group_id].append(trajectory)
+    ended = sum(map(len, groups.values()))
     reasons = summary["stop_reasons"]
     had = summary["trajectories"] - reasons.get("suspended", 0) - reasons.get("unfinished", 0)
-    whole = ended == prompts * config.n <= had
+    whole = ended == len(prompts) * config.n <= had
     # One that ends early is not whole, but has all that it wanted, unless its journal was damaged since.
     ends = [(each.target_groups, each.until, each.group_filter, each.n, each.limit) for each in (config, before)]
-    reached = config.until is not None or 0 < (config.target_groups or 0) <= summary.get("delivered_groups", 0)
+    enough = Looks(prompts, config.until, config.seed).enough(groups.values())
+    reached = enough or 0 < (config.target_groups or 0) <= summary.get("delivered_groups", 0)
     return summary if whole or (reached and ends[0] == ends[1] and ended >= had) else None
 
 
@@ -296,7 +301,7 @@ async def _run(
                 async for group in stream:
                     groups.append(group)
                     await tracking.add(group, rollout.weight_version)
-                if looks.enough(groups):
+                if looks.enough([group.trajectories for group in groups]):
                     break
             seconds = time.monotonic() - started
         # 3. Its results.

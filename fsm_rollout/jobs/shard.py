@@ -98,7 +98,7 @@ class Shard:
                 pool.placing.share = self.count
         recorder = scheduler.recorder
         others = [each for each in recorder.listeners if not isinstance(each, ShardCounts | KeptEvents)]
-        if asked["evaluation"] is None:  # what is shown is how far the training is
+        if asked["counts"]:
             others.append(ShardCounts(self.link, number))
         recorder.listeners = (*others, *([KeptEvents(self.events)] if asked["histories"] else []))
         report = scheduler.starter.report_mismatch

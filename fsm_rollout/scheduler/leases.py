@@ -120,6 +120,7 @@ class Leases:
             "n": cast(RunState, self._run).n, "step": now.step, "run_number": scheduler.starter.run_number,
             "run_id": "" if now.trace is None else now.trace.run_id, "evaluation": scheduler.evaluation,
             "histories": scheduler.histories, "batch": scheduler.batch_options, "lag": scheduler.lag is not None,
+            "counts": any(isinstance(listener, CountsListener) for listener in scheduler.recorder.listeners),
         }  # fmt: skip
         shard.send("run", self.number, asked)
 

@@ -24,7 +24,6 @@ class RunCounts:
         self.open: dict[str, Trajectory] = {}  # the prompts' own trajectories that are under way, by id
         self.sub_agents: set[str] = set()  # the ids of sub-agents' trajectories that are under way
         self.tokens = 0
-        self._left: Counter[str] = Counter()  # how many have ended in a state
         self._count: Mapping[type[AnyEvent], Callable[[Trajectory, Any], None]] = {
             Generated: self._generated, Prompted: self._began, Resumed: self._began, Suspended: self._set_aside,
             Ended: self._ended,
@@ -33,7 +32,7 @@ class RunCounts:
     @property
     def states(self) -> Counter[str]:
         """In which states samples are, or have ended."""
-        return Counter(trajectory.state for trajectory in self.open.values()) + self._left
+        return Counter([*(each.state for each in self.open.values()), *filter(None, self.ended.values())])
 
     def hearer(self, kind: type[AnyEvent]) -> Callable[[Trajectory, Any], None] | None:
         """Return what counts events of a kind."""
@@ -51,8 +50,7 @@ class RunCounts:
         if trajectory.parent_id is not None:
             self.sub_agents.add(trajectory.trajectory_id)
             return
-        if state := self.ended.pop((trajectory.group_id, trajectory.sample), ""):
-            self._left[state] -= 1
+        self.ended.pop((trajectory.group_id, trajectory.sample), None)
         self.open[trajectory.trajectory_id] = trajectory
 
     def _set_aside(self, trajectory: Trajectory, _: Suspended) -> None:
@@ -63,4 +61,3 @@ class RunCounts:
         self.sub_agents.discard(trajectory.trajectory_id)
         if self.open.pop(trajectory.trajectory_id, None) is not None:  # an end may be reported twice
             self.ended[trajectory.group_id, trajectory.sample] = trajectory.state
-            self._left[trajectory.state] += 1

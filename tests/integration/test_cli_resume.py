@@ -322,6 +322,11 @@ def test_a_run_whose_prompts_ran_out_goes_on_with_more(run: Path, whole: dict[st
     prompts.write_text("".join(lines), "utf-8")
     assert resume(out, [], Ear())["delivered_groups"] == 4
     assert rows(out) == whole
+    # So does one that was to end when its score is known, and had not enough prompts for that.
+    prompts.write_text("".join(lines[:2]), "utf-8")
+    assert execute(load_run(run, ["until=0.01"]), Ear(), replace=True)["trajectories"] == 4
+    prompts.write_text("".join(lines), "utf-8")
+    assert resume(out, [], Ear())["trajectories"] == 8
 
 
 def test_a_damaged_event_costs_a_resumed_run_nothing_that_cannot_be_made_again(

@@ -36,12 +36,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield out
     with pytest.raises(ConfigError, match="no run takes orders here"):
         ask(out, Order("list"))
-    with going("resume", out, out):
+    with going("resume", out, out) as said:
         assert sorted(names(out)) == sorted([*(f"1/replica-{n}" for n in range(3)), "2/replica-0", "2/replica-1"])
+    assert "engine.replicas" not in said[0], "orders have changed them"
 
 
 @contextmanager
-def going(command: str, what: Path, out: Path) -> Iterator[None]:
+def going(command: str, what: Path, out: Path) -> Iterator[list[str]]:
     """Have a command run for the block, from when it takes orders on; it is interrupted then."""
     tools = {"where": {"use": "tests.integration.shard_work:where", "timeout": 600}}
     arguments = (command, what, f"agent.tools={json.dumps(tools)}")
@@ -51,9 +52,10 @@ def going(command: str, what: Path, out: Path) -> Iterator[None]:
             assert process.poll() is None, stderr.read()
             assert time.monotonic() < until
             time.sleep(0.1)
-        yield
+        yield (said := [])
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(PATIENCE) == 128 + signal.SIGINT, stdout.read() + stderr.read()
+        said.append(stderr.read())
     assert not (out / SOCKET).exists()
 
 
