@@ -6,22 +6,17 @@ import sys
 import pytest
 
 import fsm_rollout
+from tests.cases import PROGRAMS
 from tests.kit import ROOT
 
 HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "graphviz", "pygraphviz", "pyarrow")
-CHECK = """
-from fsm_rollout.cli import app
-try:
-    app(['check', 'configs/agents/tool_user.yaml'])
-except SystemExit as end:
-    assert not end.code
-"""
+CODE = [
+    "import fsm_rollout as f; f.journal.histories", "import fsm_rollout as f; f.load_agent, f.verify, f.prove",
+    "import fsm_rollout.chat, fsm_rollout.chat.formats", PROGRAMS["checks an agent"],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["import fsm_rollout as f; f.journal.histories", "import fsm_rollout as f; f.load_agent, f.verify, f.prove", CHECK],
-)
+@pytest.mark.parametrize("code", CODE)
 def test_importing_and_checking_load_nothing_heavy(code: str) -> None:
     program = f"{code}\nimport sys\nsys.exit(' '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

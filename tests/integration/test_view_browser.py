@@ -166,8 +166,7 @@ def test_two_runs_are_compared_and_lead_to_what_differs(browser: Any, tmp_path: 
         quiet(browser)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1280, False)])
 def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, width: int, dark: bool) -> None:
     long = "a_long_name_of_a_run_" * 6
     ids = ("0/0", "0/1")

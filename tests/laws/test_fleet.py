@@ -128,7 +128,7 @@ def test_no_token_is_lost_and_none_bears_a_wrong_version(
     run(place, main, count, restarts=100)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(swaps=st.lists(SWAPS, max_size=4))
 def test_replicas_that_are_swapped_take_no_longer_than_those_that_stay(swaps: list[tuple[int, float, float]]) -> None:
     """2,560 answers of eight seconds on four replicas with room for 32 each, of which one leaves as another comes."""

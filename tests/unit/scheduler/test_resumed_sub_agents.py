@@ -91,21 +91,6 @@ async def suspended(bench: Bench, at: float | None) -> list[Group]:
     return groups if at is None else await bench.run(1, 0, resume=groups[0].all)
 
 
-@pytest.mark.parametrize("at", [5.0, 25.0, 45.0, 65.0, 85.0])
-def test_sub_agents_say_the_same_wherever_their_callers_were_interrupted(at: float) -> None:
-    """And those that served a sub-agent whose call is made again are in no batch either."""
-
-    def script(request: Request) -> Turn:
-        tool = {"outer": "delegate", "middle": "ask"}.get(request.agent)
-        last = tool is None or request.turn
-        return Turn(text=f"answer {request.sampling.seed % 100_000}" if last else asks(str(tool), ["t"]), delay=20.0)
-
-    whole, cut = (run_virtual(suspended(Bench(family(), script), when))[0].all for when in (None, at))
-    assert [trajectory.stop_reason for trajectory in cut] == ["answered"] * 3
-    for one, other in zip(whole, cut, strict=True):
-        assert [stream.tokens.ids for stream in one.streams] == [stream.tokens.ids for stream in other.streams]
-
-
 @pytest.mark.parametrize("at", [None, 35.0])
 def test_a_sub_agent_that_its_call_gave_up_stays(at: float | None) -> None:
     """Its call was answered (its time was up), so an interruption later on takes nothing of it back."""
