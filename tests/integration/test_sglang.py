@@ -222,7 +222,7 @@ async def updated_in_mid_flight(engine: Any, before: str, *updates: tuple[str, A
     await engine.abort([r.request_id for r in requests])
     await asyncio.wait_for(pending, PATIENCE)
     for answer in got.values():
-        assert answer.reason == "abort"
+        assert answer.reason in ("abort", "length")  # on a busy machine it may have come to its end by then
         assert answer.versions == sorted(answer.versions)
         assert set(answer.versions) == set(of_version)
         assert worst(answer, of_version) < CLOSE

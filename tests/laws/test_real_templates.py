@@ -19,12 +19,9 @@ NO_ANSWER = {"template-raised", "message-dropped", "no-close-token", "turn-dropp
 pytestmark = [zoo.needs_zoo, pytest.mark.xdist_group("templates")]
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.real) for name in zoo.NAMES if name not in zoo.FAMILIES]
-
-
-@pytest.fixture(scope="module", params=[*zoo.FAMILIES, *OTHERS])
+@pytest.fixture(scope="module", params=zoo.CASES)
 def name(request: pytest.FixtureRequest) -> str:
-    """A template of the zoo; of each family one costs little."""
+    """A template of the zoo."""
     return str(request.param)
 
 

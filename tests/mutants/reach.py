@@ -31,7 +31,7 @@ ELSEWHERE = {
     "tools/placement.py": ["test_process_placement.py"],
     "tools/commands.py": ["test_foreign_programs.py"],
     "states/external/handler.py": ["test_foreign_programs.py"],
-    "scheduler/shard": ["test_shards.py"],
+    "scheduler/shard": ["test_shards.py", "test_lost_shards.py"],
     "jobs/tracking.py": ["test_trackers.py"],
     "jobs/": ["test_cli_run.py", "test_demo_run.py", "test_cli_resume.py", "test_cli_eval.py"],
     "trajectory/journal/": ["test_journal_tools.py"],

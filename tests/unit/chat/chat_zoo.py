@@ -36,6 +36,8 @@ TRL = _templates_of_trl()
 PATHS = TRL | SHARED
 NAMES = sorted(PATHS)
 FAMILIES = [name for name in table("chat")["one template of each family"] if name in PATHS]
+CASES = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.real) for name in NAMES if name not in FAMILIES)]
+"""All templates, of which one of each family costs little."""
 
 MARKERS = re.compile(
     r"<\|[^|<>\s'\"{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?[A-Za-z_][A-Za-z0-9_]{0,24}>|\[/?[A-Z_]{3,24}\]"

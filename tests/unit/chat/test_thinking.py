@@ -56,7 +56,7 @@ def test_thinking_that_cannot_be_closed_is_refused(template: str, told: str) -> 
 
 
 @needs_zoo
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", zoo.CASES)
 def test_real_templates_close_as_they_write(name: str) -> None:
     """A turn that has thought, by the tags found, is what the template writes of one."""
     chat = ChatTemplate(zoo.tokenizer_of(name))

@@ -74,8 +74,11 @@ def test_the_schema_describes_every_key(schema: Any) -> None:
     assert undescribed == []
 
 
+VALIDATOR = jsonschema.Draft202012Validator(run_schema())
+
+
 def accepts(text: str) -> bool:
-    return jsonschema.Draft202012Validator(run_schema()).is_valid(yaml.safe_load(text))
+    return VALIDATOR.is_valid(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
