@@ -78,11 +78,8 @@ class Conversation:
     rng: Random
     """Seeded by the trajectory and the visit."""
     ask: Ask
-
-    @property
-    def replies(self) -> int:
-        """How many visits of this state came before this one; a resumed trajectory knows it too."""
-        return self.trajectory.visits[self.trajectory.state] - 1
+    replies: int
+    """How often the interaction has replied before, in all states that share it; a resumed trajectory knows it too."""
 
     @property
     def text(self) -> str:

@@ -206,6 +206,15 @@ class ActiveTrajectory:
         own = graph.states[state].interaction
         return (f"{INTERACTION}{state}", own) if own is not None else (INTERACTION, graph.interaction)
 
+    def interacting(self) -> list[str]:
+        """Return the states whose interaction has replied."""
+        return [state for state in self.trajectory.replied if state in self.agent.graph.states]
+
+    def replies_before(self, state: str) -> int:
+        """Return how often the interaction of a state has replied, to whichever state."""
+        user, replied = self.user_of(state)[0], self.trajectory.replied
+        return sum(replied[other] for other in self.interacting() if self.user_of(other)[0] == user)
+
     async def state_of_user(self, state: str) -> bytes | None:
         """Return what the interaction of a state knows now, if that is kept; what fails is logged, and not kept."""
         interaction = self.interaction(state)

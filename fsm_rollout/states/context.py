@@ -387,12 +387,9 @@ class HandlerContext:
         if recorded is not None:
             return Reply(recorded.content, recorded.score, recorded.done)
         conversation = Conversation(
-            messages=list(stream.messages),
-            trajectory=self.trajectory,
-            extra=self.trajectory.extra,
-            rng=self.rng,
-            ask=self.ask,
-        )
+            list(stream.messages), self.trajectory, self.trajectory.extra, self.rng, self.ask,
+            replies=self.active.replies_before(self.state),
+        )  # fmt: skip
         started, away_before = self.clock(), self.trajectory.suspended_seconds
         if self.active.live_user is None:
             work = self.active.interaction(self.state).reply(conversation)

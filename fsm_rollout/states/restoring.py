@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from fsm_rollout.agent.words import is_custom
 from fsm_rollout.errors import describe
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.tools.bound_tools import Holder
 from fsm_rollout.trajectory.enums import Trigger
-from fsm_rollout.trajectory.events import Called, Refused, Restored, ToolCall, UserReplied
+from fsm_rollout.trajectory.events import Called, Restored, ToolCall
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -46,9 +45,9 @@ async def restore(live: ActiveTrajectory) -> None:
         for holder, calls in _earlier_calls(live).items():
             if holder not in live.tools.instances:
                 ways[calls[0][1].name] = await _restore_tool(live, calls)
-        for state in _interacting(live):
-            name, _ = live.user_of(state)
-            if name not in live.interactions and (way := await _restore_user(live, state)):
+        for state in live.interacting() if live.live_user is None else ():
+            name, spec = live.user_of(state)
+            if spec and name not in live.interactions and (way := await _restore_user(live, state)):
                 ways[name.rstrip(":")] = way
     except Lost as lost:
         _begin_anew(live, str(lost))
@@ -117,22 +116,6 @@ async def _restore_tool(live: ActiveTrajectory, calls: Calls) -> str:
 
 
 # -- users --------------------------------------------------------------------------------------------------------
-
-
-def _interacting(live: ActiveTrajectory) -> Iterator[str]:
-    """Yield the states whose interaction has replied."""
-    trajectory, graph = live.trajectory, live.agent.graph
-    if live.live_user is not None:
-        return
-    for state, visits in trajectory.visits.items():
-        if state not in graph.states or graph.is_final(state) or live.user_of(state)[1] is None:
-            continue
-        open_visit = state == trajectory.state and not any(
-            type(e) in (UserReplied, Refused) for e in trajectory.visit_events
-        )
-        handler = graph.handler_of(state)
-        if (handler == "interact" or is_custom(handler)) and visits > open_visit:
-            yield state
 
 
 async def _restore_user(live: ActiveTrajectory, state: str) -> str | None:

@@ -107,12 +107,14 @@ class Stream(msgspec.Struct):
         return self.turn is not None
 
     @classmethod
-    def begun(cls, event: events.ContextOpened, number: int, turn: int, before: Stream | None) -> Stream:
-        """Return the stream that an event opened before the generation ``turn``, in the place of ``before``."""
+    def begun(cls, event: events.ContextOpened, turn: int, before: Stream | None) -> Stream:
+        """Return the stream that an event opened before the generation ``turn``, in the place of ``before``: closed."""
+        if before is not None:
+            before.open = False
         not_glued = event.instead_of_glue and before is not None and before.sampled
         return cls(
             context=event.context,
-            number=number,
+            number=0 if before is None else before.number + 1,
             engine=event.engine,
             messages=list(event.messages),
             glued=len(event.messages),

@@ -133,6 +133,8 @@ class Trajectory(msgspec.Struct):
     """How often the environment has asked each engine."""
     queries_before: dict[str, int] = {}
     """The same when the present visit began."""
+    replied: dict[str, int] = {}
+    """How often the interaction of each state has replied."""
     called: list[events.Called] = []
     """The tool calls since the latest generation."""
     calls_seen: int = 0
@@ -307,12 +309,9 @@ class Trajectory(msgspec.Struct):
         raise StreamError(f"trajectory {self.trajectory_id} has begun; it cannot take a second 'prompted'")
 
     def _context_opened(self, event: events.ContextOpened) -> None:
-        if (before := self.open_streams.get(event.context)) is not None:
-            before.open = False
-        number = 0 if before is None else before.number + 1
-        stream = Stream.begun(event, number, self.generations, before)
+        before = self.open_streams.get(event.context)
+        self.open_streams[event.context] = stream = Stream.begun(event, self.generations, before)
         self.streams.append(stream)
-        self.open_streams[event.context] = stream
         self.guarded += event.guarded
 
     def _wrote(self, event: events.MessagesAppended) -> None:
@@ -365,6 +364,7 @@ class Trajectory(msgspec.Struct):
 
     def _interacted(self, event: events.UserReplied) -> None:
         self._took("interact", event.at - event.seconds, event.at)
+        self.replied[event.state] = self.replied.get(event.state, 0) + 1
         if (stream := self.open_streams.get(event.context)) is not None:
             stream.reply = event.content
         for name in (f"{INTERACTION}{event.state}", INTERACTION) if self.snapshots else ():

@@ -124,7 +124,7 @@ class _World:
         self.messages.append({"role": "assistant", "content": self.script.turns[turn % len(self.script.turns)]})
         self._go(Trigger.GENERATED, "GENERATING", "INTERACTING", {LimitName.USER_TURNS: 1})
         messages, rng = copy.deepcopy(self.messages), Random(f"{self.script.seed}/{turn}")
-        return Conversation(messages, self.trajectory, self.trajectory.extra, rng, self.ask)
+        return Conversation(messages, self.trajectory, self.trajectory.extra, rng, self.ask, replies=turn)
 
     def take(self, reply: Reply) -> None:
         if reply.content is not None:

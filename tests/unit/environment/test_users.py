@@ -61,7 +61,7 @@ def reply(
     trajectory = a_trajectory(ctx, extra or {})
     ask = (engines or Engines()).ask
     conversation = Conversation(
-        messages=messages, trajectory=trajectory, extra=trajectory.extra, rng=Random(0), ask=ask
+        messages=messages, trajectory=trajectory, extra=trajectory.extra, rng=Random(0), ask=ask, replies=ctx - 1
     )
     return asyncio.run(interaction.reply(conversation))
 

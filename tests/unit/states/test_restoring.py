@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from fsm_rollout.engines.scripted.engine import Turn
 from fsm_rollout.environment.users import Conversation, Reply
 from fsm_rollout.errors import ToolError
 from fsm_rollout.scheduler.group import Group
-from fsm_rollout.states import restoring
+from fsm_rollout.states import State, restoring
+from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.tools import Toolbox
 from fsm_rollout.trajectory.events import (
     AnyEvent,
@@ -28,6 +29,7 @@ from fsm_rollout.trajectory.events import (
 )
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal.reader import blobs
+from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import cases
 from tests.laws.world import call
@@ -330,11 +332,24 @@ class CountingOnce(CountingKept):
         raise ConnectionError("gone")
 
 
+class AsksNobody(State):
+    triggers: ClassVar = ("ready",)
+
+    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
+        return Outcome("ready")
+
+
 def spoken_to(use: str) -> AgentGraph:
     frame = {
-        "states": {"PENDING": {}, "GENERATING": {"timeout": 100.0}, "INTERACTING": {"timeout": 50.0}},
+        "states": {
+            "PENDING": {},
+            "READING": {"handler": f"{HERE}:AsksNobody", "timeout": 50.0},
+            "GENERATING": {"timeout": 100.0},
+            "INTERACTING": {"timeout": 50.0},
+        },
         "transitions": rows(
-            "PENDING prompted GENERATING",
+            "PENDING prompted READING",
+            "READING ready GENERATING",
             "GENERATING generated INTERACTING",
             "INTERACTING replied GENERATING",
             "INTERACTING interaction_done TERMINATED",
@@ -363,6 +378,8 @@ def test_a_user_goes_on_where_it_was_whenever_the_trajectory_was_cut_off(
         if replied and log[cut - 1][1].__struct_config__.tag != "interacted":  # else its snapshot is not there yet
             assert bool(ways(bench)) is restored
             assert len(group.discarded) == anew
+        if not any(isinstance(event, UserReplied) for _, event in log[:cut]):
+            assert not group.discarded, "there is nothing that a new one would not know"
     if use == "Counting":
         told = "has no `snapshot` and `restore`, and does not say `resumable = True`"
         assert told in caplog.text

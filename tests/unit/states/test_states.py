@@ -121,6 +121,19 @@ def test_a_user_s_score_is_that_of_the_turn_that_it_replies_to() -> None:
     assert only(groups).turn_scores == [(0, 0.5)]
 
 
+def test_a_user_that_two_states_share_says_each_line_once() -> None:
+    user = {"use": "fsm_rollout.interactions:ScriptedUser", "kwargs": {"turns": ["one", "two", "three"]}}
+    talks = {"handler": "interact", "timeout": 50.0}
+    states = {"PENDING": {}, "GENERATING": {"timeout": 50.0}, "INTERACTING": talks, "OTHER": talks}
+    lines = rows(
+        "PENDING prompted GENERATING", "GENERATING generated INTERACTING", "INTERACTING replied OTHER",
+        "OTHER replied GENERATING", "INTERACTING interaction_done TERMINATED", "OTHER interaction_done TERMINATED",
+    )  # fmt: skip
+    graph = agent({"states": states, "transitions": lines}, interaction=user, limits={"user_turns": 9})
+    heard = [m["content"] for m in only(run(graph, ["a", "b"])[0]).messages if m["role"] == "user"]
+    assert heard[1:] == ["one", "two", "three"]
+
+
 @pytest.mark.parametrize(("left", "reason"), [(5, "truncated"), (4, "truncated"), (3, "limit:response_tokens")])
 def test_of_equal_bounds_the_turn_s_own_cuts_it(left: int, reason: str) -> None:
     short = changed(SINGLE, GENERATING={"sampling": {"max_tokens": 4}})
