@@ -4,7 +4,9 @@ Invariant: where engines say how much memory they have, a request goes out only 
 resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica once, when the trajectory is
 admitted. Where they do not say it, the router chooses for each request. No request is sent to a replica without room.
 What an engine keeps for a session is begun by the first request that is sent there, and ended there once: when whoever
-asks has ended it, or when its requests go to another engine. An engine that is gone has ended all of its own.
+asks has ended it, when its trajectory has lost its place as memory was short (or the engine would evict who has been
+idle for longer, and kept its own), or when its requests go to another engine. The next request that is sent there
+begins it anew. An engine that is gone has ended all of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ logger = logging.getLogger(__name__)
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
 LINE, LINE_PART = 64, 8
-# Seconds between two marks: who is in a tool for so long, or with a user, gives way to those who wait. A place that is
-# kept through a gap costs its share of the memory for so long, and one that is given up its share of the time to fill
-# the whole memory: on the servers of today this many seconds, about. With less (2.0) tools of ten seconds cost a third
-# more in simulations, and with more there is nothing to be gained.
-MARK_EVERY = 8.0
+# Seconds between two marks, for each token of a replica's memory: who is in a tool for so long, or with a user, gives
+# way to those who wait. To keep a place costs its share of the memory for so long, and to give it up its share of the
+# time to fill the whole memory, which is 20 us a token on the servers of today (4 billion parameters, 400 TFLOP/s).
+# Half of that, in simulations: with all of it users' short contexts wait longer than they take to fill, and with a
+# quarter twice as much is computed again where tools take ten seconds.
+MARK_EVERY = 1e-5
+# ... but no fewer than these, in a small memory: what a quick tool takes is no gap.
+MARK_LEAST = 1.0
 
 
 class Placing:
@@ -40,6 +45,7 @@ class Placing:
     def __init__(self, router: Router, tries: Tries, changed: Callable[[], object]) -> None:
         self.residency: Residency | None = None  # there once an engine has said how much memory it has
         self.share = 1  # how many pools share the engines' memory
+        self.unit = 1  # tokens that one of a simulated engine stands for
         self._router, self._tries = router, tries
         self._changed = changed  # is called when more may be sent
         self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
@@ -69,8 +75,11 @@ class Placing:
         request = pending.request
         if self.residency is not None and request.session:
             key = label + root_of(request)
-            length, most = len(request.ids), request.sampling.max_tokens
-            pending.tree = self.residency.ask(key, request.group_id or key, request.session, length, most)
+            most = request.sampling.max_tokens
+            pending.tree = self.residency.ask(key, request.group_id or key, request.session, request.ids, most)
+            if self.residency.given_up:
+                self._forget(self.residency.given_up)
+                self.residency.given_up.clear()
 
     def answered(self, pending: PendingRequest) -> None:
         """Take in the end of a request."""
@@ -91,15 +100,18 @@ class Placing:
 
     def end(self, sessions: Sequence[str]) -> None:
         """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
+        self._forget(sessions)
+        if self.residency is not None:
+            self.residency.end(sessions)
+            self._changed()
+
+    def _forget(self, sessions: Sequence[str]) -> None:
         by_keeper: dict[int, tuple[SessionKeeper, list[str]]] = {}
         for session in sessions if self._keepers else ():
             if (keeper := self._keepers.pop(session, None)) is not None:
                 by_keeper.setdefault(id(keeper), (keeper, []))[1].append(session)
         for keeper, theirs in by_keeper.values():
             _end(keeper, theirs)
-        if self.residency is not None:
-            self.residency.end(sessions)
-            self._changed()
 
     def look(self, up: Sequence[Replica], alone: bool) -> int:
         """Learn how much the replicas may have, and return how many requests more that is in all."""
@@ -178,7 +190,9 @@ class Placing:
         """Let those in the line be resident where there is room."""
         if (tree := residency.first()) is None:
             if self._timer is None and residency.waits:
-                self._timer = asyncio.get_running_loop().call_later(MARK_EVERY, self._mark)
+                most = max([memory.capacity for memory in residency.memories.values()], default=0)
+                after = max(MARK_LEAST, MARK_EVERY * self.unit * most)
+                self._timer = asyncio.get_running_loop().call_later(after, self._mark)
             return
         requests: dict[Tree | None, Request] = {}
         for pending in waiting:

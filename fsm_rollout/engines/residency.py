@@ -12,32 +12,59 @@ Invariants:
 2. The line is first come, first served *by group*: nobody is admitted while somebody of an earlier group, or who came
    earlier within the group, could not be. (Smallest first would starve long prompts.)
 3. Who is paused, because residents have grown, stands at a boundary, where nothing is being sampled for it; the
-   smallest context goes first, as it costs the least to compute again. Its group's place in the line stays its own.
+   smallest context goes first, as it costs the least to compute again, and its engine need not keep it
+   (:attr:`Residency.given_up`). Its group's place in the line stays its own; it comes back where it has room to grow.
    Nothing is cancelled, and one resident at least stays: so there is always somebody who goes on, and each who is
    admitted takes a turn before it can be paused again.
 4. Who asks for nothing for long gives way to the line (:meth:`Residency.mark`), so nobody waits for a user who is away.
 
 A trajectory counts together with its sub-agents', as one *tree*: a parent that waits for a child holds its place, so a
-child that had to wait in line could wait for ever.
+child that had to wait in line could wait for ever. An engine's cache holds once what contexts begin with alike. So what
+a context shares with its group's *opening*, the first context of the group, counts once on each replica where some of
+the group are resident, and what all openings begin with, instructions and tools, once for all groups there.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from fsm_rollout.engines.protocol import NO_IDS
+from fsm_rollout.trajectory.tokens import Ids, common_length
+
 # Residents are paused when they take up more of the memory than this, what they are about to say included: the rest is
-# for those who say more than others did.
-FULL = 0.99
+# for those who say more than others did, and for siblings' prompts, which an engine that fills them at once has once
+# for each until they are filled.
+FULL = 0.92
 # Nobody is admitted beyond this. What is between is for the growth of those who are there: without it, each admission
 # would be followed by a pause, and the work of the one who is paused is done twice.
 ADMIT = 0.85
-# Answers that count for how much is said.
+# The part of what a request says that is reserved while it runs: SGLang's ``new_token_ratio`` of an idle server, as of
+# those that run some have said theirs already. With all of it, long answers take 4 % more in simulations.
+RESERVED = 0.7
+# Who was paused has shown that it grows. It comes back where it can grow by so many times what trajectories had at
+# their ends, or it would be paused again: at once, in a memory for a few contexts. Of others nothing is known; where
+# all of them had to wait for half of that, short tools would take a tenth more.
+GROWTH = 1.3
+# Answers that count for how much is said, and trajectories for how much they had at their ends.
 LATELY = 64
 # Groups that are remembered after their last trajectory has left: one that begins a new stream keeps its group's place.
 REMEMBERED = 131_072
+
+
+@dataclass(eq=False, slots=True)
+class TreeGroup:
+    """The trees of one group."""
+
+    name: str
+    place: int
+    """By when the first of the group came."""
+    opening: Ids
+    """What that began with."""
+    trees: int = 0
+    """How many there are."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,12 +72,13 @@ class Tree:
     """A trajectory with its sub-agents'."""
 
     key: str
-    group: int
-    """The place of its group, by when the first of the group came."""
+    group: TreeGroup
     number: int
-    """Its own, by when it came."""
+    """Its place within the group, by when it came."""
+    begins: dict[str, int] = field(default_factory=dict)
+    """How many tokens each of its sessions has of its group's opening."""
     contexts: dict[str, int] = field(default_factory=dict)
-    """The tokens of each of its sessions."""
+    """The tokens of each of its sessions, without these."""
     tokens: int = 0
     """Those of all."""
     asking: int = 0
@@ -61,11 +89,41 @@ class Tree:
     """Whether it has asked for nothing since the latest mark."""
     queued: bool = False
     """Whether it is in the heap that is the line."""
+    paused: bool = False
+    """Whether it has been, as memory was short."""
 
-    def grow(self, session: str, tokens: int) -> None:
-        """Let a session have so many tokens."""
-        self.tokens += tokens - self.contexts.get(session, 0)
-        self.contexts[session] = tokens
+    def grow(self, session: str, tokens: int) -> int:
+        """Let a session have so many tokens; return how many more the tree has now."""
+        own = max(0, tokens - self.begins[session])
+        more = own - self.contexts.get(session, 0)
+        self.contexts[session] = own
+        self.tokens += more
+        return more
+
+
+@dataclass(slots=True)
+class RecentMean:
+    """The mean of numbers, of which the latest count most."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, number: int) -> None:
+        """Take in one more."""
+        self.count += 1
+        self.value += (number - self.value) / min(LATELY, self.count)
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of all trees."""
+
+    beginning: Ids = field(default_factory=lambda: NO_IDS)
+    """What all openings begin with."""
+    says: RecentMean = field(default_factory=RecentMean)
+    """Tokens that a request says."""
+    ends: RecentMean = field(default_factory=RecentMean)
+    """Tokens that a tree has of its own at its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,13 +131,47 @@ class ReplicaMemory:
     """That of one replica."""
 
     capacity: int
-    held: int = 0
-    """The tokens of its residents."""
+    known: Known
     residents: dict[Tree, None] = field(default_factory=dict)
+    own: int = 0
+    """The tokens of its residents, without what they share with their groups."""
+    groups: Counter[TreeGroup] = field(default_factory=Counter)
+    """How many residents each group has."""
+    openings: int = 0
+    """The tokens of these groups' openings."""
 
-    def takes(self, tokens: int) -> bool:
-        """Whether a tree of so many tokens may be admitted: it fits, or is alone."""
-        return not self.residents or self.held + tokens <= ADMIT * self.capacity
+    @property
+    def held(self) -> int:
+        """The tokens of its residents, each once."""
+        return self.own + self.openings - len(self.known.beginning) * max(0, len(self.groups) - 1)
+
+    def share(self, tree: Tree) -> int:
+        """Return how many tokens of a tree, a resident or not, no other resident has."""
+        here = tree in self.residents
+        if self.groups[tree.group] > here:
+            return tree.tokens
+        return tree.tokens + len(tree.group.opening) - (len(self.known.beginning) if len(self.groups) > here else 0)
+
+    def takes(self, tree: Tree) -> bool:
+        """Whether a tree may be admitted: it fits, or is alone."""
+        growth = GROWTH * self.known.ends.value if tree.paused else 0.0
+        return not self.residents or self.held + self.share(tree) + growth <= ADMIT * self.capacity
+
+    def add(self, tree: Tree) -> None:
+        """Have one resident more."""
+        self.residents[tree] = None
+        self.own += tree.tokens
+        self.openings += 0 if tree.group in self.groups else len(tree.group.opening)
+        self.groups[tree.group] += 1
+
+    def remove(self, tree: Tree) -> None:
+        """Have one resident less."""
+        del self.residents[tree]
+        self.own -= tree.tokens
+        self.groups[tree.group] -= 1
+        if not self.groups[tree.group]:
+            del self.groups[tree.group]
+            self.openings -= len(tree.group.opening)
 
 
 class Residency:
@@ -90,8 +182,10 @@ class Residency:
         self.trees: dict[str, Tree] = {}
         self.resident = 0  # how many trees are
         self.paused = 0  # how often one was paused so far
-        self.says = 0.0  # tokens that a request says, of those that were answered lately
-        self._groups: dict[str, int] = {}
+        self.given_up: list[str] = []  # sessions of those who were paused, whose contexts engines need not keep
+        self._places: dict[str, int] = {}  # of groups
+        self._groups: dict[str, TreeGroup] = {}  # those that have trees
+        self._known = Known()
         self._trees: dict[str, Tree] = {}  # by session
         self._line: list[tuple[int, int, Tree]] = []  # a heap; who does not stand in it any more is skipped
         self._came = 0
@@ -104,7 +198,7 @@ class Residency:
         Where it has less than before, the smallest are paused as they come to ask for another turn.
         """
         if (memory := self.memories.get(name)) is None:
-            self.memories[name] = ReplicaMemory(capacity)
+            self.memories[name] = ReplicaMemory(capacity, self._known)
         else:
             memory.capacity = capacity
 
@@ -117,26 +211,28 @@ class Residency:
 
     # -- the trees ----------------------------------------------------------------------------------------------------
 
-    def ask(self, key: str, group: str, session: str, tokens: int, most: int = 0) -> Tree:
-        """Note a request of a tree, whose session has so many tokens; it may go out where the tree is at home.
+    def ask(self, key: str, group: str, session: str, ids: Ids, most: int = 0) -> Tree:
+        """Note a request of a tree, with what its session has; it may go out where the tree is at home.
 
-        Room is kept for what it will say, as others said, but for no more than the ``most`` that it may say.
+        Room is reserved for what it will say, as others said, but for no more than the ``most`` that it may say.
         """
         tree = self.trees.get(key)
         if tree is None:
             self._came += 1
-            place = self._groups.pop(group, self._came)
-            self._groups[group] = place  # the last to be forgotten
-            if len(self._groups) > REMEMBERED:
-                del self._groups[next(iter(self._groups))]
-            tree = self.trees[key] = Tree(key, place, self._came)
-        self._trees[session] = tree
-        self._grow(tree, session, tokens + min(most, round(self.says)))
+            tree = self.trees[key] = Tree(key, self._group(group, ids), self._came)
+            tree.group.trees += 1
+        if session not in tree.begins:
+            self._trees[session] = tree
+            tree.begins[session] = common_length(tree.group.opening, ids)
+        self._grow(tree, session, len(ids) + min(most, round(RESERVED * self._known.says.value)))
         if tree.home is not None and not tree.asking:
             memory = self.memories[tree.home]
             if memory.held > FULL * memory.capacity:
                 idle = [other for other in memory.residents if not other.asking]
-                self._pause(idle, lambda: memory.held <= FULL * memory.capacity or len(memory.residents) == 1)
+                enough = lambda: memory.held <= FULL * memory.capacity or len(memory.residents) == 1  # noqa: E731
+                for other in self._pause(memory, idle, enough):
+                    other.paused = True
+                    self.given_up += other.contexts
         tree.asking += 1
         tree.idle = False
         self._stand_in_line(tree)
@@ -145,7 +241,7 @@ class Residency:
     def answer(self, tree: Tree, session: str, tokens: int, sampled: int = 0) -> None:
         """Note the end of a request, after which its session has so many tokens, of which it has said some."""
         tree.asking -= 1
-        self.says += (sampled - self.says) / LATELY
+        self._known.says.add(sampled)
         if self._trees.get(session) is tree:  # else the session has ended
             self._grow(tree, session, tokens)
 
@@ -153,19 +249,22 @@ class Residency:
         """Note the ends of sessions; a tree without any has left."""
         for session in sessions:
             if (tree := self._trees.pop(session, None)) is not None:
+                if len(tree.contexts) == 1:
+                    self._known.ends.add(tree.tokens)
                 self._grow(tree, session, 0)
-                del tree.contexts[session]
+                del tree.contexts[session], tree.begins[session]
                 if not tree.contexts:
                     self.leave(tree)
                     tree.queued = False
                     del self.trees[tree.key]
+                    tree.group.trees -= 1
+                    if not tree.group.trees:
+                        del self._groups[tree.group.name]
 
     def leave(self, tree: Tree) -> None:
         """Take a tree's place away; if it asks for something, it stands in the line."""
         if tree.home is not None:
-            memory = self.memories[tree.home]
-            memory.held -= tree.tokens
-            del memory.residents[tree]
+            self.memories[tree.home].remove(tree)
             self.resident -= 1
             tree.home = None
         self._stand_in_line(tree)
@@ -180,7 +279,7 @@ class Residency:
                 heapq.heappop(self._line)
                 tree.queued = False
                 continue
-            return tree if any(memory.takes(tree.tokens) for memory in self.memories.values()) else None
+            return tree if any(memory.takes(tree) for memory in self.memories.values()) else None
         return None
 
     @property
@@ -198,44 +297,59 @@ class Residency:
             waiting = deque(tree for *_, tree in sorted(self._line) if tree.queued and tree.asking and not tree.home)
             for memory in self.memories.values():
                 idle, most, need = [tree for tree in memory.residents if tree.idle], ADMIT * memory.capacity, 0
-                staying = memory.held - sum(tree.tokens for tree in idle)
+                staying = memory.held - sum(map(memory.share, idle))
                 while waiting and idle:
-                    if staying + need + waiting[0].tokens > most and (need or len(idle) < len(memory.residents)):
+                    more = memory.share(waiting[0])
+                    if staying + need + more > most and (need or len(idle) < len(memory.residents)):
                         break
-                    need += waiting.popleft().tokens
+                    need += more
+                    waiting.popleft()
                 if need:
-                    self._pause(idle, lambda: memory.held + need <= most)  # noqa: B023  # it is called here
+                    self._pause(memory, idle, lambda: memory.held + need <= most)  # noqa: B023  # it is called here
         for memory in self.memories.values():
             for tree in memory.residents:
                 tree.idle = not tree.asking
 
     def takers(self, tree: Tree) -> list[str]:
         """Return the replicas that may admit a tree."""
-        return [name for name, memory in self.memories.items() if memory.takes(tree.tokens)]
+        return [name for name, memory in self.memories.items() if memory.takes(tree)]
 
     def admit(self, tree: Tree, name: str) -> None:
         """Give a tree that stands in the line its place."""
-        memory = self.memories[name]
-        memory.held += tree.tokens
-        memory.residents[tree] = None
+        self.memories[name].add(tree)
         self.resident += 1
         tree.home = name
+
+    def _group(self, name: str, ids: Ids) -> TreeGroup:
+        """Return a group, which this opens if nobody of it is there."""
+        if (group := self._groups.get(name)) is not None:
+            return group
+        place = self._places.pop(name, self._came)
+        self._places[name] = place  # the last to be forgotten
+        if len(self._places) > REMEMBERED:
+            del self._places[next(iter(self._places))]
+        alike = common_length(self._known.beginning, ids) if self._groups else len(ids)
+        self._known.beginning = ids[:alike]
+        group = self._groups[name] = TreeGroup(name, place, ids)
+        return group
 
     def _stand_in_line(self, tree: Tree) -> None:
         if tree.home is None and tree.asking and not tree.queued:
             tree.queued = True
-            heapq.heappush(self._line, (tree.group, tree.number, tree))
+            heapq.heappush(self._line, (tree.group.place, tree.number, tree))
 
     def _grow(self, tree: Tree, session: str, tokens: int) -> None:
-        before = tree.tokens
-        tree.grow(session, tokens)
+        more = tree.grow(session, tokens)
         if tree.home is not None:
-            self.memories[tree.home].held += tree.tokens - before
+            self.memories[tree.home].own += more
 
-    def _pause(self, idle: list[Tree], enough: Callable[[], bool]) -> None:
-        """Pause some of those who stand at a boundary, the smallest first, until it is enough."""
-        for tree in sorted(idle, key=lambda tree: (tree.tokens, -tree.number)):
+    def _pause(self, memory: ReplicaMemory, idle: list[Tree], enough: Callable[[], bool]) -> list[Tree]:
+        """Pause some of those who stand at a boundary, the smallest first, until it is enough, and return them."""
+        gone: list[Tree] = []
+        for tree in sorted(idle, key=lambda tree: (memory.share(tree), -tree.number)):
             if enough():
                 break
             self.paused += 1
             self.leave(tree)
+            gone.append(tree)
+        return gone

@@ -72,7 +72,8 @@ class Wait(NamedTuple):
     tokens: int
     """Those that it was asked with."""
     seconds: float
-    group: int
+    place: float
+    """Of a first turn that of its group in the line, of another when it was asked."""
 
 
 @dataclass(slots=True)
@@ -150,21 +151,26 @@ class Simulated:
 
     @property
     def first_correlation(self) -> float:
-        """The correlation of a first turn's waiting time with what of its prompt's size does not follow from its place.
-
-        Of ranks, so that one long prompt is one of many. All prompts are there from the start, and who stands behind
-        others waits: that chance has put longer ones behind, or before, is no matter of fairness.
-        """
-        sizes, waits, groups = _ranks(self.first_waits)
-        by_place = correlated(sizes, groups)
-        left = math.sqrt(1 - by_place**2)
-        return (correlated(sizes, waits) - by_place * correlated(waits, groups)) / left if left > TIES else 0.0
+        """How long first turns wait for the sizes of their prompts: :func:`unfairness`, by their places in the line."""
+        return unfairness(self.first_waits)
 
     @property
     def later_correlation(self) -> float:
-        """That of later turns, with the size of their context; no place is taken out."""
-        sizes, waits, _ = _ranks(self.later_waits)
-        return correlated(sizes, waits)
+        """How long later turns wait for the sizes of their contexts: :func:`unfairness`, by when they were asked."""
+        return unfairness(self.later_waits)
+
+
+def unfairness(waits: Sequence[Wait]) -> float:
+    """Return the correlation of waiting time with what of the size does not follow from the place; 0.0 is fair.
+
+    Of ranks, so that one long prompt is one of many. Who stands behind others waits, and who comes while many are
+    there: that chance has put longer prompts behind, or that all contexts are short when a run begins, is no matter of
+    fairness.
+    """
+    sizes, seconds, places = _ranks(waits)
+    by_place = correlated(sizes, places)
+    left = math.sqrt(1 - by_place**2)
+    return (correlated(sizes, seconds) - by_place * correlated(seconds, places)) / left if left > TIES else 0.0
 
 
 def correlated(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -173,7 +179,7 @@ def correlated(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def _ranks(waits: Sequence[Wait]) -> list[list[float]]:
-    """Return the ranks of sizes, waits and groups; equal ones share the middle of theirs."""
+    """Return the ranks of sizes, waits and places; equal ones share the middle of theirs."""
     found = []
     for values in zip(*waits, strict=True):
         ordered = sorted(values)
@@ -220,6 +226,7 @@ def simulate(
     LIVES.append(lives)
     try:
         pool = EnginePool(LocalPlacement(build), replicas)
+        pool.placing.unit = block
         with quietly():
             target = target or max(1, len(workload.groups) // BATCHES)
             run_virtual(_run(result, lives, pool, engines, seed, target, staleness), loop=VirtualTimeLoop(horizon=1e9))
@@ -243,9 +250,11 @@ async def _run(
             length = trajectory.open_streams[event.context].tokens.length - len(event.ids)
             # Sub-agents have their parents' places.
             first = trajectory.generations == 1 and trajectory.parent_id is None
-            waits = result.first_waits if first else result.later_waits
-            seconds = round(loop.time() - event.seconds, 6) if first else event.queue_seconds
-            waits.append(Wait(length * block, seconds, int(trajectory.group_id[1:])))
+            began = round(loop.time() - event.seconds, 6)
+            if first:
+                result.first_waits.append(Wait(length * block, began, int(trajectory.group_id[1:])))
+            else:
+                result.later_waits.append(Wait(length * block, event.queue_seconds, began - event.queue_seconds))
 
     most = max(turn.says for group in groups for life in group for stream in streams(life) for turn in stream)
     scheduler = Scheduler(

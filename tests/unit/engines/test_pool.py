@@ -19,7 +19,7 @@ from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, Engine, Load, Request, SamplingParams
 from fsm_rollout.engines.replica import LocalPlacement, Placement
 from fsm_rollout.engines.router import LeastLoadedRouter, ReplicaView
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
+from fsm_rollout.engines.scripted.engine import ScriptedEngine, SessionEnded, Turn
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.tokens import as_ids
@@ -183,12 +183,22 @@ def test_a_replica_that_has_nothing_to_do_is_given_its_part() -> None:
 @pytest.mark.parametrize("capacity", [10, 20, 0])
 def test_the_first_that_are_asked_have_to_fit_into_the_memory(capacity: int) -> None:
     async def body(client: EngineClient) -> None:
-        asked = soon(client, *"abcdefgh")
+        for name in "abcdefgh":
+            client.submit(replace(ask(name), ids=as_ids([ord(name)] * 3)))
         await asyncio.sleep(1)
         assert place.asked == [{10: 2, 20: 5, 0: 8}[capacity]], "three tokens each, and a part is left for their growth"
-        asked.cancel()
 
     run(place := Place(lambda _: Sized(capacity)), body)
+
+
+def test_engines_need_not_keep_who_was_paused() -> None:
+    async def body(client: EngineClient) -> None:
+        for request_id, name, tokens in (("a", "a", 200), ("b", "b", 500), ("b1", "b", 900)):
+            await done(client.submit(replace(ask(name), request_id=request_id, ids=as_ids([ord(name)] * tokens))))
+        log = place.last().log
+        assert [line.what.session for line in log if isinstance(line.what, SessionEnded)] == ["a"]
+
+    run(place := Place(lambda _: Sized(1000)), body)
 
 
 @given(capacity=st.integers(1000, 10**6), beside=st.floats(0, 1), shards=st.integers(2, 8))

@@ -1,11 +1,13 @@
 """Whole trajectories are resident, in the order of their groups, and nobody starves."""
 
+from array import array
 from random import Random
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from fsm_rollout.engines.residency import ADMIT, FULL, Residency, Tree
+from fsm_rollout.engines.residency import ADMIT, FULL, RESERVED, Residency, Tree
+from fsm_rollout.trajectory.tokens import Ids
 
 SIZES = st.integers(1, 120)
 
@@ -17,11 +19,19 @@ def workloads(draw: st.DrawFn) -> list[list[list[int]]]:
     return draw(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=6))
 
 
-class Engine:
-    """Takes turns of those who are resident, in an order drawn from a seed, and keeps its own account of them."""
+SHARED = st.tuples(st.integers(0, 30), st.integers(1, 30))
 
-    def __init__(self, workload: list[list[list[int]]], replicas: int, capacity: int, seed: int) -> None:
-        self.residency, self.random = Residency(), Random(seed)
+
+class Engine:
+    """Takes turns of those who are resident, in an order drawn from a seed, and keeps its own account of them.
+
+    ``shared`` says how many tokens all prompts begin with, and how many more a group's have.
+    """
+
+    def __init__(
+        self, workload: list[list[list[int]]], replicas: int, capacity: int, seed: int, shared: tuple[int, int]
+    ) -> None:
+        self.residency, self.random, self.shared = Residency(), Random(seed), shared
         for number in range(replicas):
             self.residency.resize(f"r{number}", capacity)
         self.turns = {(g, n): list(turns) for g, group in enumerate(workload) for n, turns in enumerate(group)}
@@ -34,15 +44,22 @@ class Engine:
     def ask(self, who: tuple[int, int]) -> None:
         group, number = who
         name = f"{group}/{number}"
-        before = {tree: tree.tokens for tree in self.residency.trees.values() if tree.home is not None}
-        self.asking[who] = self.residency.ask(name, str(group), f"{name}/main", self.context[who] or 1)
-        # Who has lost its place stood at a boundary, and nobody smaller stood at one and kept its own.
-        lost = [tree for tree in before if tree.home is None]
-        kept = [tree for tree in before if tree.home is not None and not tree.asking]
-        assert not {tree.key for tree in lost} & {f"{g}/{n}" for g, n in self.asking if (g, n) != who}
-        homes = {memory: [tree for tree in kept if tree.home == memory] for memory in self.residency.memories}
-        for tree in lost:
-            assert all(tree.tokens <= other.tokens for other in homes[self.homes[self.who(tree)]])
+        idle = [tree for tree in self.residency.trees.values() if tree.home is not None and not tree.asking]
+        before = {tree: self.residency.memories[self.homes[self.who(tree)]].share(tree) for tree in idle}
+        homes = [tree.home for tree in self.asking.values()]
+        asked = self.residency.ask(name, str(group), f"{name}/main", self.ids(who))
+        assert homes == [tree.home for tree in self.asking.values()], "who has lost its place stood at a boundary"
+        self.asking[who] = asked
+        # ... and nobody smaller stood at one and kept its own; who asks has grown since.
+        before.pop(asked, 0)
+        for lost in before:
+            kept = [tree for tree in before if tree.home == self.homes[self.who(lost)]]
+            assert lost.home is not None or all(before[lost] <= before[tree] for tree in kept)
+
+    def ids(self, who: tuple[int, int]) -> Ids:
+        """Return the context of a trajectory: what all have, what its group has, and what only it has."""
+        (group, number), (all_have, group_has) = who, self.shared
+        return array("i", [1] * all_have + [-2 - group] * group_has + [1000 * (group + 1) + number] * self.context[who])
 
     def who(self, tree: Tree) -> tuple[int, int]:
         group, number = tree.key.split("/")
@@ -53,7 +70,7 @@ class Engine:
         while (tree := residency.first()) is not None:
             # Nobody of an earlier group, or who came earlier within the group, waits for a place.
             line = [other for other in residency.trees.values() if other.home is None and other.asking]
-            assert (tree.group, tree.number) == min((other.group, other.number) for other in line)
+            assert (tree.group.place, tree.number) == min((other.group.place, other.number) for other in line)
             name = self.random.choice(residency.takers(tree))
             residency.admit(tree, name)
             memory = residency.memories[name]
@@ -61,14 +78,16 @@ class Engine:
             self.homes[self.who(tree)] = name
             if self.who(tree) not in self.admitted:
                 self.admitted.add(self.who(tree))
-                self.first_admissions.append(tree.group)
+                self.first_admissions.append(tree.group.place)
 
     def check(self) -> None:
         """Compare what it holds with an account of one's own."""
         for name, memory in self.residency.memories.items():
             trees = [tree for tree in self.residency.trees.values() if tree.home == name]
-            assert memory.held == sum(self.context[self.who(tree)] or 1 for tree in trees)
             assert set(trees) == set(memory.residents)
+            all_have, group_has = self.shared  # ... count once, as in an engine's cache
+            own = sum(self.context[self.who(tree)] for tree in trees)
+            assert memory.held == all_have * bool(trees) + group_has * len({tree.group for tree in trees}) + own
 
     def run(self, mark_every: int, sizes: tuple[int, ...] = ()) -> int:
         """Take all turns, in memories that others leave these sizes in turn; return how many steps that took."""
@@ -89,7 +108,7 @@ class Engine:
                 who = self.random.choice(ready)
                 tree = self.asking.pop(who)
                 self.context[who] += self.turns[who].pop(0)
-                self.residency.answer(tree, f"{tree.key}/main", self.context[who])
+                self.residency.answer(tree, f"{tree.key}/main", len(self.ids(who)))
                 if not self.turns[who]:
                     del self.turns[who]
                     self.residency.end([f"{tree.key}/main"])
@@ -100,9 +119,12 @@ class Engine:
         return steps
 
 
-@given(workload=workloads(), replicas=st.integers(1, 3), capacity=st.integers(20, 400), seed=st.integers(0, 99))
-def test_everybody_comes_to_an_end_in_the_order_of_groups(workload, replicas, capacity, seed):  # type: ignore[no-untyped-def]
-    engine = Engine(workload, replicas, capacity, seed)
+@given(
+    workload=workloads(), replicas=st.integers(1, 3), capacity=st.integers(20, 400), seed=st.integers(0, 99),
+    shared=SHARED,
+)  # fmt: skip
+def test_everybody_comes_to_an_end_in_the_order_of_groups(workload, replicas, capacity, seed, shared):  # type: ignore[no-untyped-def]
+    engine = Engine(workload, replicas, capacity, seed, shared)
     engine.run(mark_every=0)
     assert engine.first_admissions == sorted(engine.first_admissions)
     assert not engine.residency.trees
@@ -110,22 +132,27 @@ def test_everybody_comes_to_an_end_in_the_order_of_groups(workload, replicas, ca
     assert all(memory.held == 0 for memory in engine.residency.memories.values())
 
 
-@given(workload=workloads(), sizes=st.lists(st.integers(1, 400), min_size=1), seed=st.integers(0, 99))
-def test_others_come_and_go(workload, sizes, seed):  # type: ignore[no-untyped-def]
-    engine = Engine(workload, 2, sizes[0], seed)
+@given(workload=workloads(), sizes=st.lists(st.integers(1, 400), min_size=1), seed=st.integers(0, 99), shared=SHARED)
+def test_others_come_and_go(workload, sizes, seed, shared):  # type: ignore[no-untyped-def]
+    engine = Engine(workload, 2, sizes[0], seed, shared)
     engine.run(3, tuple(sizes))
     assert not engine.residency.trees
 
 
 @given(workload=workloads(), capacity=st.integers(20, 400), seed=st.integers(0, 99), every=st.integers(1, 5))
 def test_who_gives_way_comes_back(workload, capacity, seed, every):  # type: ignore[no-untyped-def]
-    engine = Engine(workload, 1, capacity, seed)
+    engine = Engine(workload, 1, capacity, seed, (0, 1))
     engine.run(mark_every=every)
     assert not engine.residency.trees
 
 
+def context(key: str, tokens: int) -> Ids:
+    """Return a context that shares nothing with another's."""
+    return array("i", [sum(key.encode()) * 100 + len(key)] * tokens)
+
+
 def placed(residency: Residency, key: str, tokens: int) -> Tree:
-    tree = residency.ask(key, key, f"{key}/main", tokens)
+    tree = residency.ask(key, key, f"{key}/main", context(key, tokens))
     while (first := residency.first()) is not None:
         residency.admit(first, residency.takers(first)[0])
     return tree
@@ -134,13 +161,14 @@ def placed(residency: Residency, key: str, tokens: int) -> Tree:
 def test_the_smallest_at_a_boundary_is_paused_and_no_more_than_it_takes() -> None:
     residency = Residency()
     residency.resize("r", 1000)
-    trees = {key: placed(residency, key, tokens) for key, tokens in {"a": 100, "b": 200, "c": 300, "d": 240}.items()}
+    size = {"a": 100, "b": 200, "c": 300, "d": 240}
+    trees = {key: placed(residency, key, tokens) for key, tokens in size.items()}
     for key in "abc":  # d goes on to say something
-        residency.answer(trees[key], f"{key}/main", trees[key].tokens)
-    residency.ask("c", "c", "c/main", 470)  # 1,010 of 1,000
-    assert FULL * 1000 >= 1010 - 100
+        residency.answer(trees[key], f"{key}/main", size[key])
+    residency.ask("c", "c", "c/main", context("c", 450))  # 990 of 1,000
+    assert FULL * 1000 >= 990 - 100
     assert [key for key, tree in trees.items() if tree.home is None] == ["a"]
-    assert residency.paused == 1
+    assert (residency.paused, residency.given_up) == (1, ["a/main"])
 
 
 def test_a_parent_holds_its_place_for_its_children() -> None:
@@ -149,10 +177,10 @@ def test_a_parent_holds_its_place_for_its_children() -> None:
     parent = placed(residency, "a", 60)
     other = placed(residency, "b", 60)
     assert (parent.home, other.home) == ("r", None)
-    assert residency.ask("a", "a", "a/0/child/main", 30) is parent
-    assert (parent.tokens, parent.home) == (90, "r")
+    assert residency.ask("a", "a", "a/0/child/main", context("child", 30)) is parent
+    assert (residency.memories["r"].held, parent.home) == (90, "r")
     residency.end(["a/0/child/main"])
-    assert parent.tokens == 60
+    assert residency.memories["r"].held == 60
 
 
 def test_who_is_away_for_long_gives_way_and_keeps_the_place_of_its_group() -> None:
@@ -165,9 +193,9 @@ def test_who_is_away_for_long_gives_way_and_keeps_the_place_of_its_group() -> No
     residency.mark()
     assert residency.first() is waits
     residency.admit(waits, "r")
-    late = residency.ask("c", "c", "c/main", 10)
-    residency.ask("a", "a", "a/main", 60)
-    assert (away.group, away.number) < (late.group, late.number)
+    late = residency.ask("c", "c", "c/main", context("c", 10))
+    residency.ask("a", "a", "a/main", context("a", 60))
+    assert away.group.place < late.group.place
     residency.answer(waits, "b/main", 60)
     residency.end(["b/main"])
     assert residency.first() is away
@@ -211,3 +239,55 @@ def test_who_is_away_gives_way_to_all_that_fit_and_to_one_that_is_larger_than_ma
         residency.mark()
     placed(residency, "e", 1)
     assert large.home == "r"
+
+
+def test_what_siblings_share_counts_once_on_each_replica_and_what_all_share_once_for_all() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    system, trees = [1] * 200, {}
+    for name in ("a0", "a1", "b0"):
+        prompt = array("i", [*system, *[ord(name[0])] * 100])
+        trees[name] = residency.ask(name, name[0], f"{name}/main", prompt)
+    helper = residency.ask("a1", "a", "a1/0/helper/main", array("i", [*system, *[7] * 50]))
+    assert helper is trees["a1"]
+    held = []
+    while (tree := residency.first()) is not None:
+        residency.admit(tree, "r")
+        held.append(residency.memories["r"].held)
+    assert held == [300, 300 + 50, 300 + 50 + 100]
+    residency.leave(trees["a0"])
+    assert residency.memories["r"].held == 450
+    residency.leave(trees["a1"])
+    assert residency.memories["r"].held == 300
+    residency.end(["a0/main", "a1/main", "a1/0/helper/main", "b0/main"])
+    assert (residency.memories["r"].held, residency.trees) == (0, {})
+    other = residency.ask("c", "c", "c/main", array("i", [9] * 40))
+    residency.admit(other, "r")
+    assert residency.memories["r"].held == 40
+
+
+def test_who_was_paused_comes_back_where_it_can_grow_as_others_did() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    first, small, large = (placed(residency, key, tokens) for key, tokens in {"a": 100, "b": 200, "c": 300}.items())
+    residency.answer(small, "b/main", 200)
+    residency.answer(first, "a/main", 100)
+    residency.ask("a", "a", "a/main", context("a", 500))  # 1,000 of 1,000
+    assert [tree.home for tree in (first, small, large)] == ["r", None, "r"]
+    residency.ask("b", "b", "b/main", context("b", 200))
+    residency.end(["a/main"])  # which had 500: of 1,000 tokens 300 are held, and 200 fit, but not 1.3 times 500 more
+    assert residency.first() is None
+    residency.end(["c/main"])
+    assert residency.first() is small
+
+
+def test_room_is_reserved_for_a_part_of_what_a_request_says_but_never_for_more_than_it_may_say() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    tree = placed(residency, "a", 100)
+    residency.answer(tree, "a/main", 140, sampled=40)
+    residency.ask("a", "a", "a/main", context("a", 150), most=1000)
+    assert residency.memories["r"].held == 150 + RESERVED * 40
+    residency.answer(tree, "a/main", 190, sampled=40)
+    residency.ask("a", "a", "a/main", context("a", 200), most=5)
+    assert residency.memories["r"].held == 200 + 5
