@@ -14,96 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import table
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.xdist_group("architecture")  # one worker reads all modules
 PACKAGE = ROOT / "fsm_rollout"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "stand_ins" not in path.parts)
 
-ORDER = (
-    ("errors", "files", "concurrency", "names", "statistics"),
-    ("trajectory",),
-    ("agent",),
-    ("tools",),
-    ("chat", "environment", "model"),
-    ("engines.protocol",),
-    (
-        "engines.stop_strings",
-        "engines.thinking_budget",
-        "engines.residency",
-        "engines.pending",
-        "engines.placing",
-        "engines.client",
-        "engines.chunk_stream",
-        "engines.wire",
-        "engines.common_keys",
-        "engines.scripted.prefix_cache",
-        "engines.scripted.memory",
-        "engines.specs",
-        "engines.build",
-        "engines.router",
-        "engines.weights",
-        "engines.digests",
-        "engines.weight_sources",
-        "engines.adapters",
-        "engines.updating",
-        "engines.replica",
-        "engines.orders",
-        "engines.replicas",
-        "engines.following",
-        "engines.engine_ids",
-        "engines.retries",
-        "engines.sessions",
-        "engines.silence",
-        "engines.pool",
-        "engines.scripted.script",
-    ),
-    ("states",),
-    ("scheduler",),
-    ("batch",),
-    ("diagrams", "report"),
-    ("rollout",),
-    ("engines", "adapters", "jobs", "testing"),
-    ("serve", "view", "simulation"),
-    ("cli",),
-    ("__main__",),
-)
+TABLE = table("architecture")
+ORDER: list[list[str]] = TABLE["order"]
 """A folder imports from its own step and earlier ones; the longest name decides."""
 DOORS = {"rewards", "interactions", "journal"}
 """Names that users type; they re-export what is in ``environment`` and ``trajectory``."""
-HOMES: dict[str, tuple[str, ...]] = {
-    "torch": (
-        "batch",
-        "adapters",
-        "engines.transformers",
-        "engines.sglang",
-        "engines.adapters",
-        "engines.digests",
-        "engines.weight_sources",
-        "engines.broadcast",
-    ),
-    "tensordict": ("batch",),
-    "ray": ("concurrency.ray_session", "engines.ray", "engines.ray_placement"),
-    "sglang": ("engines.sglang",),
-    "transitions": ("agent.graph", "agent.machine"),
-    "typer": ("cli",),
-    "wandb": ("report.readers",),
-    "mlflow": ("report.readers",),
-    "tensorboard": ("report.readers",),
-    "trackio": ("report.readers", "report.trackio_spans"),
-    "opentelemetry": (
-        "report.meter",
-        "report.telemetry",
-        "report.tracer",
-        "report.trackio_spans",
-        "trajectory.trace_ids",
-    ),
-    "sqlite3": ("trajectory.journal",),
-    "prometheus_client": ("serve.metrics",),
-    "mcp": ("tools.mcp_server",),
-    "graphviz": ("diagrams.draw",),
-    "pygraphviz": (),  # in a process of its own, see diagrams.draw
-}
+HOMES: dict[str, list[str]] = TABLE["homes of libraries"]
 MOST_LINES = 450
 
 
@@ -208,19 +131,6 @@ def test_the_root_has_eight_modules() -> None:
     assert root == ["__init__", "__main__", "errors", "files", "interactions", "journal", "rewards", "rollout"]
 
 
-CONTENT_HOMES = {
-    "trajectory.stream": "the accessor itself",
-    "trajectory.pictures": "puts what others write into one form",
-    "trajectory.prompt": "checks what users write",
-    "chat.messages": "checks what handlers write, and makes copies of it for templates",
-    "chat.markers": "reads a tokenizer's added tokens, which are no messages",
-    "states.external.chat_request": "reads the protocols' messages",
-    "states.external.sameness": "compares pictures in messages, too",
-    "states.external.anthropic_dialect": "reads that protocol's blocks",
-    "states.external.response_items": "reads that protocol's items",
-}
-
-
 def test_the_content_of_a_message_is_read_in_one_place() -> None:
     readers: set[str] = set()
     for path in MODULES:
@@ -230,7 +140,7 @@ def test_the_content_of_a_message_is_read_in_one_place() -> None:
                     readers.add(name_of(path))
                 case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant("content"), *_]):
                     readers.add(name_of(path))
-    assert readers == set(CONTENT_HOMES), "use text_of and media_of of fsm_rollout.trajectory.stream"
+    assert readers == set(TABLE["readers of content"]), "use text_of and media_of of fsm_rollout.trajectory.stream"
 
 
 def test_unit_tests_start_no_program() -> None:

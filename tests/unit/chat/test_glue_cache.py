@@ -12,7 +12,7 @@ from fsm_rollout.chat import ChatTemplate, glue_cache
 from fsm_rollout.chat.glue_cache import MOST_CHARACTERS, Histories
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
-from tests.cases import cases
+from tests.cases import cases, table
 from tests.unit.chat import chat_zoo as zoo
 
 ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -57,20 +57,7 @@ def chat_of(name: str) -> ChatTemplate:
     return CHATS[name]
 
 
-MADE = [
-    "",
-    " ",
-    "x",
-    "\n",
-    "word",
-    " padded \n",
-    '"q\\ é',
-    "/think",
-    "a </think> b",
-    "<|im_end|>",
-    "<tool_call>",
-    "漢\u0301",
-]
+MADE = table("chat")["texts that a template may take for something"]
 texts = st.sampled_from(MADE) | st.text(max_size=6).filter(str.isprintable)
 ids = st.none() | st.sampled_from(["abcdefghi", "0", "call_1-x", "zyxwvutsrqp"])
 

@@ -13,22 +13,11 @@ import fsm_rollout as fr
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import PromptFile, load_run, recorded_run
 from fsm_rollout.trajectory.prompt import as_prompts, read_prompts
-from tests.cases import cases
+from tests.cases import cases, table
 from tests.kit import ROOT
 
 QUESTION = [{"role": "user", "content": "What is 1 + 3?"}]
-# A row as verl's examples/data_preprocess/gsm8k_multiturn_w_tool.py writes it.
-VERL = {
-    "data_source": "openai/gsm8k",
-    "agent_name": "tool_agent",
-    "prompt": [{"role": "system", "content": "Use the tool."}, *QUESTION],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {
-        "split": "train", "index": 0, "answer": "1 + 3 is #### 4", "question": "What is 1 + 3?",
-        "need_tools_kwargs": True, "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
-    },
-}  # fmt: skip
+VERL = table("trajectory")["a row of verl"]
 OTHER = {"id": 7, "question": "What is 1 + 3?", "solution": {"text": "1 + 3", "final": "4"}}
 
 
