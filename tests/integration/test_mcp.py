@@ -207,6 +207,7 @@ async def test_a_call_has_its_time_and_the_session_goes_on() -> None:
         assert late.result.startswith("error: hang did not answer and was stopped after 0.2 s")
 
 
+@pytest.mark.real
 async def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     box = toolbox(mcp=STDIO, timeout=PATIENCE)
     async with session(box) as call:
@@ -226,6 +227,7 @@ async def test_a_server_that_dies_fails_the_call_and_is_started_again(caplog: py
     assert "the server has ended; it is started or connected to again" in caplog.text
 
 
+@pytest.mark.real
 async def test_a_server_over_http_that_is_restarted_is_connected_to_again(http: HTTPServer) -> None:
     box = toolbox(mcp={"url": http.url}, timeout=PATIENCE)
 
@@ -260,8 +262,7 @@ def test_a_run_calls_them_and_records_what_they_said(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("name", "repeatable", "begun_anew"),
-    [("add", True, False), ("add", None, True), ("count", None, True), ("count", True, True)],
+    ("name", "repeatable", "begun_anew"), [("add", True, False), ("add", None, True), ("count", True, True)]
 )
 def test_a_resumed_trajectory_never_goes_on_with_a_session_that_knows_nothing_of_it(
     name: str, repeatable: bool | None, begun_anew: bool

@@ -18,7 +18,7 @@ from tests.integration.shard_work import prompts, spec
 from tests.kit import ROOT
 from tests.programs import PATIENCE, fsm_rollout, started
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.real]  # a run of shards, twice
 
 
 @pytest.fixture(scope="module")
