@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ import msgspec
 from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.replica import Rows
 from fsm_rollout.errors import ConfigError, EngineError, RolloutError, did_you_mean
+from fsm_rollout.jobs.run_config import RunConfig
 from fsm_rollout.jobs.run_folder import LOCK, SUMMARY, is_written
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.trajectory.journal import JournalFolder, metadata
@@ -28,6 +29,7 @@ from fsm_rollout.trajectory.journal import JournalFolder, metadata
 logger = logging.getLogger(__name__)
 SOCKET = "run.sock"
 REPLICAS = "replicas"  # what a journal calls those that orders have left: keys of engines, by their names
+COUNTED = ("replicas", "urls")  # the keys of an engine that say how many it has
 LONGEST = 100  # bytes of a socket's path; the kernel takes 107
 
 
@@ -111,23 +113,20 @@ async def _carry_out(rollout: Rollout, order: Order) -> OrderAnswer:
     return OrderAnswer(name=name, rows=rows)
 
 
-def with_replicas(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a journal's metadata with the run's config as the orders of its time have left the engines."""
-    changed, text = recorded.get(REPLICAS), recorded.get("run")
-    if not changed or not isinstance(text, str):
-        return dict(recorded)
-    run = json.loads(text)
-    for name, keys in changed.items():
-        spec = run["engine"] if name == POLICY else run["engines"].get(name, {})
-        if spec.get("replicas") != "auto":
-            spec |= {key: keys[key] for key in ("replicas", "urls") if key in keys}
-    return {**recorded, "run": json.dumps(run)}
+def with_orders(config: RunConfig, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a run's config with the replicas that orders have left, as its journal's metadata say.
 
-
-def ordered(recorded: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a run's YAML that orders have replaced, by a journal's metadata."""
-    changed = recorded.get(REPLICAS, {}).items()
-    return {f"{'engine' if name == POLICY else f'engines.{name}'}.{key}" for name, keys in changed for key in keys}
+    What its YAML says otherwise than when it began, or ``overrides`` name, stays.
+    """
+    run, given = json.loads(recorded["run"]), {override.partition("=")[0] for override in overrides}
+    began, specs = {POLICY: run["engine"], **run["engines"]}, {POLICY: config.engine, **config.engines}
+    for name, keys in recorded.get(REPLICAS, {}).items():
+        at, first, spec = "engine" if name == POLICY else f"engines.{name}", began.get(name, {}), specs.get(name)
+        if spec is None or spec.get("replicas") == "auto" or given & {at, *(f"{at}.{key}" for key in COUNTED)}:
+            continue
+        if all(spec.get(key) == first.get(key) for key in COUNTED):
+            specs[name] = {**spec, **{key: keys[key] for key in COUNTED if key in keys}}
+    return config.model_copy(update={"engine": specs.pop(POLICY), "engines": specs})
 
 
 def ask(folder: Path, order: Order) -> OrderAnswer:

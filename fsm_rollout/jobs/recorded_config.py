@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsm_rollout.engines.specs import ENGINES, ROUTERS
 from fsm_rollout.errors import ConfigError, Problem
-from fsm_rollout.jobs.control import ordered
 from fsm_rollout.jobs.run_config import RunConfig, load_run, recorded_run
 from fsm_rollout.report.readers import READERS
 from fsm_rollout.trajectory.journal import JournalFolder
@@ -61,7 +60,7 @@ def recorded_config(
     yaml_file = _own_file(folder, recorded, file) if own is None else own.file or "the command line"
     if own is None:
         own = load_run(yaml_file, overrides)
-        if changed := list(_changed(config, own, ordered(recorded))):
+        if changed := list(_changed(config, own)):
             say(f"what {yaml_file} says now is not what the run began with, and goes on with: {', '.join(changed)}")
     in_yaml, in_journal = dict(_code(own)), dict(_code(config))
     for override in config.agent_overrides:
@@ -87,11 +86,11 @@ def recorded_config(
     return config.with_keys_of(own).model_copy(update={"out": folder.absolute(), "tracing": own.tracing})
 
 
-def _changed(config: RunConfig, own: RunConfig, but: Collection[str]) -> Iterator[str]:
+def _changed(config: RunConfig, own: RunConfig) -> Iterator[str]:
     """Yield the keys with which a run began that its YAML gives otherwise, or that the command line gave then."""
     began, now = (dict(_values(json.loads(each.to_json()))) for each in (config, own))
     for key in began | now:
-        if began.get(key) != now.get(key) and key.partition(".")[0] not in NOT_COMPARED and key not in but:
+        if began.get(key) != now.get(key) and key.partition(".")[0] not in NOT_COMPARED:
             values = [json.dumps(of.get(key), ensure_ascii=False) for of in (began, now)]
             yield f"{key} {values[0]} (there {values[1]})" if max(map(len, values)) <= LONGEST_VALUE else key
 

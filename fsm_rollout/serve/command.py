@@ -19,7 +19,7 @@ from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.control import taking_orders
+from fsm_rollout.jobs.control import taking_orders, with_orders
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
 from fsm_rollout.jobs.runner import (
@@ -68,6 +68,8 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
         earlier = _earlier(serving.out, TRAINED if training else SERVED, _described(agents))
+        if earlier:
+            config = with_orders(config, metadata(serving.out))
         if training:
             rollout = training_rollout_of(config, agents, progress=False, max_staleness=serving.max_staleness)
             work = _serve_training(rollout, config, keys, ready, append=earlier)

@@ -13,6 +13,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.jobs.control import REPLICAS, with_orders
 from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, WeightedReward, load_run, recorded_run
@@ -297,3 +298,23 @@ def test_a_chat_template_that_is_not_there_is_said(folder: Path) -> None:
     (folder / "configs/runs/a.yaml").write_text(OF_TOOLS.replace("FORMAT", "hermes").replace("SYSTEM", ""))
     with pytest.raises(ConfigError, match=r"run.yaml:5: '.*none.jinja' no such file"):
         load_agents(load(folder, SMALLEST + "chat_template: none.jinja\n"))
+
+
+@pytest.mark.parametrize(
+    ("now", "overrides", "replicas"),
+    [
+        (2, [], 5),
+        (3, [], 3),  # its YAML says something else by now
+        (2, ["engine.replicas=2"], 2),
+        ("auto", [], "auto"),
+    ],
+)
+def test_a_run_goes_on_with_the_replicas_that_orders_have_left(
+    folder: Path, now: int | str, overrides: list[str], replicas: int | str
+) -> None:
+    counts = 2 if now == 3 else now, now
+    began, said = (load(folder, SMALLEST.replace("scripted}", f"scripted, replicas: {count}}}")) for count in counts)
+    orders = {"policy": {"replicas": 5}, "gone": {"replicas": 7}}
+    goes_on = with_orders(said, {"run": began.to_json(), REPLICAS: orders}, overrides)
+    assert (goes_on.engine["replicas"], goes_on.engines) == (replicas, {})
+    assert with_orders(said, {"run": began.to_json()}) == said
