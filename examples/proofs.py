@@ -2,7 +2,7 @@
 
     python examples/proofs.py --out runs/proofs                          # everything, one run after the other
     python examples/proofs.py --out runs/proofs --cores 16 --minutes 8   # on a larger machine, what fits into 8 minutes
-    python examples/proofs.py --out runs/proofs --table --draw curves.svg               # the tables of what is there
+    python examples/proofs.py --out runs/proofs --table                  # the tables of what is there; plot.py draws it
 
 The arms stand in `proofs.yaml`. Each run is a process with cores of its own. A run that is in the folder whole is not
 made again, so the command may be ended and given again. With ``--minutes``, runs begin in the order of the file while
@@ -30,8 +30,6 @@ from fsm_rollout.statistics.estimates import of_means
 
 HERE = Path(__file__).resolve().parent
 ENOUGH = 0.95
-INK = "#808080"
-"""Readable on white and on black."""
 MARGIN = 20.0
 """Seconds that a run takes beside its minutes: it starts, evaluates a last time, and saves."""
 
@@ -206,34 +204,6 @@ def interval(values: Sequence[float]) -> str:
     return f"{found.value:.3f}" + ("" if math.isnan(found.error) else f" ± {found.margin:.3f}")
 
 
-def draw(runs: Sequence[Run], out: Path) -> None:
-    """Draw held-back success by CPU minutes, and the training dialogues' score by step; a colour an arm."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (name, of_seeds) in enumerate(by_arm(runs).items()):
-        for run in of_seeds:
-            look = {"color": f"C{number}", "label": name if run is of_seeds[0] else None, "linewidth": 1}
-            seen = [(line["cpu_minutes"], line["held_back"]) for line in run.evaluations]
-            if len(seen) > 1:
-                left.plot(*zip(*seen, strict=True), marker="o", markersize=3, **look)
-            scores = [line["score"] for line in run.lines if "score" in line]
-            means = [float(np.mean(scores[max(0, step - 3) : step + 1])) for step in range(len(scores))]
-            right.plot(means, **look | ({"label": None} if len(seen) > 1 else {}))
-    left.set(xlabel="CPU minutes", ylabel="held-back dialogues right", ylim=(0, 1))
-    right.set(xlabel="step", ylabel="training dialogues right, mean of four steps", ylim=(0, 1))
-    figure.legend(loc="outside lower center", ncols=4, labelcolor=INK, frameon=False)
-    for axes in (left, right):
-        axes.grid(color=INK, alpha=0.3)
-        axes.tick_params(colors=INK)
-        for part in (axes.xaxis.label, axes.yaxis.label):
-            part.set_color(INK)
-        for spine in axes.spines.values():
-            spine.set_color(INK)
-    figure.savefig(out, transparent=True, metadata={"Date": None})
-
-
 def main() -> None:
     """Read the arguments, run what is missing, and print what there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,7 +213,6 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="of all runs that are under way")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of everything, by the clock")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--draw", type=Path, help="an .svg for the curves; needs matplotlib")
     asked = parser.parse_args()
     arms = read_arms(asked.file)
     chosen = [(name, arms[name], seed) for name in asked.arms or arms for seed in arms[name].seeds]
@@ -251,8 +220,6 @@ def main() -> None:
         run_all((Run(*run, asked.out) for run in chosen), asked.cores, asked.minutes)
     runs = [Run(*run, asked.out) for run in chosen]
     print(f"{table(runs)}\n\n{compared(runs)}".strip())
-    if asked.draw:
-        draw(runs, asked.draw)
 
 
 if __name__ == "__main__":

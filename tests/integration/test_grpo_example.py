@@ -176,12 +176,3 @@ def test_an_answer_is_compared_with_those_that_begin_alike() -> None:
         **{(1, f">{text}", 0): -chance[1, f">{text}", 0] / left for text in (right, also, wrong)},
     }, rel=1e-4)  # fmt: skip
     assert of_wrong > 0
-
-
-@pytest.mark.real
-def test_runs_are_drawn_from_their_logs(tmp_path: Path) -> None:
-    logs = sorted((ROOT / "examples/grpo/logs").glob("*.jsonl"))
-    example("examples/grpo/plot.py")["draw"](logs, tmp_path / "curve.svg")
-    drawn = (tmp_path / "curve.svg").read_text("utf-8")
-    assert logs
-    assert [log.stem for log in logs if f"<!-- {log.stem.replace('_', ' ')} -->" not in drawn] == []

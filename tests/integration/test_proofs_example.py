@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_every_arm_is_one_that_its_script_takes() -> None:
 
 
 @pytest.mark.real
-def test_the_pages_say_what_the_logs_say(tmp_path: Path) -> None:
+def test_the_pages_say_what_the_logs_say() -> None:
     arms = EXAMPLE["read_arms"](ROOT / "examples/proofs.yaml")
     runs = [
         EXAMPLE["Run"](name, arms[name], seed, ROOT / "examples/logs") for name in arms for seed in arms[name].seeds
@@ -70,6 +71,18 @@ def test_the_pages_say_what_the_logs_say(tmp_path: Path) -> None:
     for line in of_credit:
         name, *rest = line.strip("| ").split(" | ")
         assert " | ".join([f"| `{name}`", *rest]) in grpo
-    EXAMPLE["draw"](runs, tmp_path / "curves.svg")
-    drawn, shown = (path.read_text("utf-8") for path in (tmp_path / "curves.svg", ROOT / "docs/trainers/proofs.svg"))
-    assert all(f"<!-- {run.name} -->" in text for run in runs if run.lines for text in (drawn, shown))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("logs", "figure", "shown"),
+    [("logs/*/log.jsonl", "score", "proofs.svg"), ("grpo/logs/*.jsonl", "clipped", "grpo.svg")],
+)
+def test_the_pictures_show_each_log(logs: str, figure: str, shown: str, tmp_path: Path) -> None:
+    files = sorted((ROOT / "examples").glob(logs))
+    example("examples/plot.py")["draw"](files, tmp_path / "curves.svg", figure)
+    names = {(log.parent.name if log.name == "log.jsonl" else log.stem).rstrip("0123456789") for log in files}
+    wanted = {f"<!-- {name.rstrip('_').replace('_', ' ')} -->" for name in names}
+    for picture in (tmp_path / "curves.svg", ROOT / "docs/trainers" / shown):
+        assert wanted
+        assert wanted - set(re.findall("<!-- .* -->", picture.read_text("utf-8"))) == set()
