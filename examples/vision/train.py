@@ -4,7 +4,7 @@
 
 It is a LLaVA of half a million parameters. First its tower learns, by a linear reading of the mean of a picture's
 tokens, where a whole picture's numbers are, and which number a crop shows; then, with the tower as it is, the language
-model learns the dialogues, with sums as text beside them. A run that was killed goes on from ``--work``.
+model learns the dialogues, with sums as text beside them.
 
 What is measured is never scripted: `demo.py` measures as `make demo-vision` does, by rollouts.
 """
@@ -159,21 +159,14 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def stage(
-    name: str, args: argparse.Namespace, parts: Sequence[torch.nn.Module], steps: int, peak: float,
+    name: str, parts: Sequence[torch.nn.Module], steps: int, peak: float,
     losses: Iterator[tuple[torch.Tensor, dict[str, float]]],
 ) -> Iterator[int]:  # fmt: skip
-    """Train modules on losses, saved every hundred steps, on from where a killed run was; yield after each step."""
-    file = args.work / f"{name}.pt"
+    """Train modules on losses; yield after each step."""
     whole = torch.nn.ModuleList(parts)
     optimizer = torch.optim.AdamW(whole.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    first, spent = 0, 0.0
-    if file.exists():
-        kept = torch.load(file)
-        whole.load_state_dict(kept["weights"])
-        optimizer.load_state_dict(kept["optimizer"])
-        first, spent = kept["step"], kept["spent"]
-    started, figures = time.process_time() - spent, list[dict[str, float]]()
-    for step in range(first, steps):
+    started, figures = time.process_time(), list[dict[str, float]]()
+    for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, peak)
         loss, told = next(losses)
@@ -185,11 +178,6 @@ def stage(
         if (step + 1) % 50 == 0:
             means = " ".join(f"{key} {np.mean([each[key] for each in figures[-50:]]):.4f}" for key in told)
             print(f"{name} {step + 1:5d}  {means}  {(time.process_time() - started) / 60:.1f} CPU min", flush=True)
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            spent = time.process_time() - started
-            state = {"weights": whole.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            torch.save(state | {"spent": spent}, file.with_suffix(".new"))
-            file.with_suffix(".new").rename(file)
         yield step + 1
 
 
@@ -278,7 +266,7 @@ def save(folder: Path, model: Any, eye: Any) -> None:
 def main() -> None:
     """Train, measure and write the checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/vision"), help="folder that a killed run goes on from")
+    parser.add_argument("--work", type=Path, default=Path("runs/vision"), help="folder of the checkpoints")
     parser.add_argument("--early", type=int, default=300, help="the step of the weaker checkpoint")
     parser.add_argument("--tower-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=2000)
@@ -288,7 +276,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     eye = processor(640)
@@ -298,10 +285,10 @@ def main() -> None:
     reading = torch.nn.Linear(model.config.text_config.hidden_size, 52)
     eyes = [model.model.vision_tower, model.model.multi_modal_projector]
     losses = tower_losses(model, reading, args.tower_batch)
-    for _ in stage("tower", args, [*eyes, reading], args.tower_steps, 2e-3, losses):
+    for _ in stage("tower", [*eyes, reading], args.tower_steps, 2e-3, losses):
         pass
     losses = language_losses(model, eye, args.batch)
-    for step in stage("language", args, [model.model.language_model], args.steps, args.lr, losses):
+    for step in stage("language", [model.model.language_model], args.steps, args.lr, losses):
         if step % 100 == 0 or step == args.steps:
             save(args.work / f"step_{step}", model, eye)
     card: dict[str, Any] = {"n": MEASURED, "vocabulary": len(eye.tokenizer)}
