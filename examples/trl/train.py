@@ -57,7 +57,7 @@ class Curve(TrainerCallback):  # type: ignore[misc]  # transformers' Trainer and
         if step % self.every == 0:
             self.rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
             rows = self.rollout.evaluate(self.held_back, sampling={"temperature": 1.0}).rows()
-            line["held_back"] = sum(row.score == 1 for row in rows) / len(rows)
+            line["held_back"] = sum((row.score or 0) >= 1 for row in rows) / len(rows)
         line["minutes"] = (time.perf_counter() - self.started) / 60
         line["cpu_minutes"] = (time.process_time() - self.cpu_started) / 60
         rounded = {name: float(f"{value:.5g}") for name, value in line.items()}

@@ -46,3 +46,13 @@ def test_the_trial_trains_a_tiny_model_and_a_shifted_batch_stops_it(
     batch.tensordict["rollout_log_probs"] = batch["rollout_log_probs"].roll(1, 1)
     with pytest.raises(SystemExit, match=r"before any update, `most_kl` is 0\.05"):
         trainer.update(batch, 0)
+
+
+def test_a_code_agent_is_other_words_in_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    named = {"agent": "agents/code_user.yaml", "prompts": "data/arithmetic_train.jsonl"}
+    task = [f"{key}=../../configs/{file}" for key, file in {**named, "evaluate_on": "data/arithmetic.jsonl"}.items()]
+    first, _ = runpy.run_path(str(ROOT / "examples/own_loop/train.py"))["main"]([*task, *TRIAL[:-1], "1"])
+    assert 0 < first["score"] < 1
+    assert first["kl"] < 1e-8, "what ran in the sandbox is in no loss"
