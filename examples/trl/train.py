@@ -43,18 +43,18 @@ class Curve(TrainerCallback):  # type: ignore[misc]  # transformers' Trainer and
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         """Evaluate the weights that training begins with."""
-        self.write(state.global_step, trainer["model"], {})
+        self.write(state, trainer["model"], {})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **trainer: Any) -> None:
         """Write what the trainer says of an update."""
         names = {"reward": "score", "grad_norm": "grad_norm", "entropy": "entropy", "learning_rate": "learning_rate"}
         line = {own: float(logs[its]) for its, own in names.items() if its in logs}
-        if "score" in line:
-            self.write(state.global_step, trainer["model"], line)
+        if "grad_norm" in line:  # what it says at the end is of no update
+            self.write(state, trainer["model"], line)
 
-    def write(self, step: int, model: torch.nn.Module, line: dict[str, float]) -> None:
+    def write(self, state: Any, model: torch.nn.Module, line: dict[str, float]) -> None:
         """Write a line, evaluated with the model's weights where one is due: the share of dialogues all of it right."""
-        if step % self.every == 0:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
             rows = self.rollout.evaluate(self.held_back, sampling={"temperature": 1.0}).rows()
             line["held_back"] = sum((row.score or 0) >= 1 for row in rows) / len(rows)
@@ -62,7 +62,7 @@ class Curve(TrainerCallback):  # type: ignore[misc]  # transformers' Trainer and
         line["cpu_minutes"] = (time.process_time() - self.cpu_started) / 60
         rounded = {name: float(f"{value:.5g}") for name, value in line.items()}
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | rounded) + "\n")
+            file.write(json.dumps({"step": state.global_step} | rounded) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
@@ -91,11 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
         reward=config.reward,
         sampling={"temperature": config.trainer["temperature"]},
     ) as rollout:
-        every = min(config.evaluate_every, settings["max_steps"])
         trainer = GRPOTrainer(
             model, score_reward, args=GRPOConfig(**settings), train_dataset=Dataset.from_list(given),
             processing_class=tokenizer, rollout_func=rollout_func(rollout, given),
-            callbacks=[Curve(rollout, held_back, every, Path(settings["output_dir"]))],
+            callbacks=[Curve(rollout, held_back, config.evaluate_every, Path(settings["output_dir"]))],
         )  # fmt: skip
         trainer.train()
     return trainer
