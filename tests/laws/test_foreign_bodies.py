@@ -15,52 +15,11 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.testing.strategies.calls import plain_data
-from tests.foreign import CALCULATOR, agent, check_exact
+from tests.cases import table
+from tests.foreign import agent, check_exact
 
-FUNCTION = CALCULATOR["function"]
-ARGUMENTS = {"left": 20, "operator": "+", "right": 22}
 PATHS = {"openai": "/chat/completions", "responses": "/responses", "anthropic": "/v1/messages"}
-BODIES: dict[str, Any] = {
-    "openai": {
-        "model": "m", "temperature": 0.5, "max_tokens": 9, "tools": [CALCULATOR], "tool_choice": "auto", "stream": True,
-        "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "stop": [],
-        "messages": [
-            {"role": "system", "content": "Count."},
-            {"role": "user", "content": [{"type": "text", "text": "20 + 22?"}]},
-            {"role": "assistant", "content": "", "tool_calls": [{
-                "id": "c", "type": "function", "function": {"name": "calculate", "arguments": json.dumps(ARGUMENTS)},
-            }]},
-            {"role": "tool", "tool_call_id": "c", "content": "42"},
-        ],
-    },
-    "responses": {
-        "model": "m", "temperature": 0.5, "max_output_tokens": 9, "tool_choice": "auto", "stream": True, "store": False,
-        "tools": [{"type": "function", **FUNCTION}, {"type": "custom", "name": "note", "format": {"type": "text"}}],
-        "instructions": "Count.", "text": {"format": {"type": "text"}}, "truncation": "auto", "include": ["x"],
-        "input": [
-            {"role": "developer", "content": "Well."},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "20 + 22?"}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
-            {"type": "function_call", "call_id": "c", "name": "calculate", "arguments": json.dumps(ARGUMENTS)},
-            {"type": "custom_tool_call", "call_id": "d", "name": "note", "input": "42"},
-            {"type": "function_call_output", "call_id": "c", "output": "42"},
-            {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
-        ],
-    },
-    "anthropic": {
-        "model": "m", "max_tokens": 9, "system": [{"type": "text", "text": "Count."}], "tool_choice": {"type": "auto"},
-        "tools": [{"name": "calculate", "description": "Add.", "input_schema": FUNCTION["parameters"]}],
-        "thinking": {"type": "disabled"}, "stream": True,
-        "messages": [
-            {"role": "user", "content": "20 + 22?"},
-            {"role": "assistant", "content": [
-                {"type": "tool_use", "id": "c", "name": "calculate", "input": ARGUMENTS},
-            ]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "42"}]},
-        ],
-    },
-}  # fmt: skip
+BODIES: dict[str, Any] = table("foreign_bodies")
 ODD = st.sampled_from(["", "\ud800", "\x00", "<|im_end|>", "text", "assistant", "x" * 300]) | st.text(max_size=5)
 VALUES = plain_data(ODD, st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_leaves=3)
 
