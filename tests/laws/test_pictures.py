@@ -43,7 +43,7 @@ from fsm_rollout.trajectory.settings import Limits
 from fsm_rollout.trajectory.stream import Stream, media_of
 from fsm_rollout.trajectory.tokens import collapsed
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.runs import ASKS, agent, rows
+from tests.runs import ASKS, SINGLE, TOOLS, agent, rows
 from tests.vision import FAMILIES, PLACEHOLDERS, WITH_TOOLS
 
 
@@ -78,19 +78,14 @@ class Show(State):
         return Outcome("shown")
 
 
-GRAPH = agent(
-    {
-        "states": {
-            "PENDING": {},
-            "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
-            "SHOWING": {"handler": f"{__name__}:Show", "timeout": 100.0},
-        },
-        "transitions": rows(
-            "PENDING prompted GENERATING", "GENERATING generated SHOWING", "SHOWING shown GENERATING",
-            "SHOWING over TERMINATED",
-        ),
-    }
-)  # fmt: skip
+SHOWS = {
+    "states": {**SINGLE["states"], "SHOWING": {"handler": f"{__name__}:Show", "timeout": 100.0}},
+    "transitions": rows(
+        "PENDING prompted GENERATING", "GENERATING generated SHOWING", "SHOWING shown GENERATING",
+        "SHOWING over TERMINATED",
+    ),
+}  # fmt: skip
+GRAPH = agent(SHOWS)
 
 
 def show(step: int, context: ToolContext) -> object:
@@ -119,23 +114,20 @@ class Shower:
         return Reply([part if isinstance(part, str) else picture(part) for part in parts])
 
 
-IN_TURNS = agent(
-    {
-        "states": {
-            "PENDING": {},
-            "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
-            "PROCESSING_TOOLS": {"timeout": 100.0},
-            "INTERACTING": {"interaction": {"use": f"{__name__}:Shower"}, "timeout": 100.0},
-        },
-        "tools": {"show": {"use": f"{__name__}:show", "timeout": 50.0}},
-        "limits": {"assistant_turns": 9, "tool_calls": 9, "user_turns": 9, "wall_seconds": 1000.0},
-        "transitions": rows(
-            "PENDING prompted GENERATING", "GENERATING generated PROCESSING_TOOLS if has_tool_calls",
-            "GENERATING generated INTERACTING", "PROCESSING_TOOLS tools_done GENERATING",
-            "INTERACTING replied GENERATING", "INTERACTING interaction_done TERMINATED as answered",
-        ),
-    }
-)  # fmt: skip
+TALKS = {
+    "states": {
+        **TOOLS["states"], **SINGLE["states"],
+        "INTERACTING": {"interaction": {"use": f"{__name__}:Shower"}, "timeout": 100.0},
+    },
+    "tools": {"show": {"use": f"{__name__}:show", "timeout": 50.0}},
+    "limits": {"assistant_turns": 9, "tool_calls": 9, "user_turns": 9, "wall_seconds": 1000.0},
+    "transitions": rows(
+        "PENDING prompted GENERATING", "GENERATING generated PROCESSING_TOOLS if has_tool_calls",
+        "GENERATING generated INTERACTING", "PROCESSING_TOOLS tools_done GENERATING",
+        "INTERACTING replied GENERATING", "INTERACTING interaction_done TERMINATED as answered",
+    ),
+}  # fmt: skip
+IN_TURNS = agent(TALKS)
 
 
 def crop(step: int) -> object:
@@ -148,27 +140,14 @@ def crop(step: int) -> object:
 
 
 LOOKS = {
-    "states": {
-        "PENDING": {},
-        "GENERATING": {"timeout": 100.0, "sampling": {"max_tokens": 64}},
-        "PROCESSING_TOOLS": {"timeout": 200.0},
-    },
+    "states": {**TOOLS["states"], **SINGLE["states"]},
     "tools": {"crop": {"use": f"{__name__}:crop", "timeout": 50.0}},
-    "transitions": rows(
-        "PENDING prompted GENERATING", "GENERATING generated PROCESSING_TOOLS if has_tool_calls",
-        "GENERATING generated TERMINATED", "PROCESSING_TOOLS tools_done GENERATING",
-    ),
-}  # fmt: skip
+    "transitions": TOOLS["transitions"],
+}
+RESUMES = {"handler": "write", "reset": True, "prompt": "{{ pictures[0] }}{{ task }} Last seen: {{ pictures[-1] }}."}
 COMPACTED = agent(
     LOOKS,
-    states={
-        **LOOKS["states"],
-        "RESUMING": {
-            "handler": "write",
-            "reset": True,
-            "prompt": "{{ pictures[0] }}{{ task }} Last seen: {{ pictures[-1] }}.",
-        },
-    },
+    states={**LOOKS["states"], "RESUMING": RESUMES},
     transitions=[
         *LOOKS["transitions"][:3],
         *rows("PROCESSING_TOOLS tools_done RESUMING", "RESUMING written GENERATING"),
