@@ -311,7 +311,8 @@ class Generation:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
         bound, trajectory = self.bound, self.visit.trajectory
         length = stream.tokens.length
-        room = self._room_after_glue or room_to_sample(self.visit, bound, stream.length)
+        counted = length if stream.counted is None else stream.counted  # `stream.length`, in no call of its own
+        room = self._room_after_glue or room_to_sample(self.visit, bound, counted)
         settings = self._sampling(sampling)
         sampled = written = 0
         if resumed:
