@@ -77,9 +77,10 @@ class Placing:
             key = label + root_of(request)
             most = request.sampling.max_tokens
             pending.tree = self.residency.ask(key, request.group_id or key, request.session, request.ids, most)
-            if self.residency.given_up:
-                self._forget(self.residency.given_up)
-                self.residency.given_up.clear()
+            while self.residency.given_up:
+                session = self.residency.given_up.pop()
+                if (keeper := self._keepers.pop(session, None)) is not None:
+                    _end(keeper, [session])
 
     def answered(self, pending: PendingRequest) -> None:
         """Take in the end of a request."""
@@ -100,18 +101,15 @@ class Placing:
 
     def end(self, sessions: Sequence[str]) -> None:
         """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
-        self._forget(sessions)
-        if self.residency is not None:
-            self.residency.end(sessions)
-            self._changed()
-
-    def _forget(self, sessions: Sequence[str]) -> None:
         by_keeper: dict[int, tuple[SessionKeeper, list[str]]] = {}
         for session in sessions if self._keepers else ():
             if (keeper := self._keepers.pop(session, None)) is not None:
                 by_keeper.setdefault(id(keeper), (keeper, []))[1].append(session)
         for keeper, theirs in by_keeper.values():
             _end(keeper, theirs)
+        if self.residency is not None:
+            self.residency.end(sessions)
+            self._changed()
 
     def look(self, up: Sequence[Replica], alone: bool) -> int:
         """Learn how much the replicas may have, and return how many requests more that is in all."""
