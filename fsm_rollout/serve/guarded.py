@@ -8,9 +8,8 @@ elsewhere reaches it through a name of its own; what is wrong is said in the pro
 from __future__ import annotations
 
 import hashlib
-import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Container, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
@@ -20,11 +19,8 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external.chat_request import ProtocolError
-from fsm_rollout.states.external.responding import dialect_of, failed, key_of_caller, refuse_upgrade
+from fsm_rollout.states.external.responding import Handler, in_words, key_of_caller
 
-logger = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 
 
@@ -84,30 +80,12 @@ class Guarded:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and say errors in the protocol's words."""
-        dialect = dialect_of(request.path)
-        try:
-            self._check(request)
-            refuse_upgrade(request)
-            return await handler(request)
-        except ProtocolError as error:
-            return failed(dialect, error)
-        except web.HTTPException as error:
-            message = f"{request.method} {request.path}: {error.reason}"
-            if error.status in (404, 405):
-                message += f"; there is {', '.join(self._paths(request.app))}"
-            return failed(dialect, ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message))
-        except (ConnectionError, OSError):
-            raise  # the caller has gone
-        except Exception as error:
-            logger.exception("%s %s could not be answered", request.method, request.path)
-            message = f"the request could not be answered: {type(error).__name__}"
-            return failed(dialect, ProtocolError(500, "internal_error", message))
 
-    @staticmethod
-    def _paths(app: web.Application) -> list[str]:
-        """Return what can be asked for, as ``METHOD /path``."""
-        routes = (route for route in app.router.routes() if route.resource and route.method != "HEAD")
-        return [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
+        async def checked(request: web.Request) -> web.StreamResponse:
+            self._check(request)
+            return await handler(request)
+
+        return await in_words(request, checked)
 
     def _check(self, request: web.Request) -> None:
         """Raise ProtocolError for pages from elsewhere, and callers without a key."""

@@ -113,7 +113,7 @@ class ServedConversation:
 
     def sampled(self, bound: BoundContext, continued: bool, pending: PendingRequest) -> None:
         """Show what of a turn can be shown already. What a turn that was cut goes on with is shown at its end."""
-        if self.exchange is None or bound.name != self.context or continued:
+        if self.exchange is None or not self.exchange.chat.stream or bound.name != self.context or continued:
             return
         if self._reading is None or self._reading[0] is not pending:
             self._reading = pending, TextStream(bound)

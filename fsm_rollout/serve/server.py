@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.resources import files
 from types import ModuleType
 
 from aiohttp import web
 
 from fsm_rollout.diagrams.palette import css_variables
-from fsm_rollout.serve.guarded import Guarded, Handler, digest_of
+from fsm_rollout.serve.guarded import Guarded, digest_of
 from fsm_rollout.serve.metrics import CONTENT_TYPE
 from fsm_rollout.serve.service import Service
-from fsm_rollout.states.external import openai_dialect
 from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError
-from fsm_rollout.states.external.origins import origin_of
-from fsm_rollout.states.external.responding import DIALECTS, chat_of, dialect_of, key_of_caller, named_response, respond
-from fsm_rollout.trajectory.enums import FinishReason
+from fsm_rollout.states.external.responding import (
+    DIALECTS,
+    Handler,
+    chat_of,
+    dialect_of,
+    key_of_caller,
+    models_response,
+    respond,
+)
 from fsm_rollout.trajectory.journal import Recorded
 
 # The chat page.
@@ -61,10 +65,8 @@ class Server(Guarded):
         app = super().app()
         for path in DIALECTS:
             app.router.add_post(path, self._chat(dialect_of(path)))
-        for path, handler in (
-            ("/v1/models", self._models), ("/metrics", self._metrics), ("/v1/responses/{id}", self._again),
-        ):  # fmt: skip
-            app.router.add_get(path, handler)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         for path in self._page:
             app.router.add_get(path, self._asset)
         return app
@@ -75,16 +77,9 @@ class Server(Guarded):
         async def answer(request: web.Request) -> web.StreamResponse:
             service, metrics, agent, status = self.service, self.service.metrics, "", 500
             try:
-                chat = replace(await chat_of(request, dialect), origin=origin_of(request.headers))
+                chat = await chat_of(request, dialect)
                 if chat.counts:
-                    told = ChatReply(
-                        chat.model,
-                        {"role": "assistant", "content": ""},
-                        FinishReason.STOP,
-                        await service.count(chat),
-                        0,
-                    )
-                    status = 200
+                    told, status = ChatReply.of_count(chat, await service.count(chat)), 200
                     return web.Response(body=dialect.whole(told, chat), content_type="application/json")
                 caller = digest_of(key_of_caller(request)) if self._callers else ""
                 exchange = service.ask(chat, caller)
@@ -106,16 +101,8 @@ class Server(Guarded):
 
         return answer
 
-    async def _again(self, request: web.Request) -> web.Response:
-        """Return an answer that the caller has had, by its name."""
-        name = named_response(request) or ""
-        model, message = self.service.again(digest_of(key_of_caller(request)) if self._callers else "", name)
-        body = dialect_of(request.path).again(name, model, message)
-        return web.Response(body=body, content_type="application/json")
-
     async def _models(self, request: web.Request) -> web.Response:
-        body = openai_dialect.models(self.service.models, self.service.seeing)
-        return web.Response(body=body, content_type="application/json")
+        return models_response(self.service.models, self.service.seeing)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})

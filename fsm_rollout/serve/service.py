@@ -14,7 +14,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -37,6 +36,7 @@ from fsm_rollout.states.external.chat_request import (
     ProtocolError,
     cleaned,
     content_of,
+    no_answer,
     refuse,
     unsupported,
 )
@@ -260,7 +260,8 @@ class Service:
             self._conversations[group_id] = conversation
             self._prompts.put(prompt)
         # 3. The answer's name says which of which conversation it is.
-        exchange = Exchange(replace(chat, reply_id=f"{conversation.group_id}-{answer}"), observe)
+        chat.reply_id = f"{conversation.group_id}-{answer}"
+        exchange = Exchange(chat, observe)
         conversation.exchange = exchange
         self._exchanges[exchange] = conversation
         return exchange
@@ -290,16 +291,7 @@ class Service:
             history = conversation.history(int(answer))
             if history is not None:
                 return history, conversation.instructions
-        raise refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
-
-    def again(self, caller: str, reply_id: str) -> tuple[str, Message]:
-        """Return an answer that a caller has had and the agent that gave it; ProtocolError: there is none."""
-        try:
-            history, _ = self._history(caller, reply_id)
-        except ProtocolError as error:
-            raise ProtocolError(404, "not_found", error.message) from None
-        group_id = reply_id.rpartition("-")[0]
-        return (self._conversations.get(group_id) or self._ended[group_id]).model, history[-1]
+        raise no_answer(reply_id)
 
     def leave(self, exchange: Exchange) -> None:
         """Take note that an exchange is over, or that nobody waits for it: then its trajectory is cancelled."""

@@ -155,15 +155,6 @@ class AgentHistories:
             raise refuse(f"the chat template cannot render this history exactly: {error}") from None
         return len(encoded.ids)
 
-    def again(self, reply_id: str) -> tuple[ChatReply, ChatRequest]:
-        """Return an answer by its name, and its call without messages and tools; ProtocolError: there is none."""
-        history, number, request = self._answers.find(reply_id, "")
-        return self._reply(history, number, request).reply, request
-
-    def forget(self, reply_id: str) -> None:
-        """Let an answer be found by its name no more."""
-        self._answers.forget(reply_id)
-
     def text_stream(self, pending: PendingRequest, stops: Sequence[str] = ()) -> TextStream:
         """Return what reads the text of an answer that an engine is asked for, up to the first of ``stops``."""
         request = pending.request

@@ -47,6 +47,11 @@ def unsupported(key: str, why: str = "is not supported; leave it out") -> Protoc
     return ProtocolError(400, "unsupported_parameter", f"`{key}` {why}", param=key)
 
 
+def no_answer(reply_id: str) -> ProtocolError:
+    """Return the error of a request that goes on from an answer that its caller has not had."""
+    return refuse(f"there is no answer '{reply_id}' here", "previous_response_not_found", "previous_response_id")
+
+
 _ids = Random(secrets.token_bytes(16))  # names are told apart, and are no secrets: the system's take much longer
 
 
@@ -63,7 +68,7 @@ class Form(NamedTuple):
     single: bool = False  # whether it must call once
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatRequest:
     """One call."""
 
@@ -94,6 +99,8 @@ class ChatRequest:
         ``find`` returns the history of an answer, itself the last, and whether its first message was instructions,
         which what goes on from the answer does not inherit, as the protocol has it.
         """
+        if not self.previous and all("reference" not in message for message in self.messages):
+            return self
         said = [find(m["reference"])[0][-1] if "reference" in m else m for m in self.messages]
         if self.previous:
             own, (earlier, instructions) = int(self.instructions), find(self.previous)
@@ -121,6 +128,11 @@ class ChatReply:
     stopped_at: str | None = None  # the string of the call's `stop` that has ended it
     logprobs: Sequence[tuple[str, float]] = ()  # of its tokens but that which ends the turn: their texts, and log-probs
     extra: Mapping[str, object] = field(default_factory=dict)  # further fields of the answer, for those who look
+
+    @classmethod
+    def of_count(cls, chat: ChatRequest, tokens: int) -> ChatReply:
+        """Return the answer to a call that asks how many tokens its messages have."""
+        return cls(chat.model, {"role": "assistant", "content": ""}, FinishReason.STOP, tokens, 0)
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:

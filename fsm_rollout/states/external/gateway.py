@@ -8,37 +8,30 @@ what was sampled for it until then is recorded.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError
-from fsm_rollout.states.external.origins import origin_of
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest
 from fsm_rollout.states.external.responding import (
     DIALECTS,
     Answer,
     Exchange,
+    Handler,
     Parts,
     chat_of,
     dialect_of,
-    failed,
+    in_words,
     key_of_caller,
-    named_response,
-    refuse_upgrade,
+    models_response,
     respond,
 )
 from fsm_rollout.states.external.text_stream import TextStream
-from fsm_rollout.trajectory.enums import FinishReason
-
-logger = logging.getLogger(__name__)
 
 MOST_BYTES = 32 * 2**20  # the longest body of a call
 
@@ -82,8 +75,10 @@ class Gateway:
                 await self._stop()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._serve)
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guard])
+        for path in DIALECTS:
+            app.router.add_post(path, self._chat)
+        app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
@@ -96,8 +91,9 @@ class Gateway:
                 runner, self._runner = self._runner, None
                 await runner.cleanup()
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        """Answer one HTTP request; what is wrong with it is said in the words of its path's protocol."""
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who has the key of a visit, for as long as that lasts."""
         session = self._sessions.get(key_of_caller(request))
         if session is None:
             error = {"message": "no such key; it is that of one visit, while it lasts", "type": "authentication_error"}
@@ -106,45 +102,24 @@ class Gateway:
         assert task is not None
         session.tasks.add(task)
         try:
-            return await self._call(request, session)
-        except ProtocolError as error:
-            return failed(dialect_of(request.path), error)
-        except (web.HTTPException, ConnectionError):
-            raise
-        except Exception as error:
-            logger.exception("a call of a foreign agent could not be answered")
-            message = f"the call could not be answered: {type(error).__name__}: {error}"
-            return failed(dialect_of(request.path), ProtocolError(500, "internal_error", message))
+            return await in_words(request, handler)
         finally:
             session.tasks.discard(task)
 
-    async def _call(self, request: web.Request, session: AgentSession) -> web.StreamResponse:
-        from fsm_rollout.states.external import openai_dialect
+    async def _models(self, request: web.Request) -> web.Response:
+        session = self._sessions[key_of_caller(request)]
+        return models_response([session.model], [session.model] if session.histories.sees else [])
 
-        if request.path == "/v1/models" and request.method == "GET":
-            seeing = [session.model] if session.histories.sees else []
-            body = openai_dialect.models([session.model], seeing)
-            return web.Response(body=body, content_type="application/json")
-        refuse_upgrade(request)
-        if (named := named_response(request)) is not None:
-            body = dialect_of(request.path).whole(*session.histories.again(named))
-            if request.method == "DELETE":
-                session.histories.forget(named)
-                body = json.dumps({"id": f"resp_{named}", "object": "response", "deleted": True}).encode()
-            return web.Response(body=body, content_type="application/json")
-        if request.path not in DIALECTS or request.method != "POST":
-            message = f"there is no {request.method} {request.path} here; there is POST {', POST '.join(DIALECTS)}"
-            raise ProtocolError(404, "not_found", message)
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         dialect = dialect_of(request.path)
-        chat = replace(await chat_of(request, dialect), origin=origin_of(request.headers))
-        return await respond(request, dialect, chat, _parts(session.histories, chat))
+        histories, chat = self._sessions[key_of_caller(request)].histories, await chat_of(request, dialect)
+        return await respond(request, dialect, chat, _parts(histories, chat))
 
 
 async def _parts(histories: AgentHistories, chat: ChatRequest) -> Parts:
     """Yield an answer as it comes."""
     if chat.counts:
-        counted = await histories.count(chat)
-        yield Answer(ChatReply(chat.model, {"role": "assistant", "content": ""}, FinishReason.STOP, counted, 0))
+        yield Answer(ChatReply.of_count(chat, await histories.count(chat)))
         return
     if not chat.stream:
         yield await histories.answer(chat)

@@ -69,7 +69,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     forced = call_form(choice, [tool["function"]["name"] for tool in tools], single_call(body))
     return ChatRequest(
         messages=named([_message(message, f"messages[{i}]") for i, message in enumerate(messages)]),
-        tools=[] if choice == "none" else [_without_nulls(tool) for tool in tools],
+        tools=[] if choice == "none" else [_tool(tool) for tool in tools],
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -114,10 +114,10 @@ def _call(call: Any, where: str) -> Message:
     }  # fmt: skip
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without what its client says nothing of: that is no part of what the model is shown."""
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "function": function}
 
 
 def _thought(text: str) -> dict[str, Any]:

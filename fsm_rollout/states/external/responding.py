@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +20,11 @@ from typing import Any, cast
 from aiohttp import web
 
 from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
+from fsm_rollout.states.external.origins import origin_of
 
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -149,6 +153,13 @@ def _streamed(events: Any, part: str | Mapping[str, object]) -> Iterator[bytes]:
     return cast(Iterator[bytes], events.note(part))
 
 
+def models_response(names: Iterable[str], seeing: Container[str]) -> web.Response:
+    """Return the list of models, and which of them see pictures."""
+    from fsm_rollout.states.external import openai_dialect
+
+    return web.Response(body=openai_dialect.models(names, seeing), content_type="application/json")
+
+
 def key_of_caller(request: web.Request) -> str:
     """Return the key that a request comes with, in either protocol's header; empty without one."""
     return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -174,19 +185,9 @@ DIALECTS = {
 }  # fmt: skip
 
 
-_RESPONSE = re.compile(r"/v1/responses/resp_([^/]+)")
-
-
 def dialect_of(path: str) -> ModuleType:
     """Return the protocol of a path; OpenAI's for those that are of none. ImportError: its package is not here."""
-    name = "responses" if _RESPONSE.fullmatch(path) else DIALECTS.get(path, "openai")
-    return import_module(f"fsm_rollout.states.external.{name}_dialect")
-
-
-def named_response(request: web.Request) -> str | None:
-    """Return the name of the answer that a request is about, to have it again or deleted; ``None``: of none."""
-    found = _RESPONSE.fullmatch(request.path)
-    return found[1] if found is not None and request.method in ("GET", "DELETE") else None
+    return import_module(f"fsm_rollout.states.external.{DIALECTS.get(path, 'openai')}_dialect")
 
 
 async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
@@ -194,23 +195,40 @@ async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
     body = await body_of(request)
     try:
         read = dialect.ROUTES[request.path]
-        if b'"image' in (sent := await request.read()) or b'"input_image' in sent:  # pictures are decoded, in a thread
-            return cast(ChatRequest, await asyncio.to_thread(read, body))
-        chat: ChatRequest = read(body)
+        if b"base64" in await request.read():  # pictures, which are decoded in a thread
+            chat = await asyncio.to_thread(read, body)
+        else:
+            chat = read(body)
     # Something in it is of another kind, or missing, or has a picture in a picture in a picture.
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise refuse(f"the body is not as the protocol has it: {type(error).__name__}: {error}") from None
-    return chat
+    chat.origin = origin_of(request.headers)
+    return cast(ChatRequest, chat)
 
 
-def refuse_upgrade(request: web.Request) -> None:
-    """Raise the ProtocolError that has a client fall back from a WebSocket to HTTP, if it asks for one."""
-    if request.headers.get("Upgrade", "").lower() == "websocket":
-        raise ProtocolError(426, "websocket_not_supported", "there are no WebSockets here; send the request by POST")
-
-
-def failed(dialect: ModuleType, error: ProtocolError) -> web.Response:
-    """Return an error as the protocol has it."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    body = dialect.failure(error)
-    return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return what a request is answered with; what is wrong is said in the words of its path's protocol."""
+    try:
+        if request.headers.get("Upgrade", "").lower() == "websocket":  # told so, a client falls back to HTTP
+            raise ProtocolError(
+                426, "websocket_not_supported", "there are no WebSockets here; send the request by POST"
+            )
+        return await handler(request)
+    except ProtocolError as error:
+        told = error
+    except web.HTTPException as error:
+        message = f"{request.method} {request.path}: {error.reason}"
+        if error.status in (404, 405):
+            routes = (route for route in request.app.router.routes() if route.resource and route.method != "HEAD")
+            paths = [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
+            message += f"; there is {', '.join(paths)}"
+        told = ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message)
+    except OSError:
+        raise  # the caller has gone
+    except Exception as error:
+        logger.exception("%s %s could not be answered", request.method, request.path)
+        message = f"the request could not be answered: {type(error).__name__}"
+        told = ProtocolError(500, "internal_error", message)
+    headers = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
+    body = dialect_of(request.path).failure(told)
+    return web.Response(status=told.status, body=body, content_type="application/json", headers=headers)

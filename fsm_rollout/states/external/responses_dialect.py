@@ -40,7 +40,6 @@ from fsm_rollout.states.external.openai_dialect import failure as failure
 from fsm_rollout.states.external.openai_dialect import single_call
 from fsm_rollout.states.external.response_items import Items, answer_of, seal, summary_item, tools_of
 from fsm_rollout.trajectory.enums import FinishReason
-from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import StoredPicture
 
 # What is refused unless it has one of these values.
@@ -222,13 +221,6 @@ def whole(reply: ChatReply, request: ChatRequest) -> bytes:
         }  # fmt: skip
         return _json(answer).encode()
     return _json(_ended(request, reply, int(time.time()))).encode()
-
-
-def again(reply_id: str, model: str, message: Message) -> bytes:
-    """Return an answer that was given before, of which only the message is known."""
-    request = ChatRequest(messages=[], model=model, reply_id=reply_id)
-    items = _items(request, ChatReply(model, message, FinishReason.STOP, 0, 0))
-    return _json(_response(request, "completed", int(time.time()), output=items)).encode()
 
 
 class ResponsesEvents:

@@ -59,7 +59,7 @@ def _settled(value: Any) -> Any:
 
 def extend_chain(before: Chain, message: Message) -> Chain:
     """Return that of a history with one message more; results of tools name their calls as :func:`placed` has it."""
-    return hashlib.blake2b(before + key_of(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.sha256(before + key_of(message).encode("utf-8", "surrogatepass")).digest()
 
 
 def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
@@ -68,8 +68,7 @@ def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
         beside = _encode_quickly(data)  # tools, which come again with each call
     except (UnicodeEncodeError, OverflowError):  # no valid Unicode, or a number beyond 64 bits
         beside = _encode(data).encode()
-    empty = hashlib.blake2b(beside, digest_size=16).digest()
-    return list(accumulate(placed(messages), extend_chain, initial=empty))
+    return list(accumulate(placed(messages), extend_chain, initial=hashlib.sha256(beside).digest()))
 
 
 def placed(messages: Iterable[Message]) -> Iterator[Message]:

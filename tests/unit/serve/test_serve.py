@@ -285,13 +285,9 @@ async def test_an_answer_s_id_names_its_history_for_who_had_it(agents: str) -> N
             fourth = await client.responses.create(input="four", previous_response_id=second.id, **more)
             with pytest.raises(openai.BadRequestError, match="there is no answer"):
                 await client.responses.create(input="x", previous_response_id="resp_chat-0-x", **more)
-            again = await client.responses.retrieve(first.id)
-            assert (again.id, again.model, again.output) == (first.id, model, first.output)
         async with server.openai("b") as other:
             with pytest.raises(openai.BadRequestError, match="there is no answer"):
                 await other.responses.create(input="two", previous_response_id=second.id, **more)
-            with pytest.raises(openai.NotFoundError, match="there is no answer"):
-                await other.responses.retrieve(second.id)
         told = [[m["content"] for m in t.messages if m["role"] != "system"] for t in server.trajectories.values()]
         answers = [response.output_text for response in (first, second, third, fourth)]
         last = ["one", answers[0], "two", answers[1], "four", answers[3]]
