@@ -20,8 +20,9 @@ Invariants:
 
 A trajectory counts together with its sub-agents', as one *tree*: a parent that waits for a child holds its place, so a
 child that had to wait in line could wait for ever. An engine's cache holds once what contexts begin with alike. So what
-a context shares with its group's *opening*, the first context of the group, counts once on each replica where some of
-the group are resident, and what all openings begin with, instructions and tools, once for all groups there.
+a context shares with its group's *opening*, what all trees of the group have come with, counts once on each replica
+where some of the group are resident, and what all openings begin with, instructions and tools, once for all groups
+there.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class TreeGroup:
     place: int
     """By when the first of the group came."""
     opening: Ids
-    """What that began with."""
-    trees: int = 0
-    """How many there are."""
+    """What all of them began with: their prompt, where one came with more, as one does that is resumed."""
+    trees: dict[Tree, None] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -152,10 +152,13 @@ class ReplicaMemory:
             return tree.tokens
         return tree.tokens + len(tree.group.opening) - (len(self.known.beginning) if len(self.groups) > here else 0)
 
+    def needs(self, tree: Tree) -> float:
+        """Return how many tokens are to be free before a tree is admitted."""
+        return self.share(tree) + (GROWTH * self.known.ends.value if tree.paused else 0.0)
+
     def takes(self, tree: Tree) -> bool:
         """Whether a tree may be admitted: it fits, or is alone."""
-        growth = GROWTH * self.known.ends.value if tree.paused else 0.0
-        return not self.residents or self.held + self.share(tree) + growth <= ADMIT * self.capacity
+        return not self.residents or self.held + self.needs(tree) <= ADMIT * self.capacity
 
     def add(self, tree: Tree) -> None:
         """Have one resident more."""
@@ -220,7 +223,7 @@ class Residency:
         if tree is None:
             self._came += 1
             tree = self.trees[key] = Tree(key, self._group(group, ids), self._came)
-            tree.group.trees += 1
+            tree.group.trees[tree] = None
         if session not in tree.begins:
             self._trees[session] = tree
             tree.begins[session] = common_length(tree.group.opening, ids)
@@ -247,17 +250,17 @@ class Residency:
 
     def end(self, sessions: Iterable[str]) -> None:
         """Note the ends of sessions; a tree without any has left."""
+        had: dict[Tree, int] = {}
         for session in sessions:
             if (tree := self._trees.pop(session, None)) is not None:
-                if len(tree.contexts) == 1:
-                    self._known.ends.add(tree.tokens)
+                had.setdefault(tree, tree.tokens)
                 self._grow(tree, session, 0)
                 del tree.contexts[session], tree.begins[session]
                 if not tree.contexts:
+                    self._known.ends.add(had[tree])
                     self.leave(tree)
                     tree.queued = False
-                    del self.trees[tree.key]
-                    tree.group.trees -= 1
+                    del self.trees[tree.key], tree.group.trees[tree]
                     if not tree.group.trees:
                         del self._groups[tree.group.name]
 
@@ -296,16 +299,17 @@ class Residency:
         if self.first() is None:
             waiting = deque(tree for *_, tree in sorted(self._line) if tree.queued and tree.asking and not tree.home)
             for memory in self.memories.values():
-                idle, most, need = [tree for tree in memory.residents if tree.idle], ADMIT * memory.capacity, 0
-                staying = memory.held - sum(map(memory.share, idle))
-                while waiting and idle:
-                    more = memory.share(waiting[0])
-                    if staying + need + more > most and (need or len(idle) < len(memory.residents)):
-                        break
-                    need += more
-                    waiting.popleft()
+                # What it would be if all of them gave way, and how much is to be free for those who would fit then.
+                idle, then, need = [], ReplicaMemory(memory.capacity, self._known), 0.0
+                for tree in memory.residents:
+                    idle.append(tree) if tree.idle else then.add(tree)
+                staying = then.held
+                while idle and waiting and then.takes(waiting[0]):
+                    need = max(need, then.held - staying + then.needs(waiting[0]))
+                    then.add(waiting.popleft())
                 if need:
-                    self._pause(memory, idle, lambda: memory.held + need <= most)  # noqa: B023  # it is called here
+                    enough = lambda: memory.held + need <= ADMIT * memory.capacity  # noqa: B023, E731  # called here
+                    self._pause(memory, idle, enough)
         for memory in self.memories.values():
             for tree in memory.residents:
                 tree.idle = not tree.asking
@@ -321,8 +325,9 @@ class Residency:
         tree.home = name
 
     def _group(self, name: str, ids: Ids) -> TreeGroup:
-        """Return a group, which this opens if nobody of it is there."""
+        """Return the group of a tree that comes with these, which this opens if nobody of it is there."""
         if (group := self._groups.get(name)) is not None:
+            self._shorten(group, common_length(group.opening, ids))
             return group
         place = self._places.pop(name, self._came)
         self._places[name] = place  # the last to be forgotten
@@ -332,6 +337,18 @@ class Residency:
         self._known.beginning = ids[:alike]
         group = self._groups[name] = TreeGroup(name, place, ids)
         return group
+
+    def _shorten(self, group: TreeGroup, length: int) -> None:
+        """Let an opening be so long; what a tree has beyond is its own."""
+        if (cut := len(group.opening) - length) == 0:
+            return
+        group.opening, self._known.beginning = group.opening[:length], self._known.beginning[:length]
+        for memory in self.memories.values():
+            memory.openings -= cut if group in memory.groups else 0
+        for tree in group.trees:
+            for session, begins in tree.begins.items():
+                tree.begins[session] = min(begins, length)
+                self._grow(tree, session, tree.contexts[session] + begins)
 
     def _stand_in_line(self, tree: Tree) -> None:
         if tree.home is None and tree.asking and not tree.queued:

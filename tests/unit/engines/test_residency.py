@@ -19,24 +19,25 @@ def workloads(draw: st.DrawFn) -> list[list[list[int]]]:
     return draw(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=6))
 
 
-SHARED = st.tuples(st.integers(0, 30), st.integers(1, 30))
+SHARED = st.tuples(st.integers(0, 30), st.integers(1, 30), st.sampled_from([0, 0, 40]))
 
 
 class Engine:
     """Takes turns of those who are resident, in an order drawn from a seed, and keeps its own account of them.
 
-    ``shared`` says how many tokens all prompts begin with, and how many more a group's have.
+    ``shared`` says how many tokens all prompts begin with, how many more a group's have, and how many of its own each
+    trajectory comes with, as one does that is resumed.
     """
 
     def __init__(
-        self, workload: list[list[list[int]]], replicas: int, capacity: int, seed: int, shared: tuple[int, int]
+        self, workload: list[list[list[int]]], replicas: int, capacity: int, seed: int, shared: tuple[int, int, int]
     ) -> None:
         self.residency, self.random, self.shared = Residency(), Random(seed), shared
         self.capacity = {f"r{number}": capacity for number in range(replicas)}
         for name in self.capacity:
             self.residency.resize(name, capacity)
         self.turns = {(g, n): list(turns) for g, group in enumerate(workload) for n, turns in enumerate(group)}
-        self.context = dict.fromkeys(self.turns, 0)
+        self.context = dict.fromkeys(self.turns, shared[2])
         self.asking: dict[tuple[int, int], Tree] = {}
         self.homes: dict[tuple[int, int], str] = {}
         self.first_admissions: list[int] = []  # groups, in the order in which trajectories were first admitted
@@ -59,7 +60,7 @@ class Engine:
 
     def ids(self, who: tuple[int, int]) -> Ids:
         """Return the context of a trajectory: what all have, what its group has, and what only it has."""
-        (group, number), (all_have, group_has) = who, self.shared
+        (group, number), (all_have, group_has, _) = who, self.shared
         return array("i", [1] * all_have + [-2 - group] * group_has + [1000 * (group + 1) + number] * self.context[who])
 
     def who(self, tree: Tree) -> tuple[int, int]:
@@ -86,7 +87,7 @@ class Engine:
         for name, memory in self.residency.memories.items():
             trees = [tree for tree in self.residency.trees.values() if tree.home == name]
             assert set(trees) == set(memory.residents)
-            all_have, group_has = self.shared  # ... count once, as in an engine's cache
+            all_have, group_has, _ = self.shared  # ... count once, as in an engine's cache
             own = sum(self.context[self.who(tree)] for tree in trees)
             assert memory.held == all_have * bool(trees) + group_has * len({tree.group for tree in trees}) + own
 
@@ -273,10 +274,31 @@ def test_who_was_paused_comes_back_where_it_can_grow_as_others_did() -> None:
     residency.ask("a", "a", "a/main", context("a", 500))  # 1,000 of 1,000
     assert [tree.home for tree in (first, small, large)] == ["r", None, "r"]
     residency.ask("b", "b", "b/main", context("b", 200))
-    residency.end(["a/main"])  # which had 500: of 1,000 tokens 300 are held, and 200 fit, but not 1.3 times 500 more
+    residency.ask("a", "a", "a/0/child/main", context("child", 0))
+    # It had 500: of 1,000 tokens 300 are held, and 200 fit, but not 1.3 times 500 more.
+    residency.end(["a/main", "a/0/child/main"])
     assert residency.first() is None
-    residency.end(["c/main"])
+    residency.answer(large, "c/main", 300)  # and who has that place is away for long
+    residency.mark()
+    assert residency.first() is None
+    residency.mark()
     assert residency.first() is small
+
+
+def test_who_is_away_gives_way_with_what_only_they_share() -> None:
+    residency = Residency()
+    residency.resize("r", 1000)
+    stays = placed(residency, "s", 100)
+    prompt = context("g", 400)
+    away = [residency.ask(f"g{number}", "g", f"g{number}/main", prompt) for number in range(2)]
+    for tree in away:
+        residency.admit(tree, "r")
+        residency.answer(tree, f"{tree.key}/main", 420)
+    waits = placed(residency, "w", 500)
+    residency.mark()
+    residency.mark()
+    assert [tree.home for tree in (stays, *away)] == ["r", None, None]
+    assert residency.first() is waits
 
 
 def test_room_is_reserved_for_a_part_of_what_a_request_says_but_never_for_more_than_it_may_say() -> None:
