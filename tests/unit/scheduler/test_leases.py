@@ -38,7 +38,8 @@ async def test_a_shard_that_joins_while_the_run_ends_is_told_of_that_too() -> No
     run = cast(Any, SimpleNamespace(n=1, stop=None, changed=changed, change=change))
     starter = SimpleNamespace(run=SimpleNamespace(step=None, trace=None), run_number=0)
     said = {"starter": starter, "evaluation": None, "histories": False, "batch_options": {}, "lag": None}
-    leases = Leases(cast(Any, SimpleNamespace(groups=GroupTable(), **said)))
+    recorder = SimpleNamespace(listeners=())
+    leases = Leases(cast(Any, SimpleNamespace(groups=GroupTable(), recorder=recorder, **said)))
     leases._run, leases.number = run, 0
     first, second = cast(Any, Shard(1)), cast(Any, Shard(2))
     leases._begin(first)
