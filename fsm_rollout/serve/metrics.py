@@ -46,7 +46,7 @@ class Metrics:
         self.answers = Counter("answers", "Requests that were answered", ["agent", "protocol", "status"], **common)
         self.seconds = Histogram("answer_seconds", "From request to answer", ["agent"], buckets=SECONDS, **common)
         self.first_text = Histogram(
-            "first_text_seconds", "From request to the first piece of text", ["agent"], buckets=SECONDS, **common
+            "first_text_seconds", "From request to a stream's first text", ["agent"], buckets=SECONDS, **common
         )
         Gauge("calls_under_way", "Requests that are being answered", **common).set_function(calls)
         Gauge("conversations_waiting", "Conversations that wait for their callers", **common).set_function(waiting)

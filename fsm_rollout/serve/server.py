@@ -93,7 +93,7 @@ class Server(Guarded):
             except ProtocolError as error:
                 status = error.status
                 raise
-            except BaseException:
+            except (ConnectionError, asyncio.CancelledError):
                 status = 499  # the caller has gone
                 raise
             finally:

@@ -261,7 +261,7 @@ class Service:
             self._prompts.put(prompt)
         # 3. The answer's name says which of which conversation it is.
         chat.reply_id = f"{conversation.group_id}-{answer}"
-        exchange = Exchange(chat, observe)
+        exchange = Exchange(chat, observe) if chat.stream else Exchange(chat)  # whose first text is the whole
         conversation.exchange = exchange
         self._exchanges[exchange] = conversation
         return exchange

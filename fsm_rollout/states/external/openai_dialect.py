@@ -117,7 +117,7 @@ def _call(call: Any, where: str) -> Message:
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool without what its client says nothing of: that is no part of what the model is shown."""
     function = {key: value for key, value in tool["function"].items() if value is not None}
-    return {**tool, "function": function}
+    return {key: value for key, value in {**tool, "function": function}.items() if value is not None}
 
 
 def _thought(text: str) -> dict[str, Any]:

@@ -209,10 +209,6 @@ async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
 async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return what a request is answered with; what is wrong is said in the words of its path's protocol."""
     try:
-        if request.headers.get("Upgrade", "").lower() == "websocket":  # told so, a client falls back to HTTP
-            raise ProtocolError(
-                426, "websocket_not_supported", "there are no WebSockets here; send the request by POST"
-            )
         return await handler(request)
     except ProtocolError as error:
         told = error
@@ -223,7 +219,11 @@ async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse
             paths = [f"{route.method} {route.resource.canonical}" for route in routes if route.resource]
             message += f"; there is {', '.join(paths)}"
         told = ProtocolError(error.status, str(error.reason).lower().replace(" ", "_"), message)
-    except OSError:
+        if request.headers.get("Upgrade", "").lower() == "websocket":  # told so, a client falls back to HTTP
+            told = ProtocolError(
+                426, "websocket_not_supported", "there are no WebSockets here; send the request by POST"
+            )
+    except ConnectionError:
         raise  # the caller has gone
     except Exception as error:
         logger.exception("%s %s could not be answered", request.method, request.path)

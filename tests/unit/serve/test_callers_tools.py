@@ -14,6 +14,7 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsm_rollout.states.bound_agent import CALLERS_TOOLS
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.trajectory.journal import read
 from tests.foreign import CALL
@@ -76,7 +77,8 @@ class Caller:
         return await getattr(self, f"_{self.protocol}")(new)  # type: ignore[no-any-return]
 
     async def _chat(self, new: list[Any]) -> Turn:
-        asked: Any = self.asked | {"messages": self.history, "tools": [TOOL]}
+        tool = TOOL | {"cache_control": None, "function": TOOL["function"] | {"strict": None}}  # as some send it
+        asked: Any = self.asked | {"messages": self.history, "tools": [tool]}
         if self.how == "streamed":
             message: dict[str, Any] = {"role": "assistant", "content": ""}
             async for chunk in await self.client.chat.completions.create(**asked, stream=True):
@@ -164,6 +166,7 @@ async def test_calls_of_a_caller_s_tools_are_handed_to_it_and_the_trajectory_goe
             ("tool", "42"), ("tool", "eight: forty-two"), ("user", "Thanks."),
         ]  # fmt: skip
         assert trajectory.spent["tool_calls"] == 5
+        assert "null" not in json.dumps(trajectory.extra[CALLERS_TOOLS])
 
 
 SAID = st.sampled_from(["yes", "what is 2 + 2?", "é漢字", "<|im_end|>", " a b  c ", CALL])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import anthropic
@@ -511,6 +512,19 @@ async def test_wrong_requests_say_what_is_wrong() -> None:
         assert not server.trajectories
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(28, "No space left on device"), KeyError("x")])
+async def test_what_fails_is_said_in_the_protocols_words(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(lambda request: "well") as server:
+        monkeypatch.setattr(server.service, "ask", Mock(side_effect=error))
+        asked: Any = {"model": "chatting", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(anthropic.InternalServerError) as told:
+                await client.messages.create(**asked)
+        assert (told.value.status_code, told.value.type) == (500, "api_error")
+        assert type(error).__name__ in told.value.message
+        assert 'protocol="anthropic",status="500"} 1.0' in server.service.metrics.page().decode()
+
+
 async def test_beyond_so_many_requests_one_is_told_to_come_again() -> None:
     script = {"hang": Turn(text="so", hang=True)}
     async with served(lambda request: script.get("hang", Turn(text="well")), calls=2) as server:
@@ -564,6 +578,10 @@ async def test_without_a_key_nothing_is_answered_but_the_page_and_its_health() -
             for path, status in (("/v1/models", 401), ("/metrics", 401), ("/health", 200), ("/", 200)):
                 async with http.get(path) as response:
                     assert response.status == status, path
+            for key, code in (("wrong", 401), ("right", 426)):
+                with pytest.raises(aiohttp.WSServerHandshakeError) as error:
+                    await http.ws_connect("/v1/responses", headers={"x-api-key": key})
+                assert error.value.status == code
             async with http.get("/metrics", headers={"x-api-key": "right"}) as response:
                 page = await response.text()
         assert 'fsm_rollout_answers_total{agent="chatting",protocol="openai",status="200"} 1.0' in page
@@ -602,6 +620,10 @@ async def test_the_counts_are_those_of_the_trajectories() -> None:
         assert 'tool_calls_total{agent="chatting",failed="false",tool="calculate"} 2.0' in page
         assert 'trajectories_ended_total{agent="chatting",stop_reason="interaction_done"} 1.0' in page
         assert 'trajectories_active{agent="chatting"} 0.0' in page, "the other waits for its caller"
+        # Seconds to the first text are those of streams: others see none before the whole.
+        assert 'first_text_seconds_count{agent="chatting"} 0.0' in page
+        await server.stream([{"role": "user", "content": "?"}])
+        assert b'first_text_seconds_count{agent="chatting"} 1.0' in server.service.metrics.page()
     # What the dashboard asks for is there, or will be with the first value.
     board = json.loads((CONFIGS / "dashboards/grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
