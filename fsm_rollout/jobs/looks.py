@@ -6,7 +6,7 @@ those that happened to be done first, since what is hard takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -36,6 +36,17 @@ class Looks:
             return False
         scores = [[t.score for t in group if t.score is not None] for group in groups]
         return mean(scores, confidence_of_a_look(len(self.prompts))).margin <= self._until
+
+    def samples_enough(self, groups: Mapping[str, Sequence[Trajectory]], n: int) -> int:
+        """Return how many samples the look saw that was enough; 0: none was, or not all ``n`` of its prompts' ended."""
+        seen: list[Sequence[Trajectory]] = []
+        for part in self.parts():
+            seen += [groups.get(prompt.prompt_id or "", ()) for prompt in part]
+            if any(len(group) < n for group in seen):
+                break
+            if self.enough(seen):
+                return n * len(seen)
+        return 0
 
     def facts(self) -> Summary:
         """Return what the run's summary says of them."""

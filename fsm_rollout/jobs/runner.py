@@ -163,8 +163,8 @@ def _summary_of_ended(
     whole = ended == len(prompts) * config.n <= had
     # One that ends early is not whole, but has all that it wanted, unless its journal was damaged since.
     ends = [(each.target_groups, each.until, each.group_filter, each.n, each.limit) for each in (config, before)]
-    enough = Looks(prompts, config.until, config.seed).enough(groups.values())
-    reached = enough or 0 < (config.target_groups or 0) <= summary.get("delivered_groups", 0)
+    reached = 0 < Looks(prompts, config.until, config.seed).samples_enough(groups, config.n) <= had
+    reached |= 0 < (config.target_groups or 0) <= summary.get("delivered_groups", 0)
     return summary if whole or (reached and ends[0] == ends[1] and ended >= had) else None
 
 

@@ -329,6 +329,24 @@ def test_a_run_whose_prompts_ran_out_goes_on_with_more(run: Path, whole: dict[st
     assert resume(out, [], Ear())["trajectories"] == 8
 
 
+def test_a_run_that_ends_when_its_score_is_known_does_so_at_a_look_also_where_it_was_interrupted(run: Path) -> None:
+    """All are right, so 20 of 70 prompts would do for ± 0.2, but which 20 are done first is no chance of the seed."""
+    out, prompts = run.parent / "out", run.parent / "prompts.jsonl"
+    given = [{"messages": [{"role": "user", "content": f"What is 1 + 2? ({i})"}], "answer": 3} for i in range(70)]
+    lines = [json.dumps(prompt) + "\n" for prompt in given]
+    prompts.write_text("".join(lines[:2]), "utf-8")
+    options = ["until=0.2", "engine.turns=[The answer is 3.]"]
+    assert execute(load_run(run, options), Ear(), replace=True)["trajectories"] == 4
+    prompts.write_text("".join(lines), "utf-8")
+    with interrupted(), pytest.raises(KeyboardInterrupt):
+        resume(out, [], Ear(Ended, 40))
+    summary = resume(out, [], Ear())
+    assert summary["trajectories"] == 64
+    told: list[str] = []
+    assert resume(out, [], Ear(), say=told.append) == summary
+    assert "nothing is left to do" in told[-1]
+
+
 def test_a_damaged_event_costs_a_resumed_run_nothing_that_cannot_be_made_again(
     run: Path, whole: dict[str, Any]
 ) -> None:
