@@ -34,10 +34,11 @@ def draw(logs: Sequence[Path], out: Path, figure: str) -> None:
         label = None if name in colours else name
         look = {"color": colours.setdefault(name, f"C{len(colours)}"), "label": label, "linewidth": 1}
         seen = [(line["cpu_minutes"], line["held_back"]) for line in lines if "held_back" in line]
-        left.plot(*zip(*seen, strict=True), marker="o", markersize=3, **look)
+        if seen:
+            left.plot(*zip(*seen, strict=True), marker="o", markersize=3, **look)
         values = [line[figure] for line in lines if figure in line]
         spans = [values[max(0, end - TOGETHER) : end] for end in range(1, len(values) + 1)]
-        right.plot([sum(span) / len(span) for span in spans], **look | {"label": None})
+        right.plot([sum(span) / len(span) for span in spans], **look | {"label": None if seen else label})
     left.set(xlabel="CPU minutes", ylabel="held-back dialogues right", ylim=(0, 1))
     right.set(xlabel="step", ylabel=f"{figure}, mean of {TOGETHER} steps")
     canvas.legend(loc="outside lower center", ncols=4, labelcolor=INK, frameon=False)

@@ -80,7 +80,9 @@ def test_the_pages_say_what_the_logs_say() -> None:
 )
 def test_the_pictures_show_each_log(logs: str, figure: str, shown: str, tmp_path: Path) -> None:
     files = sorted((ROOT / "examples").glob(logs))
-    example("examples/plot.py")["draw"](files, tmp_path / "curves.svg", figure)
+    (tmp_path / "never judged.jsonl").write_text(f'{{"step": 1, "{figure}": 0.5}}\n', "utf-8")
+    example("examples/plot.py")["draw"]([*files, tmp_path / "never judged.jsonl"], tmp_path / "curves.svg", figure)
+    assert "<!-- never judged -->" in (tmp_path / "curves.svg").read_text("utf-8")
     names = {(log.parent.name if log.name == "log.jsonl" else log.stem).rstrip("0123456789") for log in files}
     wanted = {f"<!-- {name.rstrip('_').replace('_', ' ')} -->" for name in names}
     for picture in (tmp_path / "curves.svg", ROOT / "docs/trainers" / shown):
