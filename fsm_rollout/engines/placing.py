@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 # Trajectories that are to stand in the line, so that one can be admitted as soon as there is room: so many, or a part
 # of those that are resident.
 LINE, LINE_PART = 64, 8
-# Seconds between two marks, for each token of a replica's memory: who is in a tool for so long, or with a user, gives
-# way to those who wait. To keep a place costs its share of the memory for so long, and to give it up its share of the
-# time to fill the whole memory, which is 20 us a token on the servers of today (4 billion parameters, 400 TFLOP/s).
-# Half of that, in simulations: with all of it users' short contexts wait longer than they take to fill, and with a
-# quarter twice as much is computed again where tools take ten seconds.
+# Seconds between two marks, for each token of a replica's memory, other pools' parts too: who is in a tool for so long,
+# or with a user, gives way to those who wait. To keep a place costs its share of the memory for so long, and to give it
+# up its share of the time to fill the whole memory, which is 20 us a token on the servers of today (4 billion
+# parameters, 400 TFLOP/s). Half of that, in simulations: with all of it users' short contexts wait longer than they
+# take to fill, and with a quarter twice as much is computed again where tools take ten seconds.
 MARK_EVERY = 1e-5
 # ... but no fewer than these, in a small memory: what a quick tool takes is no gap.
 MARK_LEAST = 1.0
@@ -189,7 +189,7 @@ class Placing:
         if (tree := residency.first()) is None:
             if self._timer is None and residency.waits:
                 most = max([memory.capacity for memory in residency.memories.values()], default=0)
-                after = max(MARK_LEAST, MARK_EVERY * self.unit * most)
+                after = max(MARK_LEAST, MARK_EVERY * self.unit * self.share * most)
                 self._timer = asyncio.get_running_loop().call_later(after, self._mark)
             return
         requests: dict[Tree | None, Request] = {}

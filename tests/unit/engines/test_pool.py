@@ -144,8 +144,8 @@ def test_a_replica_that_does_not_say_yet_how_much_it_holds_is_given_its_part() -
 class Sized(Fragile):
     """Says how much memory it has, and notes how often it was asked."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
+    def __init__(self, capacity: int, **engine: Any) -> None:
+        super().__init__(**engine)
         self.capacity, self.looks = capacity, 0
 
     def load(self) -> Load:
@@ -199,6 +199,19 @@ def test_engines_need_not_keep_who_was_paused() -> None:
         assert [line.what.session for line in log if isinstance(line.what, SessionEnded)] == ["a"]
 
     run(place := Place(lambda _: Sized(1000)), body)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_who_is_away_keeps_a_place_for_as_long_as_the_whole_engine_is_worth(shards: int) -> None:
+    """A shard's part of the memory takes as long to be filled again as the whole does that serves all of them."""
+
+    async def body(client: EngineClient) -> None:
+        client.pool.placing.share = shards
+        for name in "abc":
+            await done(client.submit(replace(ask(name), ids=as_ids([ord(name)] * (480_000 // shards)))))
+        assert now() == 3 * 8 + 2 * (2 * 8), "each takes 8 s, and b and c wait for two marks of 8 s"
+
+    run(Place(lambda _: Sized(800_000, max_context=10**6)), body)
 
 
 @given(capacity=st.integers(1000, 10**6), beside=st.floats(0, 1), shards=st.integers(2, 8))
