@@ -136,8 +136,10 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
             while not isinstance(part, Answer):
                 await stream.write(b"".join((*begun, *_streamed(streamed, part))))
                 part = await anext(parts)
-        except ProtocolError as error:
-            await stream.write(b"".join((*begun, *streamed.failed(error))))
+        except ConnectionError:
+            raise  # the caller has gone
+        except Exception as error:  # the status has been sent
+            await stream.write(b"".join((*begun, *streamed.failed(_told(request, error)))))
             return stream
         # 3. The calls, and the end.
         await stream.write(b"".join((*begun, *streamed.end(part.reply))))
@@ -206,12 +208,18 @@ async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
     return cast(ChatRequest, chat)
 
 
+def _told(request: web.Request, error: Exception) -> ProtocolError:
+    """Return what a caller is told of an error; one that is not meant for callers is logged."""
+    if isinstance(error, ProtocolError):
+        return error
+    logger.error("%s %s could not be answered", request.method, request.path, exc_info=error)
+    return ProtocolError(500, "internal_error", f"the request could not be answered: {type(error).__name__}")
+
+
 async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return what a request is answered with; what is wrong is said in the words of its path's protocol."""
     try:
         return await handler(request)
-    except ProtocolError as error:
-        told = error
     except web.HTTPException as error:
         message = f"{request.method} {request.path}: {error.reason}"
         if error.status in (404, 405):
@@ -226,9 +234,7 @@ async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse
     except ConnectionError:
         raise  # the caller has gone
     except Exception as error:
-        logger.exception("%s %s could not be answered", request.method, request.path)
-        message = f"the request could not be answered: {type(error).__name__}"
-        told = ProtocolError(500, "internal_error", message)
+        told = _told(request, error)
     headers = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
     body = dialect_of(request.path).failure(told)
     return web.Response(status=told.status, body=body, content_type="application/json", headers=headers)

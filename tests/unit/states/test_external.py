@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import anthropic
@@ -18,6 +18,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external import gateway
+from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -649,3 +650,23 @@ def test_an_answer_that_breaks_off_says_so_in_the_protocol_s_own_event(use: str,
     (trajectory,), _ = run(agent(f"use: '{HERE}:{use}', dialect: {dialect}"), lambda request: broken)
     assert trajectory.failure is not None
     assert "it broke" in trajectory.detail
+
+
+async def hears_of_a_fault(visit: ForeignVisit) -> None:
+    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    async with client(visit) as api:
+        chunks = await api.chat.completions.create(stream=True, **options)
+        with pytest.raises(openai.APIError, match="could not be answered: KeyError"):
+            SEEN.extend([chunk async for chunk in chunks])
+
+
+def test_a_fault_of_ours_amid_a_stream_is_said_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = AgentHistories.answer
+
+    async def answer(self: AgentHistories, *arguments: Any) -> NoReturn:
+        await whole(self, *arguments)
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(AgentHistories, "answer", answer)
+    (trajectory,), _ = run("hears_of_a_fault", lambda request: Turn(text="Let me see.", chunks=6, delay=0.001))
+    assert trajectory.failure is None, trajectory.detail
