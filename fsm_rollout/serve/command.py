@@ -68,15 +68,15 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
         earlier = _earlier(serving.out, TRAINED if training else SERVED, _described(agents))
-        if earlier:
-            config = with_orders(config, metadata(serving.out))
+        # What the journal says stays the YAML's, so that what that says otherwise another time is known.
+        ordered = with_orders(config, metadata(serving.out)) if earlier else config
         if training:
-            rollout = training_rollout_of(config, agents, progress=False, max_staleness=serving.max_staleness)
+            rollout = training_rollout_of(ordered, agents, progress=False, max_staleness=serving.max_staleness)
             work = _serve_training(rollout, config, keys, ready, append=earlier)
         else:
             concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures
             failures = failures.within_trajectories
-            rollout = rollout_of(config, agents, concurrency=concurrency, failures=failures)
+            rollout = rollout_of(ordered, agents, concurrency=concurrency, failures=failures)
             work = _serve(
                 rollout, config, keys, list(recordings(serving.out, unfinished=True)) if earlier else None, ready
             )

@@ -21,6 +21,7 @@ from tests.programs import PATIENCE, started
 
 pytestmark = pytest.mark.process
 DEMO = ROOT / "configs" / "runs" / "demo.yaml"
+AGENT = ROOT / "configs/agents/single_turn.yaml"
 
 
 @contextmanager
@@ -90,6 +91,19 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     assert f"fsm-rollout serve {DEMO}" in refused.output
     page = CliRunner().invoke(app, ["show", folder, "-o", str(tmp_path / "report.html")])
     assert page.exit_code == 0, page.output
+
+
+def test_replicas_that_orders_left_are_there_whenever_it_is_started_again(tmp_path: Path) -> None:
+    engine = {"kind": "scripted", "turns": ["It is 4."], "replicas": 2}
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"agent": str(AGENT), "engine": engine, "prompts": "none.jsonl", "out": "out"}), "utf-8")
+    counts = []
+    for start in range(3):
+        with serving(tmp_path, run=run):
+            if not start:
+                ask(tmp_path / "chat-serve", Order("add"))
+            counts.append(len(ask(tmp_path / "chat-serve", Order("list")).rows))
+    assert counts == [3, 3, 3]
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
