@@ -51,6 +51,13 @@ def dies(place: str) -> None:
                 os._exit(9)
 
 
+def held(group: str) -> bool:
+    """Whether a group goes no further than its first turn: while the file that SHARD_HELD names says so."""
+    with suppress(FileNotFoundError):
+        return group in Path(os.environ.get("SHARD_HELD", "/nowhere")).read_text("ascii").split()
+    return False
+
+
 async def crowded(number: int) -> str:
     """Say how many calls are at work in this process.
 
@@ -90,7 +97,8 @@ def agent(tool: str = f"{__name__}:where", **keys: Any) -> AgentGraph:
 def engine(tokenizer: Any, turns: int, delay: float) -> ScriptedEngine:
     def script(request: Request) -> Turn:
         dies("generation")
-        return Turn(text=CALL % request.turn if request.turn < turns else f"Done {request.sampling.seed}.", delay=delay)
+        text = CALL % request.turn if request.turn < turns else f"Done {request.sampling.seed}."
+        return Turn(text=text, delay=HELD if request.turn and held(request.group_id) else delay)
 
     return Refusing(script, tokenizer=tokenizer)
 
@@ -120,6 +128,7 @@ def rows(trajectories: list[Trajectory]) -> dict[str, tuple[Any, ...]]:
     }
 
 
+HELD = 3600.0  # seconds of a generation that does not end by itself
 SLOW = 0.05  # seconds of a generation, where something is to happen meanwhile
 
 

@@ -54,6 +54,7 @@ async def test_every_query_has_an_answer(tmp_path: Path) -> None:
             async with asyncio.timeout(600):
                 while waits:
                     await server.ask("What is 20 + 22?")
+                    await server.stream([{"role": "user", "content": "What is 20 + 22?"}])
                     for query in list(waits):
                         text = query.replace("$__rate_interval", "30s").replace("$agent", ".*")
                         try:

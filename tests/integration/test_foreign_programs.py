@@ -37,12 +37,20 @@ def run(graph: AgentGraph, engine: Any, prompt: Any = TASK, n: int = 1) -> list[
     return trajectories
 
 
+@pytest.fixture(autouse=True)
+def own_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of these tests have their homes here, which tells them from those of another run of tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def left_over() -> list[psutil.Process]:
-    """Processes that bear the mark of a foreign agent's program."""
+    """Processes of this test's that bear the mark of a foreign agent's program."""
     found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            environ = process.environ()
+            ours = MARK in environ and environ["HOME"].startswith(tempfile.gettempdir())
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -66,7 +66,11 @@ def test_shards_that_only_die_end_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         Rollout(agent(), spec(), workers=2)
 
 
-async def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since(tmp_path: Path) -> None:
+async def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARD_HELD", str(names := tmp_path / "held"))
+    names.write_text("p2 p3")
     with Journal(tmp_path / "journal.sqlite") as book:
         async with Rollout(agent(), spec(delay=SLOW), seed=7, workers=2, concurrency=8, journal=book) as rollout:
             stream = rollout.stream(iter(prompts(40)), 2, target_groups=2, over_sample=2)
@@ -76,7 +80,8 @@ async def test_what_is_carried_goes_on_from_the_journal_of_a_shard_that_has_died
                 shard.started.kill()
                 await shard.gone.wait()
             carried = {group.group_id for group in rollout.carried if not group.ended}
-            assert carried
+            assert carried == {"p2", "p3"}
+            names.unlink()
             rest = trajectories([group async for group in rollout.stream([], 2)])
             assert {t.group_id for t in rest if t.resumptions} == carried
             chosen = [p for p in prompts(40) if p.prompt_id in {t.group_id for t in rest} - delivered]

@@ -107,7 +107,8 @@ async def scores(subject: EngineSubject) -> None:
             told = [chunk.scores for chunk in answer.chunks if chunk.scores is not None]
             demand(not answer.ids, 10, f"asked for log-probs alone, it sampled {answer.ids}")
             one = len(told) == 1 and len(told[0].logprobs) == end - begin
-            demand(one, 10, f"asked for {end - begin} log-probs, it gave {[list(each.logprobs) for each in told]}")
+            why = "" if answer.error is None else f", and the error {answer.error!r}"
+            demand(one, 10, f"asked for {end - begin} log-probs, it gave {[list(each.logprobs) for each in told]}{why}")
             found += told[0].logprobs
         near = max(abs(a - b) for a, b in zip(found, sampled.logprobs, strict=True)) <= CLOSE
         demand(near, 10, f"it sampled {sampled.ids} with the log-probs {sampled.logprobs}, and scores them {found}")
