@@ -1,7 +1,7 @@
 """Engines that ask for each request on its own, and wait for its answer in a task.
 
 Invariant: each request has exactly one last chunk: what its task returns, or, where that is cancelled (perhaps before
-it has begun), an abort.
+it has begun) or fails, an abort.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import Chunk, Request
+from fsm_rollout.errors import describe
 from fsm_rollout.trajectory.enums import FinishReason
 
 
@@ -38,8 +39,10 @@ class RequestTasks:
 
     def _end(self, name: str, stream: ChunkStream, task: asyncio.Task[Chunk]) -> None:
         del self._tasks[name]
-        if task.cancelled():
-            stream.put(Chunk(name, weight_version=self.weight_version, finish_reason=FinishReason.ABORT))
+        failure = None if task.cancelled() else task.exception()
+        if task.cancelled() or failure is not None:
+            error = None if failure is None else describe(failure)
+            stream.put(Chunk(name, weight_version=self.weight_version, finish_reason=FinishReason.ABORT, error=error))
         else:
             stream.put(task.result())
 

@@ -280,6 +280,21 @@ async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
     await engine.aclose()
 
 
+async def test_a_request_whose_failure_cannot_be_read_ends_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ChatEngine("o4-mini", tokenizer=TOKENIZER, base_url="http://127.0.0.1:9")
+
+    def fails(*_: object) -> None:
+        raise KeyError("a form that nobody knows")
+
+    monkeypatch.setattr(engine, "_answered", fails)
+    monkeypatch.setattr(engine._api, "failure", fails)
+    async with asyncio.timeout(10):
+        (last,) = [chunk async for chunk in engine.generate([Request("r", as_ids(range(5)), SamplingParams(8))])]
+    assert last.finish_reason == "abort"
+    assert "a form that nobody knows" in str(last.error)
+    await engine.aclose()
+
+
 def test_what_cannot_be_asked_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(EngineError, match="the environment has no OPENAI_API_KEY"):
