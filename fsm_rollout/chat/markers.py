@@ -141,6 +141,11 @@ class Marker:
     rstrip: bool
 
 
+# Characters from which on a text is encoded where others have the GIL meanwhile: it takes some 10 ms. Of the calls of a
+# tokenizer, the one for many texts alone gives it up; for short ones its threads take longer than the work.
+LONG_TEXT = 20_000
+
+
 class MarkerEncoder:
     """Encodes with a private copy of the tokenizer's backend: nobody else's truncation settings apply to it."""
 
@@ -171,7 +176,9 @@ class MarkerEncoder:
 
         """
         try:
-            return self._backend.encode(text, add_special_tokens=False)
+            if len(text) <= LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=False)
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
         except (UnicodeError, TypeError) as error:
             raise ChatTemplateError(
                 "text-not-unicode",

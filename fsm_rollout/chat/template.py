@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from fsm_rollout.chat.derive import Deriver
 from fsm_rollout.chat.glue_cache import GlueCache, Shape
 from fsm_rollout.chat.glue_learning import GlueLearner
-from fsm_rollout.chat.markers import Encoded, Injection, encoder_for
+from fsm_rollout.chat.markers import LONG_TEXT, Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import PICTURE, Messages, conform, pictures_of, roles_of
 from fsm_rollout.chat.pictures import PictureReader, pads_of
 from fsm_rollout.chat.reference import FollowUp, Opening, Reference
@@ -37,9 +37,8 @@ History = Literal["keep", "split"]
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 20_000  # messages of more characters than this are encoded in a thread: that takes some 10 ms
 LONG_KEPT = 8  # long prompts whose ids are kept for the other samples of their groups
-_long_texts = DaemonThreads("fsm-rollout-encode", 1)  # one after the other: each more keeps the event loop from the GIL
+_long_texts = DaemonThreads("fsm-rollout-encode", 1)  # one after the other: what each makes of it takes the GIL
 
 
 class ChatTemplate:

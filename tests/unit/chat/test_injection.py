@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import sys
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -241,6 +243,27 @@ def test_a_long_text_is_encoded_in_a_thread_to_the_same(monkeypatch: pytest.Monk
             encoded = asyncio.run(GUARD.encode(asked))
             assert encoded.entry is None
             assert encoded == GUARD.encode_here(asked)
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """A thread that encodes keeps the GIL from nobody, so the event loop goes on."""
+    encoder, turns, found = GUARD.reference.deriver.encoder, [0], list[int]()
+
+    def encode() -> None:
+        before = turns[0]
+        encoder.encode("12 + 34 = " * 20_000)
+        found.append(turns[0] - before)
+
+    thread, interval = threading.Thread(target=encode), sys.getswitchinterval()
+    sys.setswitchinterval(100)  # who has the GIL is not asked for it
+    try:
+        thread.start()
+        while thread.is_alive():
+            turns[0] += 1
+            thread.join(1e-6)
+    finally:
+        sys.setswitchinterval(interval)
+    assert found[0] > 0
 
 
 async def test_samples_of_a_long_prompt_share_its_ids_also_when_the_first_of_them_is_cancelled(
