@@ -26,8 +26,9 @@ from fsm_rollout.batch.columns import COLUMNS, MADE, MEDIA, PER_TOKEN, PLAIN, RA
 from fsm_rollout.batch.fitting import Overflow, check_lengths
 from fsm_rollout.batch.learning import Learnable
 from fsm_rollout.batch.media import batch_inputs, put_inputs
-from fsm_rollout.batch.padding import jagged, narrowed, pack, pad, plain_columns, put_columns, unpack, unpad
+from fsm_rollout.batch.padding import jagged, narrowed, pack, pad, unpack, unpad
 from fsm_rollout.batch.part import BatchPart, GroupFacts, figures_of, joined_parts, part_of, rows_of
+from fsm_rollout.batch.plain import plain_columns, put_columns
 from fsm_rollout.batch.rows import Array, FlatRows, RowId, TrainingRow, joined
 from fsm_rollout.batch.storage import load_tensors, save_tensors
 from fsm_rollout.batch.table import data_frame, score_with_error

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
+from fsm_rollout.batch.plain import put_column
 from fsm_rollout.chat.pictures import looker_of
 from fsm_rollout.trajectory.tokens import MediaSpan
 
@@ -86,7 +87,7 @@ def put_inputs(tensordict: TensorDict, lengths: Sequence[int], processor: Any) -
         each = zip(rows, lengths, strict=True)
         columns["multi_modal_inputs"] = [row_inputs(media, length, processor) for media, length in each]
     for key, values in columns.items():
-        tensordict.set(key, NonTensorStack(*(NonTensorData(data=value) for value in values)))
+        put_column(tensordict, key, values)
 
 
 def rope_positions(

@@ -13,18 +13,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
-from fsm_rollout.batch.columns import FURTHER, OPTIONAL, PER_TOKEN, PLAIN, RAGGED
+from fsm_rollout.batch.columns import FURTHER, PER_TOKEN, PLAIN, RAGGED
+from fsm_rollout.batch.plain import plain_columns, put_columns
 from fsm_rollout.batch.rows import Array, FlatRows
 
-_SCALARS = (str, int, float, bool, type(None))
 LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
 THREADS = 4  # for large rectangles: the kernel clears new memory, and NumPy fills it, without Python's lock
 
@@ -124,30 +123,6 @@ def unpad(padded: Mapping[str, Array], facts: Sequence[Mapping[str, Any]], state
 
 
 # -- as a TensorDict has them ---------------------------------------------------------------------------------------
-
-
-def put_columns(tensordict: TensorDict, facts: Sequence[Mapping[str, Any]]) -> None:
-    """Add the columns that are no tensors: from each row's facts, those of their names."""
-    for key in PLAIN:
-        if key in OPTIONAL and not any(map(itemgetter(key), facts)):
-            continue
-        # Values that are no scalars are wrapped here: the stack would look at each of them for long.
-        values = []
-        for row in facts:
-            value = row[key]
-            values.append(value if type(value) in _SCALARS else NonTensorData(data=value))
-        # An empty stack cannot be loaded.
-        tensordict.set(key, NonTensorStack(*values) if values else NonTensorData([], batch_size=[0]))
-
-
-def plain_columns(tensordict: TensorDict) -> list[dict[str, Any]]:
-    """Return what :func:`put_columns` was given."""
-    columns = {key: tensordict.get(key).tolist() for key in PLAIN if key in tensordict}
-    missing = {key: empty for key, empty in OPTIONAL.items() if key not in columns}
-    return [
-        {key: empty() for key, empty in missing.items()} | {key: values[row] for key, values in columns.items()}
-        for row in range(tensordict.batch_size[0])
-    ]
 
 
 def narrowed(

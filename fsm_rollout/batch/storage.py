@@ -17,7 +17,8 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.columns import MADE, PER_TOKEN, PLAIN, RAGGED
-from fsm_rollout.batch.padding import jagged, plain_columns, put_columns
+from fsm_rollout.batch.padding import jagged
+from fsm_rollout.batch.plain import plain_columns, put_columns
 from fsm_rollout.errors import BatchError
 from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.pictures import stored as stored_picture
