@@ -37,9 +37,8 @@ from fsm_rollout.jobs.export_spans import send_spans
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
 from fsm_rollout.report.metrics import RunMetrics
-from fsm_rollout.report.span_book import SpanBook
-from fsm_rollout.report.span_process import RemoteBook
-from fsm_rollout.report.telemetry import SpanMaker
+from fsm_rollout.report.run_spans import SpanMaker
+from fsm_rollout.report.span_process import RemoteBook, SpanBook
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.trajectory.events import AnyEvent, Generated
 from fsm_rollout.trajectory.journal import Journal

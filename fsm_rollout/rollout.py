@@ -31,7 +31,7 @@ from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.environment.rewards import GroupFilter, Reward, RewardLike
 from fsm_rollout.errors import ConfigError, EngineError, about, check_names, checked_names
 from fsm_rollout.model.folders import load_processor
-from fsm_rollout.report.tracing import RolloutTracing
+from fsm_rollout.report.tracing import tracer_of
 from fsm_rollout.scheduler.failure_policy import Failures, failures_of
 from fsm_rollout.scheduler.group import Group, GroupStream, log_failures
 from fsm_rollout.scheduler.leased_group import LeasedGroup
@@ -149,7 +149,7 @@ class Rollout(TrainerOrders):
         self._evaluation_samplings = single.over(trained), validation.over(trained)
         start = starter(workers, worker_placement)
         # 3. What engines and schedulers are made from; nothing has been started yet.
-        self._closed, self._progress, self._tracing = False, progress, RolloutTracing.of(tracing)
+        self._closed, self._progress, self._tracing = False, progress, tracer_of(tracing)
         self._owned: list[EnginePool] = []
         base = base or Path.cwd()
         specs: dict[str, EnginePool | TokenSource | Mapping[str, Any]] = {}

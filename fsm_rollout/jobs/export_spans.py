@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.jobs.export import Watch
 from fsm_rollout.report.readers import Tracing
+from fsm_rollout.report.silence import Silent
 from fsm_rollout.report.tracing import MISSING
 from fsm_rollout.trajectory.events import Prompted
 from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, metadata, trajectory_ids
@@ -24,8 +25,6 @@ from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, met
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
-
-    from fsm_rollout.report.tracer import Spans
 
 AT_ONCE = 512  # spans in a request, as OpenTelemetry's own batches have
 
@@ -64,7 +63,8 @@ def send_spans(
     """
     try:
         from fsm_rollout.report import tracer
-        from fsm_rollout.report.telemetry import RunTimes
+        from fsm_rollout.report.run_spans import RunTimes
+        from fsm_rollout.report.telemetry import spans_of
     except ImportError as error:
         raise ConfigError(MISSING) from error
     # 1. Where to, and what is said of the run.
@@ -80,7 +80,7 @@ def send_spans(
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
     made, where = (make_exporter or partial(tracer.exporter_of, later=True))(tracing)
-    exporter = tracer.silent(made)
+    exporter = Silent(made)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
     # 2. Its spans; that of the run comes last.
     times, sent = RunTimes(), Sent(where)
@@ -93,7 +93,7 @@ def send_spans(
             assert isinstance(first, Prompted)
             for event in history:
                 times.take(first.trajectory_id, event)
-            yield from maker.spans(history)
+            yield from spans_of(maker, history)
 
     batch: list[ReadableSpan] = []
     try:
@@ -107,8 +107,8 @@ def send_spans(
     return sent
 
 
-def _send(exporter: Spans, batch: list[ReadableSpan], sent: Sent) -> None:
-    if batch and exporter.export(batch).name != "SUCCESS":
+def _send(exporter: Silent, batch: list[ReadableSpan], sent: Sent) -> None:
+    if batch and not exporter.sends(batch):
         raise EngineError(
             f"no spans reach {sent.where} ({sent.spans:,} have; {exporter.why}); is it up, and the address right?"
         )

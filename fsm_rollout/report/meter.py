@@ -44,7 +44,7 @@ class Meter(threading.Thread):
     ) -> None:
         super().__init__(name="fsm-rollout-metrics", daemon=True)
         self.metrics = metrics
-        self._exporter, self._is_down = Silent(exporter, sdk.MetricExportResult.FAILURE), is_down
+        self._exporter, self._is_down = Silent(exporter), is_down
         # Counts begin anew with each process, so each is a source of its own.
         self._resource = resource.merge(Resource({"service.instance.id": uuid4().hex}))
         self._began, self._enough = time.time_ns(), threading.Event()
@@ -68,8 +68,8 @@ class Meter(threading.Thread):
             return
         shown = [self._shown(metric, list(series.items())) for metric, series in self.metrics.values.items() if series]
         scope = sdk.ScopeMetrics(SCOPE, shown, "")
-        result = self._exporter.export(sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")]))
-        if result is not sdk.MetricExportResult.SUCCESS:  # not every collector of spans takes metrics
+        data = sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
+        if not self._exporter.sends(data):  # not every collector of spans takes metrics
             logger.info("no metrics are taken: %s", self._exporter.why)
 
     def _shown(self, metric: Metric, series: list[tuple[Labels, list[float]]]) -> sdk.Metric:

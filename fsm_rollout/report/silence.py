@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, Generic, Protocol, TypeVar
-
-Batch = TypeVar("Batch", contravariant=True)
-Result = TypeVar("Result", covariant=True)
+from typing import Any
 
 
-class Exporter(Protocol[Batch, Result]):
-    """As much of an exporter as is used here."""
+class Silent(logging.Filter):
+    """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure, or raise."""
 
-    def export(self, batch: Batch, /) -> Result:
-        """Send something."""
-
-    def shutdown(self) -> Any:
-        """Close the connection."""
-
-
-class Silent(logging.Filter, Generic[Batch, Result]):
-    """Sends by an exporter, and keeps in ``why`` what the library would log of the latest failure, or raise.
-
-    ``failed`` is what :meth:`export` returns where the exporter raises.
-    """
-
-    def __init__(self, exporter: Exporter[Batch, Result], failed: Result) -> None:
+    def __init__(self, exporter: Any) -> None:
         super().__init__()
-        self._exporter, self._failed, self._thread, self.why = exporter, failed, 0, ""
+        self._exporter, self._thread, self.why = exporter, 0, ""
         self._log = logging.getLogger(type(exporter).__module__)
         self._log.addFilter(self)
 
-    def export(self, batch: Batch) -> Result:
-        """Send something."""
+    def sends(self, batch: object) -> bool:
+        """Send something; return whether it was taken."""
         self._thread, self.why = threading.get_ident(), ""
         try:
-            return self._exporter.export(batch)
+            return bool(self._exporter.export(batch).name == "SUCCESS")
         except Exception as error:  # some versions raise where others return
             self.why = self.why or _cause(error)
-            return self._failed
+            return False
         finally:
             self._thread = 0
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fsm_rollout.concurrency.child_process import ChildProcess
-from fsm_rollout.report.span_book import SpanBook
-from fsm_rollout.report.telemetry import SpanMaker
+from fsm_rollout.report.run_spans import SpanMaker
+from fsm_rollout.report.telemetry import TracedTrajectory
 from fsm_rollout.trajectory.event_bytes import encode, pack, unpacker
-from fsm_rollout.trajectory.events import AnyEvent
+from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.pictures import StoredPicture
 
 if TYPE_CHECKING:
@@ -37,6 +37,44 @@ _Message = tuple[Any, ...]  # what it is, and its parts
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[_Message]).decode
 _UNSEEN = StoredPicture(b"", "", 0, 0)
 _read = unpacker(lambda _: _UNSEEN)  # spans show no pictures
+
+
+class SpanBook:
+    """Makes the spans of a run's trajectories as their events come; ``on_end`` takes them."""
+
+    def __init__(self, maker: SpanMaker, on_end: Callable[[ReadableSpan], None]) -> None:
+        self._maker, self._on_end = maker, on_end
+        self._known: dict[str, TracedTrajectory] = {}
+
+    def takes_more(self) -> bool:
+        """Say whether another trajectory may begin in it."""
+        return True
+
+    def take(self, trajectory_id: str, event: AnyEvent, *, sends: bool = True) -> None:
+        """Take in the next event of a trajectory; ``sends``: the spans that end with it are wanted."""
+        traced = self._known.get(trajectory_id)
+        if traced is not None:
+            made = traced.take(event)
+            if sends:
+                for span in made:
+                    self._on_end(span)
+        elif isinstance(event, Prompted):
+            self._known[trajectory_id] = TracedTrajectory(self._maker, event)
+
+    def forget(self, trajectory_id: str) -> None:
+        """Take in no more of a trajectory."""
+        del self._known[trajectory_id]
+
+    def run(self, step: int | None, start: float, end: float, trajectories: int) -> None:
+        """Make the span of the run, or of a training step of it."""
+        self._on_end(self._maker.run_span(step, start, end, trajectories))
+
+    def close(self) -> None:
+        """End what is still open, as far as it has come."""
+        for traced in self._known.values():
+            for span in traced.rest():
+                self._on_end(span)
+        self._known.clear()
 
 
 class SpanProcess:
@@ -108,7 +146,7 @@ class SpanProcess:
 
 
 class RemoteBook:
-    """A :class:`~fsm_rollout.report.span_book.SpanBook` that another process keeps."""
+    """A :class:`SpanBook` that another process keeps."""
 
     def __init__(self, waiting: list[_Message], run: int) -> None:
         self._waiting, self._run = waiting, run

@@ -13,161 +13,47 @@ of the trajectories are linked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
-from fsm_rollout import __version__
-from fsm_rollout.report.metrics import names_of_engines
-from fsm_rollout.report.spans import Fold, Interval
+from fsm_rollout.report.run_spans import SAMPLED, Attributes, SpanMaker
+from fsm_rollout.report.spans import Turns
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FailureClass, StopReason, Trigger
 from fsm_rollout.trajectory.events import AnyEvent, Message
 from fsm_rollout.trajectory.stream import text_of
-from fsm_rollout.trajectory.trace_ids import TraceIds, TrajectoryTrace, try_key
-
-Content = Literal["none", "text", "tokens"]
-Attributes = dict[str, Any]  # as spans have them: texts, numbers, sequences of such
+from fsm_rollout.trajectory.trace_ids import TrajectoryTrace, reply_key, try_key, visit_key
 
 EVALUATION = "gen_ai.evaluation.result"  # the name of the event that says a score
-SCOPE = InstrumentationScope("fsm_rollout", __version__)
 RED = frozenset({Trigger.FAILED, Trigger.TIMED_OUT})  # visits that end so have gone wrong
-_SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
+_UNSET, _CLIENT = Status(StatusCode.UNSET), SpanKind.CLIENT
 
 
-@dataclass(frozen=True)
-class SpanMaker:
-    """Makes the spans of one run."""
-
-    ids: TraceIds
-    resource: Resource
-    name: str
-    """The run's, as `experiment_name`."""
-    models: Mapping[str, str]
-    """The model of each engine."""
-    kinds: Mapping[str, str]
-    """The kind of each engine, as `gen_ai.provider.name`."""
-    content: Content
-
-    @classmethod
-    def of(
-        cls, ids: TraceIds, resource: Resource, name: str, description: Mapping[str, Any], content: Content = "none"
-    ) -> SpanMaker:
-        """Return what makes the spans of a run that the journal describes so."""
-        return cls(ids, resource, name, *names_of_engines(description), content)
-
-    def said(self) -> tuple[object, ...]:
-        """Return it as plain data, for :meth:`told`."""
-        ids, resource = self.ids, dict(self.resource.attributes)
-        return ids.run_id, ids.share, resource, self.name, self.models, self.kinds, self.content
-
-    @classmethod
-    def told(cls, run_id: str, share: float, resource: Attributes, *rest: Any) -> SpanMaker:
-        """Return what another process has said of one."""
-        return cls(TraceIds(run_id, share), Resource(resource), *rest)
-
-    def begin(self, first: events.Prompted) -> TracedTrajectory:
-        """Return what takes in the events of a trajectory that begins so; that one is taken in."""
-        return TracedTrajectory(self, first)
-
-    def spans(self, history: Sequence[AnyEvent]) -> Iterator[ReadableSpan]:
-        """Yield the spans of a whole trajectory, with what is still open as far as it has come."""
-        first = history[0]
-        assert isinstance(first, events.Prompted)
-        traced = self.begin(first)
-        for event in history[1:]:
-            yield from traced.take(event)
-        yield from traced.rest()
-
-    def run_context(self, step: int | None) -> SpanContext:
-        """Return where the run's own span is, or that of a training step of it."""
-        return SpanContext(self.ids.trace(""), self.ids.span("", f"run/{step}"), False, _SAMPLED)
-
-    def run_span(self, step: int | None, start: float, end: float, trajectories: int) -> ReadableSpan:
-        """Return the span of the run, or of a training step of it; times are seconds since 1970."""
-        attributes = {
-            gen_ai.GEN_AI_OPERATION_NAME: "invoke_workflow",
-            "gen_ai.workflow.name": self.name,
-            "fsm_rollout.trajectories": trajectories,
-            **self.of_run(step),
-        }
-        return self._span(f"invoke_workflow {self.name}", self.run_context(step), None, attributes, (start, end))
-
-    def of_run(self, step: int | None) -> Attributes:
-        """Return what is said of the run with each trajectory."""
-        said: Attributes = {"experiment_name": self.name, "fsm_rollout.run_id": self.ids.run_id}
-        return said if step is None else said | {"step": step}
-
-    def _span(
-        self, name: str, context: SpanContext, parent: SpanContext | None, attributes: Attributes,
-        times: tuple[float, float], **more: Any,
-    ) -> ReadableSpan:  # fmt: skip
-        # Not by a tracer, which gives ids of its own and the present time, and takes five times as long.
-        start, end = times
-        return ReadableSpan(
-            name, context, parent, self.resource, attributes, instrumentation_scope=SCOPE,
-            start_time=int(start * 1e9), end_time=int(end * 1e9), **more,
-        )  # fmt: skip
-
-    make = _span
-
-
-Times = dict[int | None, tuple[float, float, int]]  # by step: start, end, and how many trajectories began in it
-
-
-class RunTimes:
-    """When a run, or each training step of it, began and ended: that of its trajectories, as far as they were heard."""
-
-    def __init__(self) -> None:
-        self.own: Times = {}
-        """As heard here."""
-        self.elsewhere: dict[int, Times] = {}
-        """As heard in shards, by their numbers."""
-        self._open: dict[str, tuple[int | None, float]] = {}  # of trajectories: the step, and their clock's zero
-
-    def take(self, trajectory_id: str, event: AnyEvent) -> None:
-        """Take in an event of a trajectory."""
-        kind = type(event)
-        if isinstance(event, events.Prompted | events.Resumed):
-            self._open[trajectory_id] = event.step, event.epoch - event.at
-            start, end, count = self.own.get(event.step, (event.epoch, event.epoch, 0))
-            count += kind is events.Prompted
-            self.own[event.step] = min(start, event.epoch), max(end, event.epoch), count
-        elif (kind is events.Ended or kind is events.Suspended) and trajectory_id in self._open:
-            step, zero = self._open.pop(trajectory_id)
-            start, end, count = self.own[step]
-            self.own[step] = start, max(end, event.at + zero), count
-
-    def each(self) -> Iterator[tuple[int | None, float, float, int]]:
-        """Yield the step of the run, or of each of its parts, its start and end, and how many trajectories began."""
-        found: dict[int | None, list[tuple[float, float, int]]] = {}
-        for times in (self.own, *self.elsewhere.values()):
-            for step, time in times.items():
-                found.setdefault(step, []).append(time)
-        for step, each in found.items():
-            starts, ends, counts = zip(*each, strict=True)
-            yield step, min(starts), max(ends), sum(counts)
-
-    def spans(self, maker: SpanMaker) -> Iterator[ReadableSpan]:
-        """Yield the run's span, or those of its steps."""
-        for times in self.each():
-            yield maker.run_span(*times)
+def spans_of(maker: SpanMaker, history: Sequence[AnyEvent]) -> Iterator[ReadableSpan]:
+    """Yield the spans of a whole trajectory, with what is still open as far as it has come."""
+    first = history[0]
+    assert isinstance(first, events.Prompted)
+    traced = TracedTrajectory(maker, first)
+    for event in history[1:]:
+        yield from traced.take(event)
+    yield from traced.rest()
 
 
 class TracedTrajectory:
-    """Makes the spans of one trajectory, as its events come."""
+    """Makes the spans of one trajectory, as its events come.
+
+    The trajectory and the visit under way end where it is set aside or cut off, and begin anew where it goes on. So all
+    ends once, in the process that it began in, unless that died; and all but a reward lies within what is around it.
+    """
 
     def __init__(self, maker: SpanMaker, first: events.Prompted) -> None:
         self._maker, self._first = maker, first
         self._trace: TrajectoryTrace = maker.ids.of(first.group_id, first.trajectory_id)
-        self._fold = Fold(in_parts=True)
         self._epoch, self._step = first.epoch - first.at, first.step
         self._engines: dict[str, str] = {}  # by context
         self._messages: dict[str, list[Message]] = {}  # by context, where content is wanted
@@ -175,47 +61,124 @@ class TracedTrajectory:
         self._around: dict[str, SpanContext] = {}  # of the spans that are open, by their keys
         self._totals = {"generations": 0, "input": 0, "output": 0, "tools": 0}
         self._tells = maker.content != "none"
-        self.take(first)
+        # 1. Where it is: its state, the numbers of part, visit and reply, and when they began.
+        self._state, self._open, self._is_final = first.initial, True, False
+        self._part = self._visit = self._replies = self._rewards = 0
+        self._since = self._begun = self._at = self._end = first.at  # `_begun`: the present part
+        self._marks: list[events.Scored] = []
+        # 2. What its generations and calls are called.
+        self._turns = Turns()
+        self._lengths, self._sampled, self._tries = dict[str, int](), dict[str, int](), dict[str, int]()
 
     def take(self, event: AnyEvent) -> list[ReadableSpan]:
         """Take in the next event; return the spans that end with it."""
-        # 1. What the spans of this event need to know.
-        if isinstance(event, events.ContextOpened):
-            self._engines[event.context] = event.engine
-            if self._tells:
-                self._messages[event.context] = list(event.messages)
-        elif isinstance(event, events.MessagesAppended) and self._tells:
-            self._messages.setdefault(event.context, []).extend(event.messages)
-        # 2. The spans.
-        made = [self._span(interval) for interval in self._fold.take(event)]
-        # 3. What those of later events need to know.
-        if isinstance(event, events.Resumed):
-            self._epoch, self._step = event.epoch - event.at, event.step
+        take = _TAKE.get(type(event))
+        made = [] if take is None else take(self, event)
+        self._at = event.at
         return made
 
     def rest(self) -> list[ReadableSpan]:
         """Return the spans that are still open, as far as they have come."""
-        return [self._span(interval) for interval in self._fold.rest()]
+        return self._ended(self._at, None) if self._open else []
+
+    # -- where it is ------------------------------------------------------------------------------------------------
+
+    def _opened(self, event: events.ContextOpened) -> list[ReadableSpan]:
+        self._turns.opened(event.context)
+        self._lengths[event.context], self._engines[event.context] = len(event.ids), event.engine
+        if self._tells:
+            self._messages[event.context] = list(event.messages)
+        return []
+
+    def _appended(self, event: events.MessagesAppended) -> list[ReadableSpan]:
+        if self._tells:
+            self._messages.setdefault(event.context, []).extend(event.messages)
+        return []
+
+    def _extended(self, event: events.PromptExtended) -> list[ReadableSpan]:
+        self._lengths[event.context] = self._lengths.get(event.context, 0) + len(event.ids)
+        return []
+
+    def _moved(self, event: events.Transitioned) -> list[ReadableSpan]:
+        made = self._left(event.at, event)
+        self._state, self._since, self._is_final = event.dest, event.at, event.stop_reason is not None
+        self._replies = 0
+        self._visit += 1
+        return made
+
+    def _stopped(self, event: events.Suspended | events.Ended) -> list[ReadableSpan]:
+        """End it; where the trajectory ends twice, it stays as it was, with another reason."""
+        has_ended = isinstance(event, events.Ended)
+        made = self._ended(event.at, event) if self._open or has_ended else []
+        self._open, self._is_final = False, self._is_final or has_ended
+        return made
+
+    def _resumed(self, event: events.Resumed) -> list[ReadableSpan]:
+        made = self.rest()  # what the process that died has left open
+        self._part += 1
+        self._begun = self._since = self._end = event.at  # on another clock, maybe
+        self._open = True
+        self._epoch, self._step = event.epoch - event.at, event.step
+        return made
+
+    # -- spans ------------------------------------------------------------------------------------------------------
 
     def _context(self, key: str) -> SpanContext:
         ids, trace = self._maker.ids, self._trace
-        return SpanContext(trace.trace_id, ids.span(trace.trajectory_id, key), False, _SAMPLED)
+        return SpanContext(trace.trace_id, ids.span(trace.trajectory_id, key), False, SAMPLED)
 
-    def _span(self, interval: Interval) -> ReadableSpan:
-        name, attributes, more = _MADE_BY[interval.kind](self, interval)
-        key, within = interval.key, interval.within
+    def _span(
+        self, name: str, key: str, start: float, end: float, attributes: Attributes, *, within: str = "",
+        parent: SpanContext | None = None, **more: Any,
+    ) -> ReadableSpan:  # fmt: skip
         if within:
-            more["parent"] = self._around[within] = self._around.get(within) or self._context(within)
-            attributes["fsm_rollout.state"] = interval.state
-        times = interval.start + self._epoch, interval.end + self._epoch
-        context = self._around.pop(key, None) or self._context(key)
-        return self._maker.make(name, context, more.pop("parent"), attributes, times, **more)
+            parent = self._around[within] = self._around.get(within) or self._context(within)
+            attributes.setdefault("fsm_rollout.state", self._state)
+        context, times = self._around.pop(key, None) or self._context(key), (start + self._epoch, end + self._epoch)
+        return self._maker.make(name, context, parent, attributes, times, **more)
 
-    # -- a span of each kind ----------------------------------------------------------------------------------------
+    def _took(
+        self, name: str, key: str, seconds: float, end: float, state: str, attributes: Attributes, **more: Any
+    ) -> ReadableSpan:
+        """Make the span of what took so long within the visit under way."""
+        end, attributes["fsm_rollout.state"] = max(end, self._since), state
+        start = min(max(end - seconds, self._since), end)
+        return self._span(name, key, start, end, attributes, within=self._visit_key, **more)
 
-    def _part(self, interval: Interval) -> _Made:
-        """Make the trajectory itself, or a part of it."""
-        first, event, part, maker = self._first, interval.event, interval.turn or 0, self._maker
+    @property
+    def _visit_key(self) -> str:
+        return visit_key(self._visit, self._part)
+
+    def _left(self, at: float, event: AnyEvent | None) -> list[ReadableSpan]:
+        """Return the visit that ends, or is broken off; there is none of a final state."""
+        if self._is_final or not self._open:
+            return []
+        marks, self._marks = self._marks, []
+        self._end = max(at, self._since)
+        attributes: Attributes = {}
+        status = _UNSET
+        if isinstance(event, events.Transitioned):
+            attributes = {"fsm_rollout.trigger": event.trigger, "fsm_rollout.dest": event.dest}
+            if event.limit is not None:
+                attributes["fsm_rollout.limit"] = event.limit
+            if event.trigger in RED:
+                attributes[ERROR_TYPE] = event.trigger
+                status = Status(StatusCode.ERROR, event.detail or event.trigger)
+        elif not isinstance(event, events.Ended):
+            attributes = {"fsm_rollout.interrupted": True}
+        scores = [self._score(mark.source or "score", mark.value, mark.at, mark.turn) for mark in marks]
+        within = f"part/{self._part}"
+        return [
+            self._span(
+                self._state, self._visit_key, self._since, self._end, attributes, within=within, status=status,
+                events=scores,
+            )
+        ]  # fmt: skip
+
+    def _ended(self, at: float, event: events.Ended | events.Suspended | None) -> list[ReadableSpan]:
+        """Return the visit under way, and the trajectory itself, or a part of it, which ends with the last of them."""
+        made = self._left(at, event)
+        first, part, maker = self._first, self._part, self._maker
         extra = first.extra
         more_extra = extra.get("extra_info")
         index = extra.get("index", more_extra.get("index") if isinstance(more_extra, dict) else None)
@@ -229,7 +192,7 @@ class TracedTrajectory:
             "validate": first.validate,
             "fsm_rollout.group_id": first.group_id,
             "fsm_rollout.part": part,
-            "fsm_rollout.state": interval.state,
+            "fsm_rollout.state": self._state,
             gen_ai.GEN_AI_USAGE_INPUT_TOKENS: self._totals["input"],
             gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: self._totals["output"],
             "fsm_rollout.generations": self._totals["generations"],
@@ -264,45 +227,32 @@ class TracedTrajectory:
             call_id, _, number = first.called_by.rpartition("/")
             trace_id = self._trace.trace_id
             above, caller = (
-                SpanContext(trace_id, maker.ids.span(first.parent_id, key), False, _SAMPLED)
+                SpanContext(trace_id, maker.ids.span(first.parent_id, key), False, SAMPLED)
                 for key in (try_key(call_id, int(number or 1)), "part/0")
             )
             parent = parent or above
             links.append(Link(caller, {"fsm_rollout.link": "called by"}))
-        return f"invoke_agent {first.agent}", attributes, {"parent": parent, "links": links, "status": status}
+        name, key, end = f"invoke_agent {first.agent}", f"part/{part}", max(self._end, self._begun)
+        more: dict[str, Any] = {"parent": parent, "links": links, "status": status}
+        return [*made, self._span(name, key, self._begun, end, attributes, **more)]
 
-    def _visit(self, interval: Interval) -> _Made:
-        event, status = interval.event, _UNSET
-        attributes: Attributes = {}
-        if isinstance(event, events.Transitioned):
-            attributes = {"fsm_rollout.trigger": event.trigger, "fsm_rollout.dest": event.dest}
-            if event.limit is not None:
-                attributes["fsm_rollout.limit"] = event.limit
-            if event.trigger in RED:
-                attributes[ERROR_TYPE] = event.trigger
-                status = Status(StatusCode.ERROR, event.detail or event.trigger)
-        elif not isinstance(event, events.Ended):
-            attributes = {"fsm_rollout.interrupted": True}
-        marks = [
-            Event(EVALUATION, _evaluation(mark.source or "score", mark.value, mark.turn), self._ns(mark.at))
-            for mark in interval.marks
-        ]
-        return interval.state, attributes, {"status": status, "events": marks}
-
-    def _generate(self, interval: Interval) -> _Made:
-        event, maker = interval.event, self._maker
-        assert isinstance(event, events.Generated)
-        engine = self._engines.get(event.context, "policy")
-        tokens, totals = interval.tokens, self._totals
+    def _generated(self, event: events.Generated) -> list[ReadableSpan]:
+        # 1. Which it is, and how much it read.
+        context, length, totals = event.context, self._lengths.get(event.context, 0), self._totals
+        number, sampled = self._turns.number(event), self._sampled.get(context, 0) - event.resumed
+        self._lengths[context], self._sampled[context] = length + len(event.ids), sampled + 1
+        read = length if event.usage is None else event.usage.input  # an engine that gives text alone has counted
         totals["generations"] += not event.resumed
-        totals["input"] += interval.input_tokens
-        totals["output"] += tokens
-        attributes = self._chat(engine, tokens) | {
-            gen_ai.GEN_AI_USAGE_INPUT_TOKENS: interval.input_tokens,
+        totals["input"] += read
+        totals["output"] += event.tokens
+        # 2. What is said of it.
+        engine = self._engines.get(context, "policy")
+        attributes = self._chat(engine, event.tokens) | {
+            gen_ai.GEN_AI_USAGE_INPUT_TOKENS: read,
             gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: (str(event.finish_reason),),
             gen_ai.GEN_AI_REQUEST_TEMPERATURE: event.temperature,
-            "fsm_rollout.context": event.context,
-            "fsm_rollout.turn": interval.turn or 0,
+            "fsm_rollout.context": context,
+            "fsm_rollout.turn": number,
             "fsm_rollout.queue_seconds": event.queue_seconds,
             "fsm_rollout.weight_version": event.versions[-1][1] if event.versions else -1,
         }
@@ -315,17 +265,21 @@ class TracedTrajectory:
         if event.cut_by is not None:
             attributes["fsm_rollout.limit"] = event.cut_by
         if self._tells:
-            said, history = event.said(), self._messages.setdefault(event.context, [])
+            said, history = event.said(), self._messages.setdefault(context, [])
             if event.continued and history:  # the turn that was cut is told again, whole
                 del history[-1:]
             attributes[gen_ai.GEN_AI_INPUT_MESSAGES] = _messages(history)
             attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([said], str(event.finish_reason))
             history.append(said)
             self._latest = said
-        if maker.content == "tokens":
+        if self._maker.content == "tokens":
             attributes["fsm_rollout.output.ids"] = event.ids.tolist()
             attributes["fsm_rollout.output.logprobs"] = event.logprobs.tolist()
-        return f"chat {maker.models.get(engine, engine)}", attributes, {"kind": SpanKind.CLIENT}
+        key, seconds = f"{context}/{sampled}/{length}", event.seconds + event.queue_seconds
+        return [self._took(self._chat_name(engine), key, seconds, event.at, event.state, attributes, kind=_CLIENT)]
+
+    def _chat_name(self, engine: str) -> str:
+        return f"chat {self._maker.models.get(engine, engine)}"
 
     def _chat(self, engine: str, tokens: int) -> Attributes:
         maker = self._maker
@@ -338,40 +292,46 @@ class TracedTrajectory:
             "fsm_rollout.engine": engine,
         }
 
-    def _ask(self, interval: Interval) -> _Made:
-        event, maker = interval.event, self._maker
-        assert isinstance(event, events.ModelQueried)
-        attributes = self._chat(event.engine, event.tokens)
+    def _asked(self, event: events.ModelQueried) -> list[ReadableSpan]:
+        attributes, key = self._chat(event.engine, event.tokens), f"ask:{event.engine}/{event.index}"  # as the request
         if self._tells:
             attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([{"role": "assistant", "content": event.text}])
-        return f"chat {maker.models.get(event.engine, event.engine)}", attributes, {"kind": SpanKind.CLIENT}
+        name = self._chat_name(event.engine)
+        return [self._took(name, key, event.seconds, event.at, event.state, attributes, kind=_CLIENT)]
 
-    def _tool(self, interval: Interval) -> _Made:
-        event, number = interval.event, interval.turn or 1
-        assert isinstance(event, events.Called)
-        attributes: Attributes = {
-            gen_ai.GEN_AI_OPERATION_NAME: "execute_tool",
-            gen_ai.GEN_AI_TOOL_NAME: event.name or "broken call",
-            gen_ai.GEN_AI_TOOL_CALL_ID: event.id,
-            gen_ai.GEN_AI_TOOL_TYPE: "function",
-            "fsm_rollout.try": number,
-        }
-        status, marks, is_last = _UNSET, list[Event](), interval.trigger is None
-        self._totals["tools"] += is_last
-        if interval.failure is not None:
-            attributes[ERROR_TYPE] = interval.failure
-            status = Status(StatusCode.ERROR, event.result if is_last and self._tells else interval.failure)
-        if is_last and event.reward is not None:
-            marks = [Event(EVALUATION, _evaluation(event.name, event.reward), self._ns(interval.end))]
-        if self._tells:
-            attributes["gen_ai.tool.call.arguments"] = _json(event.arguments)
-            if is_last:
-                attributes["gen_ai.tool.call.result"] = event.result
-        return f"execute_tool {event.name or 'broken call'}", attributes, {"status": status, "events": marks}
+    def _called(self, event: events.Called) -> list[ReadableSpan]:
+        """Return each try of a call, the pause before it included."""
+        number, since, made = self._tries.get(event.id, 0), event.at - event.seconds, list[ReadableSpan]()
+        name, tries = event.name or "broken call", (*event.failed_tries, (0.0, event.failure))
+        for left, (seconds, failure) in zip(reversed(range(len(tries))), tries, strict=True):
+            number += 1
+            attributes: Attributes = {
+                gen_ai.GEN_AI_OPERATION_NAME: "execute_tool",
+                gen_ai.GEN_AI_TOOL_NAME: name,
+                gen_ai.GEN_AI_TOOL_CALL_ID: event.id,
+                gen_ai.GEN_AI_TOOL_TYPE: "function",
+                "fsm_rollout.try": number,
+            }
+            end, status, marks = since + seconds if left else event.at, _UNSET, list[Event]()
+            if failure is not None:
+                attributes[ERROR_TYPE] = failure
+                status = Status(StatusCode.ERROR, failure if left or not self._tells else event.result)
+            if not left and event.reward is not None:
+                marks = [self._score(event.name, event.reward, max(event.at, self._since))]
+            if self._tells:
+                attributes["gen_ai.tool.call.arguments"] = _json(event.arguments)
+                if not left:
+                    attributes["gen_ai.tool.call.result"] = event.result
+            key, more = try_key(event.id, number), {"status": status, "events": marks}
+            made.append(self._took(f"execute_tool {name}", key, end - since, end, event.state, attributes, **more))
+            since = end
+        self._totals["tools"] += 1
+        self._tries[event.id] = number
+        return made
 
-    def _interact(self, interval: Interval) -> _Made:
-        event = interval.event
-        assert isinstance(event, events.UserReplied)
+    def _replied(self, event: events.UserReplied) -> list[ReadableSpan]:
+        key = reply_key(self._visit, self._replies)
+        self._replies += 1
         attributes: Attributes = {
             gen_ai.GEN_AI_OPERATION_NAME: "interact",  # else readers take a message without one for a model's
             "fsm_rollout.context": event.context,
@@ -379,30 +339,39 @@ class TracedTrajectory:
         }
         if self._tells and event.content is not None:
             attributes[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages([{"role": "user", "content": event.content}])
-        marks = [] if event.score is None else [Event(EVALUATION, _evaluation("user", event.score), self._ns(event.at))]
-        return "user", attributes, {"events": marks}
+        marks = [] if event.score is None else [self._score("user", event.score, event.at)]
+        return [self._took("user", key, event.seconds, event.at, event.state, attributes, events=marks)]
 
-    def _reward(self, interval: Interval) -> _Made:
-        event = interval.event
+    def _scored(self, event: events.Scored | events.NotScored) -> list[ReadableSpan]:
+        """Return a reward, which is given after the end; a score that comes before is an event of its visit."""
+        if self._open:
+            self._marks += [event] if isinstance(event, events.Scored) else []
+            return []
+        end = max(event.at, self._end)
+        start, key = max(end - event.seconds, self._end), f"reward/{self._rewards}"
+        self._rewards += 1
+        attributes, more = {gen_ai.GEN_AI_EVALUATION_NAME: "reward"}, dict[str, Any]()
         if isinstance(event, events.NotScored):
-            return "reward", {gen_ai.GEN_AI_EVALUATION_NAME: "reward"}, {
-                "status": Status(StatusCode.ERROR, event.detail)
-            }  # fmt: skip
-        assert isinstance(event, events.Scored)
-        said = _evaluation(event.source or "score", event.value, event.turn)
-        parts = {f"fsm_rollout.reward.{name}": part for name, part in event.parts.items() if part is not None}
-        marks = [Event(EVALUATION, said, self._ns(interval.end))]
-        return "reward", {**said, **parts}, {"events": marks}
+            more["status"] = Status(StatusCode.ERROR, event.detail)
+        else:
+            name = event.source or "score"
+            parts = {f"fsm_rollout.reward.{part}": value for part, value in event.parts.items() if value is not None}
+            attributes = _evaluation(name, event.value, event.turn) | parts
+            more["events"] = [self._score(name, event.value, end, event.turn)]
+        return [self._span("reward", key, start, end, attributes, within=f"part/{self._part}", **more)]
 
-    def _ns(self, at: float) -> int:
-        return int((at + self._epoch) * 1e9)
+    def _score(self, name: str, value: float, at: float, turn: int | None = None) -> Event:
+        return Event(EVALUATION, _evaluation(name, value, turn), int((at + self._epoch) * 1e9))
 
 
-_Made = tuple[str, Attributes, dict[str, Any]]  # a span's name, its attributes, and what else it has
-_MADE_BY = {
-    "part": TracedTrajectory._part, "visit": TracedTrajectory._visit, "generate": TracedTrajectory._generate,
-    "ask": TracedTrajectory._ask, "tool": TracedTrajectory._tool, "interact": TracedTrajectory._interact,
-    "reward": TracedTrajectory._reward,
+_TAKE: dict[type, Callable[[TracedTrajectory, Any], list[ReadableSpan]]] = {
+    events.ContextOpened: TracedTrajectory._opened, events.MessagesAppended: TracedTrajectory._appended,
+    events.PromptExtended: TracedTrajectory._extended, events.Transitioned: TracedTrajectory._moved,
+    events.Suspended: TracedTrajectory._stopped, events.Ended: TracedTrajectory._stopped,
+    events.Resumed: TracedTrajectory._resumed, events.Generated: TracedTrajectory._generated,
+    events.ModelQueried: TracedTrajectory._asked, events.Called: TracedTrajectory._called,
+    events.UserReplied: TracedTrajectory._replied, events.Scored: TracedTrajectory._scored,
+    events.NotScored: TracedTrajectory._scored,
 }  # fmt: skip
 
 

@@ -7,14 +7,17 @@ is dropped; `fsm-rollout export --format otlp` sends it later. An exporter of th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -23,15 +26,17 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.report.meter import Meter
 from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.readers import Destination, Tracing
+from fsm_rollout.report.run_spans import RunTimes, SpanMaker, Times
+from fsm_rollout.report.running import running_of
 from fsm_rollout.report.silence import Silent
-from fsm_rollout.report.span_book import SpanBook
-from fsm_rollout.report.span_process import RemoteBook, SpanProcess, keep_books, say
-from fsm_rollout.report.telemetry import RunTimes, SpanMaker, Times
+from fsm_rollout.report.span_process import RemoteBook, SpanBook, SpanProcess, keep_books, say
 from fsm_rollout.report.trackio_spans import SpansToTrackio
+from fsm_rollout.scheduler.orders import SchedulerOrders
 from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.trajectory.events import DIED, AnyEvent, Ended, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, events
@@ -46,12 +51,11 @@ PAUSE = 30.0  # seconds for which a collector that did not answer is left alone
 ANSWERS_WITHIN = 10.0
 
 
-Spans = Silent[Sequence[ReadableSpan], SpanExportResult]  # what takes spans
 History = Callable[[str], list[AnyEvent]]  # returns the events of a trajectory so far
 
 
 class Tracer:
-    """Where the spans of runs go, and which of them.
+    """Where the spans of a rollout's runs go, and which of them.
 
     Args:
         tracing: what to trace, and where to send it.
@@ -60,6 +64,8 @@ class Tracer:
 
     def __init__(self, tracing: Tracing, exporter: SpanExporter | None = None) -> None:
         self.tracing = tracing
+        self._own_id = uuid4().hex  # of runs without a journal
+        self._run: TracedRun | None = None
         self._process: SpanProcess | None = None
         self._own: BatchSpanProcessor | None = None
         self._meter: Meter | None = None
@@ -68,7 +74,42 @@ class Tracer:
         else:
             _checked(tracing)
 
-    def of_run(self, run_id: str, description: Mapping[str, Any], journal: Journal | None) -> TracedRun:
+    @contextmanager
+    def listens(
+        self, scheduler: SchedulerOrders, description: Mapping[str, Any], *, lasts: bool, run_id: str = "",
+        times: Callable[[Times], None] | None = None,
+    ) -> Iterator[TraceIds]:  # fmt: skip
+        """Listen to a run that is traced; yields how its spans are called.
+
+        Args:
+            scheduler: of the run.
+            description: of the rollout.
+            lasts: whether what is open afterwards goes on in a later run of the same recorder.
+            run_id: the run's, in a shard, which its driver has said.
+            times: hears when it was, in a shard, whose driver sends the run's own span.
+        """
+        scheduler.lag = scheduler.lag or LoopLag()
+        recorder, run = scheduler.recorder, self._run
+        journal = recorder.journal
+        run_id = run_id or (journal.run_id if journal is not None else self._own_id if lasts else uuid4().hex)
+        if run is None or not lasts or run.ids.run_id != run_id:
+            run = self._traced(run_id, description, journal)
+            metrics = self._metrics(description, scheduler)
+            others = [each for each in recorder.listeners if each is not self._run and each is not metrics]
+            recorder.listeners = (*others, run) if metrics is None else (*others, metrics, run)
+        if lasts:
+            self._run = run
+        try:
+            yield run.ids
+        finally:
+            if times is None:
+                run.end()
+            else:
+                times(run.times.own)
+            if not lasts:
+                run.close()
+
+    def _traced(self, run_id: str, description: Mapping[str, Any], journal: Journal | None) -> TracedRun:
         """Return what listens to the trajectories of a run."""
         maker = maker_of(self.tracing, run_id, description, None if journal is None else journal.path.absolute().parent)
 
@@ -87,20 +128,24 @@ class Tracer:
             book = self._process.book(maker)
         return TracedRun(maker.ids, book, None if journal is None else history)
 
-    def metrics_of(
-        self, description: Mapping[str, Any], running: Callable[[], Mapping[str, Any]], *, rewarded: bool
-    ) -> RunMetrics | None:
-        """Return what listens to all trajectories of runs, as :class:`RunMetrics`; ``None``: nobody takes metrics."""
+    def _metrics(self, description: Mapping[str, Any], scheduler: SchedulerOrders) -> RunMetrics | None:
+        """Return what listens to all trajectories, traced or not; ``None``: nobody takes metrics."""
         spans, to = self._process, self.tracing.destination(checked=False).metrics
         if self._meter is None and spans is not None and to is not None:
             headers = {**self.tracing.destination().headers}
             exporter = OTLPMetricExporter(to or None, headers=headers or None, timeout=_seconds("METRICS"))
-            heard = RunMetrics(description, running, rewarded=rewarded)
+            heard = RunMetrics(description, partial(running_of, scheduler), rewarded=scheduler.rewarded)
             self._meter = Meter(heard, exporter, _resource(self.tracing), lambda: spans.is_down)
         return None if self._meter is None else self._meter.metrics
 
-    def close(self) -> None:
-        """Send what is left, and end. Blocks; safe to call twice."""
+    async def aclose(self) -> None:
+        """Send what is left, and end. Safe to call twice."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
         if self._own is not None:
             self._own.shutdown()  # type: ignore[no-untyped-call]
         if self._process is not None:
@@ -146,11 +191,6 @@ def _checked(tracing: Tracing) -> Destination:
     if to.trackio is not None and find_spec("trackio") is None:
         raise ConfigError("tracing: trackio is not installed: pip install trackio")
     return to
-
-
-def silent(exporter: SpanExporter) -> Spans:
-    """Return what sends spans by an exporter that is to log nothing itself."""
-    return Silent(exporter, SpanExportResult.FAILURE)
 
 
 def _seconds(signal: str) -> float | None:
@@ -257,25 +297,25 @@ class _WhileItAnswers(SpanExporter):
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str, say: Callable[..., None]) -> None:
-        self._exporter, self._endpoint, self._say = silent(exporter), endpoint, say
+        self._exporter, self._endpoint, self._say = Silent(exporter), endpoint, say
         self._until, self._warned = 0.0, False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send some spans."""
         if time.monotonic() < self._until:
             return SpanExportResult.FAILURE
-        result = self._exporter.export(spans)
-        if result is not SpanExportResult.SUCCESS:
-            self._until = time.monotonic() + PAUSE
-            self._say("down", PAUSE)
-            if not self._warned:
-                self._warned = True
-                self._say(
-                    "warning",
-                    f"no spans reach {self._endpoint} ({self._exporter.why}); the run goes on without them, and "
-                    "`fsm-rollout export RUN --format otlp` sends them later",
-                )
-        return result
+        if self._exporter.sends(spans):
+            return SpanExportResult.SUCCESS
+        self._until = time.monotonic() + PAUSE
+        self._say("down", PAUSE)
+        if not self._warned:
+            self._warned = True
+            self._say(
+                "warning",
+                f"no spans reach {self._endpoint} ({self._exporter.why}); the run goes on without them, and "
+                "`fsm-rollout export RUN --format otlp` sends them later",
+            )
+        return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
         """Close the connection."""

@@ -40,7 +40,7 @@ class TraceIds:
         return _number(f"{self.run_id}|{root}", 16)
 
     def span(self, trajectory_id: str, key: str) -> int:
-        """Return the id of a trajectory's span; its key is what :mod:`fsm_rollout.report.spans` calls it."""
+        """Return the id of a trajectory's span; its key is what :mod:`fsm_rollout.report.telemetry` calls it."""
         return _number(f"{self.run_id}|{trajectory_id}|{key}", 8)
 
     def sampled(self, trace_id: int) -> bool:

@@ -32,9 +32,9 @@ from fsm_rollout.report.metrics import (
     Metric,
     RunMetrics,
 )  # fmt: skip
-from fsm_rollout.report.span_book import SpanBook
-from fsm_rollout.report.span_process import RemoteBook, keep_books
-from fsm_rollout.report.telemetry import EVALUATION, RunTimes, SpanMaker
+from fsm_rollout.report.run_spans import RunTimes, SpanMaker
+from fsm_rollout.report.span_process import RemoteBook, SpanBook, keep_books
+from fsm_rollout.report.telemetry import EVALUATION, spans_of
 from fsm_rollout.report.tracer import TracedRun
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -81,7 +81,7 @@ def later(histories: Iterable[list[AnyEvent]]) -> Spans:
         assert isinstance(first, Prompted)
         for event in history:
             times.take(first.trajectory_id, event)
-        spans += MAKER.spans(history)
+        spans += spans_of(MAKER, history)
     return by_id([*spans, *times.spans(MAKER)])
 
 
