@@ -34,11 +34,13 @@ MOST_ENTRIES = 4096
 MOST_CHARACTERS = 2**24
 SHORT = 2_000  # texts of up to so many characters are remembered with their ids: what tools answer is often the same
 MESSAGE_CHARACTERS = 256  # what a turn counts besides its text
+MOST_OPENING = 8  # messages of a prompt that has a shape: coding agents begin with two of the system's and two users'
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "split", "rsplit", "replace", "find", "rfind", "index", "count"})
 _TEXT_METHODS |= {"partition", "rpartition", "removeprefix", "removesuffix"}
 _TURN_KEYS = frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"})
 _PROMPT_KEYS = frozenset({"role", "content"})
+_OPENING_ROLES = frozenset({"system", "user"})
 _NEW_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
 
 
@@ -246,7 +248,7 @@ class GlueCache:
 
     def prompt_shape(self, messages: Messages, tools: Tools | None, now: datetime) -> Shape | None:
         """Return the shape of prompts that differ in their last message's text; None for all but the plain ones."""
-        if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= 2:
+        if self._distrusted or not isinstance(messages, (list, tuple)) or not 1 <= len(messages) <= MOST_OPENING:
             return None
         try:
             texts = list(map(only_text_of, messages))
@@ -254,11 +256,11 @@ class GlueCache:
             digest = self._tools_digest(tools) if tools else None
         except (KeyError, TypeError, AttributeError, ValueError):
             return None
-        if roles not in (["user"], ["system", "user"]) or {*map(frozenset, messages)} != {_PROMPT_KEYS}:
+        if roles[-1] != "user" or not _OPENING_ROLES.issuperset(roles) or {*map(frozenset, messages)} != {_PROMPT_KEYS}:
             return None
         if not texts[-1].strip() or self._may_matter(texts[-1:]):
             return None
-        key = digest, tuple(texts[:-1]), now if self._renderer.uses_clock else None
+        key = digest, tuple(roles), tuple(texts[:-1]), now if self._renderer.uses_clock else None
         return Shape(key, key, texts)
 
 

@@ -42,15 +42,15 @@ class GlueLearner:
         cache = self._cache
         if shape.key in cache.templates:
             return None
-        encoder, injection = self._deriver.encoder, self._reference.injection
         if isinstance(asked, Opening):
-            prompt = self._reference.prompt(asked)
-            encoded = encoder.encode_parts(prompt.parts, injection)
+            if len(asked.messages) > 2:  # texts of users before the last one: seldom will there be another such prompt
+                return None
+            encoded, prompt = self.prompt(shape, asked)
             cache.make_room()
-            cache.templates[shape.key] = self._learned_prompt(prompt, asked, shape.texts, encoded)
+            cache.templates[shape.key] = prompt
             return encoded
         step, glue = self._reference.glue(asked)
-        encoded = glue.encode(encoder, injection)
+        encoded = glue.encode(self._deriver.encoder, self._reference.injection)
         # A template learned with other tools or after another order of roles is taken over if it gives what the
         # reference gives.
         cache.make_room()
@@ -142,10 +142,18 @@ class GlueLearner:
                 return None
         return glues[0] if len(glues) > 1 else None
 
+    def prompt(self, shape: Shape, asked: Opening) -> tuple[Encoded, GlueTemplate | None]:
+        """Answer by the reference; give a template for prompts that differ in their last message's text, if one can be.
+
+        Any thread may ask: the cache is left alone.
+        """
+        prompt = self._reference.prompt(asked)
+        encoded = self._deriver.encoder.encode_parts(prompt.parts, self._reference.injection)
+        return encoded, self._learned_prompt(prompt, asked, shape.texts, encoded)
+
     def _learned_prompt(
         self, prompt: PromptParts, asked: Opening, texts: list[str], result: Encoded
     ) -> GlueTemplate | None:
-        """Return a template for prompts that differ in their last message's text, or None if there is none."""
         *before, last = prompt.messages
         none = [""] * len(before)
         word = draw_word()

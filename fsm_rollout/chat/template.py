@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsm_rollout.chat.derive import Deriver
-from fsm_rollout.chat.glue_cache import GlueCache, Shape
+from fsm_rollout.chat.glue_cache import GlueCache, GlueTemplate, Shape
 from fsm_rollout.chat.glue_learning import GlueLearner
 from fsm_rollout.chat.markers import LONG_TEXT, Encoded, Injection, encoder_for
 from fsm_rollout.chat.messages import PICTURE, Messages, conform, pictures_of, roles_of
@@ -37,7 +37,8 @@ History = Literal["keep", "split"]
 
 log = logging.getLogger(__name__)
 
-LONG_KEPT = 8  # long prompts whose ids are kept for the other samples of their groups
+# Long prompts whose ids are kept for the other samples of their groups, and beginnings of such whose ids are kept.
+LONG_KEPT = 16
 _long_texts = DaemonThreads("fsm-rollout-encode", 1)  # one after the other: what each makes of it takes the GIL
 
 
@@ -101,7 +102,9 @@ class ChatTemplate:
         self.reference = Reference(deriver, dialect, injection, self.stop_ids, self.now, reader, blind)
         self._cache = GlueCache(self.reference)
         self._learner = GlueLearner(self._cache, self.reference)
-        self._long: dict[Hashable, Encoded] = {}
+        # What the thread of long texts knows: the ids of prompts, by shape and last text, and of those of one shape.
+        self._long: dict[tuple[Hashable, str], Encoded] = {}
+        self._alike: dict[Hashable, GlueTemplate | None] = {}
 
     def _known_stops(self, close_tokens: Sequence[str | int]) -> frozenset[int]:
         """Return the ids of the tokenizer's eos, of a generation config lying beside it, and of the caller."""
@@ -259,9 +262,21 @@ class ChatTemplate:
             return self.reference.encode(asked)
         key = shape.key, shape.texts[-1]
         if (encoded := self._long.get(key)) is None:
-            encoded = self._long[key] = self.reference.encode(asked)
-            if len(self._long) > LONG_KEPT:
-                del self._long[next(iter(self._long))]
+            known = self._long_prompt(asked, shape)
+            encoded = self.reference.encode(asked) if known is None else self.reference.with_pictures(known, asked)
+            self._long[key] = encoded
+            _forget_first(self._long)
+        return encoded
+
+    def _long_prompt(self, asked: Opening, shape: Shape) -> Encoded | None:
+        """Encode by what is known of prompts that differ in their last text alone: all of it, once there are two."""
+        if shape.key in self._alike:
+            learned = self._alike[shape.key] = self._alike.pop(shape.key)  # the one that was used last is kept longest
+            return None if learned is None else learned.encode(shape.texts)
+        if all(other != shape.key for other, _ in self._long):  # to learn it takes as long as to encode several
+            return None
+        encoded, self._alike[shape.key] = self._learner.prompt(shape, asked)
+        _forget_first(self._alike)
         return encoded
 
     # --- policy, audit
@@ -295,3 +310,8 @@ class ChatTemplate:
         self.audit_failures.append(str(mismatch))
         log.warning("chat template audit failed, its cache is off from here: %s", mismatch)
         return mismatch
+
+
+def _forget_first(kept: dict[Any, Any]) -> None:
+    if len(kept) > LONG_KEPT:
+        del kept[next(iter(kept))]
