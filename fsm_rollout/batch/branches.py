@@ -1,15 +1,14 @@
 """Which tokens rows share: a tree whose branches are rows, grown from where streams began and not from their tokens.
 
-Invariant: from the root to a row's leaf stand exactly the row's tokens, and a row costs as many steps as its stream has
-events at most. Two rows share what their events say they share: an opening prompt that is the same as a whole (as that
-of a group's samples), or the beginning that a fork took from another stream. What chat templates happen to write alike
-in different prompts is not looked for.
+Invariant: from the root to a row's leaf stand exactly the row's tokens, and the form of the tree takes as many steps as
+there are events, however many tokens they have. Two rows share what their events say they share: an opening prompt that
+is the same as a whole (as that of a group's samples), or the beginning that a fork took from another stream. What chat
+templates happen to write alike in different prompts is not looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -31,46 +30,31 @@ class Branch(NamedTuple):
     shares: Shares
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(NamedTuple):
     """The tokens ``[start, end)`` of a row, which all rows below it have at the same places."""
 
     row: int
     start: int
     end: int
-    parent: Node | None
-    children: list[Node] = field(default_factory=list)
-
-    def path(self) -> Iterator[Node]:
-        """Yield the nodes from here up to the root."""
-        node: Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def split(self, at: int) -> Node:
-        """Make what stands before the row's token ``at`` a node of its own, above this one, and return it."""
-        upper = Node(self.row, self.start, at, self.parent, [self])
-        if self.parent is not None:
-            self.parent.children[self.parent.children.index(self)] = upper
-        self.parent, self.start = upper, at
-        return upper
+    parent: int
+    """The node above it; -1: none."""
 
 
 class Grown(NamedTuple):
-    """A tree, or several: their roots, and the node in which each row ends."""
+    """A tree, or several."""
 
-    roots: list[Node]
-    leaves: list[Node]
+    nodes: list[Node]
+    """Each before those below it, and these next to each other."""
+    leaves: list[int]
+    """The node in which each row ends."""
 
-    def nodes(self) -> list[Node]:
-        """Return all nodes, each before those below it, and these next to each other."""
-        ordered: list[Node] = []
-        open_nodes = self.roots[::-1]
-        while open_nodes:
-            ordered.append(node := open_nodes.pop())
-            open_nodes += node.children[::-1]
-        return ordered
+    def path(self, row: int) -> list[int]:
+        """Return the nodes from the root to a row's leaf."""
+        found, node = list[int](), self.leaves[row]
+        while node >= 0:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
 
 
 def opening_of(prompt_ids: Array) -> bytes:
@@ -80,36 +64,53 @@ def opening_of(prompt_ids: Array) -> bytes:
 
 def grow(branches: Iterable[Branch], agree: Callable[[int, int, int], bool] | None = None) -> Grown:
     """Grow the tree of some rows; ``agree(row, other, tokens)`` says whether two rows do begin alike (or all do)."""
-    leaves: list[Node] = []
-    tops: list[Node] = []
     openings: dict[bytes, int] = {}
     # Of a stream: a row that begins with so many of its tokens. It may have no row of its own here.
     beginnings: dict[RowId, tuple[int, int]] = {}
+    # Of a row: where its own tokens begin, whose the one before them is, and where nodes of its own tokens end.
+    starts, owners, ends = list[int](), list[int](), list[set[int]]()
     for row, branch in enumerate(branches):
         # 1. The row that it shares its beginning with, and how much.
         source = None if branch.shares is None else RowId(branch.row_id.trajectory_id, branch.shares[0])
-        other, shared = openings.get(branch.opening), branch.prompt_length
-        if other is None and source in beginnings and branch.shares is not None:
-            other, known = beginnings[source]
+        owner, shared = openings.get(branch.opening, -1), branch.prompt_length
+        if owner < 0 and source in beginnings and branch.shares is not None:
+            owner, known = beginnings[source]
             shared = min(known, branch.shares[1])
-        if other is not None and (not shared or (agree is not None and not agree(row, other, shared))):
-            other = None
-        # 2. Where it grows.
-        parent = None
-        if other is not None:
-            parent = next(node for node in leaves[other].path() if node.start < shared)
-            if parent.end > shared:
-                parent = parent.split(shared)
-        leaf = Node(row, 0 if parent is None else parent.end, branch.length, parent)
-        (tops if parent is None else parent.children).append(leaf)
-        leaves.append(leaf)
+        if owner < 0 or not shared or (agree is not None and not agree(row, owner, shared)):
+            owner, shared = -1, 0
+        # 2. Where it grows: what it shares may be shared by that row, too.
+        while owner >= 0 and starts[owner] >= shared:
+            owner = owners[owner]
+        if owner >= 0:
+            ends[owner].add(shared)
+        starts.append(shared)
+        owners.append(owner)
+        ends.append({branch.length} if branch.length > shared else set())
         # 3. What later rows may share of it.
         openings.setdefault(branch.opening, row)
         beginnings[branch.row_id] = row, branch.length
         if source is not None and branch.shares is not None and beginnings.get(source, (0, 0))[1] < branch.shares[1]:
             beginnings[source] = row, branch.shares[1]
-    roots = [top if top.parent is None else list(top.path())[-1] for top in tops]
-    return Grown(roots, leaves)
+    return _walk(starts, owners, [sorted(each) for each in ends])
+
+
+def _walk(starts: Sequence[int], owners: Sequence[int], ends: Sequence[Sequence[int]]) -> Grown:
+    """Return the nodes in the order of a walk through the tree: a row's own, and rows that go on from each."""
+    below: dict[tuple[int, int], list[int]] = {}
+    for row, whence in enumerate(zip(owners, starts, strict=True)):
+        below.setdefault(whence, []).append(row)
+    nodes, leaves = list[Node](), [-1] * len(starts)
+    ahead = [(row, 0, -1) for row in below.get((-1, 0), ())[::-1]]  # a row, how many of its nodes there are, the last
+    while ahead:
+        row, count, last = ahead.pop()
+        if count == len(ends[row]):
+            leaves[row] = last
+            continue
+        start, end = ends[row][count - 1] if count else starts[row], ends[row][count]
+        ahead += [(other, 0, len(nodes)) for other in below.get((row, end), ())[::-1]]
+        ahead.append((row, count + 1, len(nodes)))
+        nodes.append(Node(row, start, end, last))
+    return Grown(nodes, leaves)
 
 
 def tree_token_ratio(trajectories: Iterable[Trajectory]) -> float | None:
@@ -125,4 +126,4 @@ def tree_token_ratio(trajectories: Iterable[Trajectory]) -> float | None:
         for cut in trained_streams(trajectories)
     ]
     total = sum(branch.length for branch in branches)
-    return sum(node.end - node.start for node in grow(branches).nodes()) / total if total else None
+    return sum(node.end - node.start for node in grow(branches).nodes) / total if total else None

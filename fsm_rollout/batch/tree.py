@@ -93,12 +93,11 @@ def token_tree(rows: Sequence[TrainingRow], width: int | None, prompt_width: int
         ),
         lambda row, other, tokens: np.array_equal(ids[row][:tokens], ids[other][:tokens]),
     )
-    nodes = grown.nodes()
+    nodes = grown.nodes
     # 2. Where each node's tokens stand, and where what goes on from them ends.
     lengths = np.array([node.end - node.start for node in nodes], np.int64)
     entries = np.cumsum(lengths) - lengths
-    number = {id(node): index for index, node in enumerate(nodes)}
-    parents = np.array([-1 if node.parent is None else number[id(node.parent)] for node in nodes], np.int64)
+    parents = np.array([node.parent for node in nodes], np.int64)
     exits = entries + lengths
     for index in range(len(nodes) - 1, -1, -1):
         if (parent := parents[index]) >= 0:
@@ -109,10 +108,10 @@ def token_tree(rows: Sequence[TrainingRow], width: int | None, prompt_width: int
     previous = np.arange(-1, int(lengths.sum()) - 1)
     last = entries + lengths - 1
     previous[entries] = np.where(parents < 0, -1, last[parents])
-    paths = []
-    for leaf in grown.leaves:
-        path = [number[id(node)] for node in leaf.path()][::-1]
-        paths.append(np.concatenate([np.arange(entries[i], entries[i] + lengths[i]) for i in path]))
+    paths = [
+        np.concatenate([none, *(np.arange(entries[i], entries[i] + lengths[i]) for i in grown.path(row))])
+        for row in range(len(rows))
+    ]
     if width is None or prompt_width is None:
         offsets = torch.from_numpy(np.cumsum([0, *map(len, paths)]))
         places = torch.nested.nested_tensor_from_jagged(torch.from_numpy(np.concatenate([none, *paths])), offsets)

@@ -1,9 +1,11 @@
 """Batches as trees. The oracle knows each token by where it was first said, and what stands before it by its rows."""
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
+from fsm_rollout.batch import branches
 from fsm_rollout.batch.batch import TrajectoryBatch
-from fsm_rollout.batch.branches import tree_token_ratio
 from fsm_rollout.batch.tree import TokenTree
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.events import generated, opened, prompted
@@ -97,7 +99,7 @@ def test_paths_give_back_the_rows_and_what_is_shared_stands_once(
     once = {token for whole in wholes for token in whole}
     assert len(tree.input_ids) == len(once)
     total = sum(map(len, wholes))
-    assert tree_token_ratio(made) == (len(once) / total if total else None)
+    assert branches.tree_token_ratio(made) == (len(once) / total if total else None)
     assert tree.ratio == (len(once) / total if total else 0.0)
     if len(batch):
         chosen = data.draw(st.lists(st.sampled_from(range(len(batch))), unique=True, min_size=1))
@@ -111,6 +113,44 @@ def test_rows_that_were_cut_share_what_their_tokens_bear_out(drawn: list[Forks],
     batch = TrajectoryBatch.from_trajectories(made, pad_id=0, overflow="truncate", **widths)
     check_tree(batch)
     check_tree(TrajectoryBatch.from_rows(batch.rows(), pad_id=0))
+
+
+def forked(turns: int, said: int, order: str) -> Trajectory:
+    """Return a trajectory of so many turns of so many tokens, with a fork of each, or of each fork the next."""
+    ids = array("i", range(turns * said))
+    turn = [generated("main~0", said, ids=ids[at * said : (at + 1) * said]) for at in range(turns)]
+    events = [prompted(), opened("main~0", ids=array("i", [-1])), *turn]
+    for number, kept in enumerate(reversed(range(1, turns)) if order == "last first" else range(1, turns)):
+        shares = (number if order == "fork of fork" else 0, 1 + kept * said)
+        name, opening = f"main~{number + 1}", array("i", [-1, *ids[: kept * said]])
+        more = array("i", ids[kept * said :] if order == "fork of fork" else [-2])
+        events += [opened(name, ids=opening, shares=shares), generated(name, len(more), ids=more)]
+    return Trajectory.fold(events)
+
+
+def steps(trajectory: Trajectory) -> int:
+    """Return how many lines of the module that grows trees run for one of a trajectory."""
+    counted = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal counted
+        counted += event == "line"
+        return note if frame.f_code.co_filename == branches.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        assert branches.tree_token_ratio([trajectory])
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+@pytest.mark.parametrize("order", ["first first", "last first", "fork of fork"])
+def test_a_tree_takes_as_many_steps_as_there_are_events_and_none_more_for_tokens(order: str) -> None:
+    few = steps(forked(20, 1, order))
+    assert steps(forked(20, 50, order)) == few
+    assert steps(forked(80, 1, order)) < 4.2 * few
 
 
 def test_a_batch_with_pictures_has_no_tree() -> None:
