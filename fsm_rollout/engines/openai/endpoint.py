@@ -4,6 +4,12 @@ Invariants: tokens are ids both ways; a server that answers with text only is re
 never encoded again. A logprob is that of the distribution which the token was sampled from; sampling for which the
 server cannot say it is refused. Closing the connection ends a request, which is how servers of this protocol are told
 to.
+
+vLLM's own routes, for weights, adapters and memory, are asked only where a server has answered them. They are those of
+its development mode (``VLLM_SERVER_DEV_MODE=1``; adapters with ``--enable-lora`` and
+``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``). What is known of their answers is what its modules
+``entrypoints/serve/dev/{rlhf,sleep,cache,rpc}/api_router.py`` and ``entrypoints/serve/lora/api_router.py`` write at
+commit 0100a2129224: they were read, and not run.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.engines.http.endpoint import (
+    MEMORY_WITHIN,
     NO_NUMBER,
     UPDATE_WITHIN,
     AnswerPart,
@@ -26,7 +33,6 @@ from fsm_rollout.engines.http.endpoint import (
     shown,
 )
 from fsm_rollout.engines.http.lora import AdaptedEndpoint, half_loaded_if, name_of
-from fsm_rollout.engines.openai.vllm import VLLMRoutes
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, SamplingParams, Weights
 from fsm_rollout.engines.weights import check_folder
 from fsm_rollout.errors import EngineError
@@ -87,6 +93,14 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+class _Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None
+
+
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
@@ -106,7 +120,7 @@ class CompletionsEndpoint(AdaptedEndpoint):
         self._model = model or ""
         self._load = load
         self._logprobs_of = LogprobsOf.MODEL  # what the server's logprobs are of
-        self.vllm: VLLMRoutes | None = None  # its own routes, if it has any
+        self.is_vllm = self._says_version = False  # whether it has vLLM's own routes, and a number for its weights
 
     async def meet(self, max_context: int | None, probes: Sequence[int]) -> int:
         """Learn what the server is: its model, its window, and what its logprobs are of; return its weights' version.
@@ -130,8 +144,9 @@ class CompletionsEndpoint(AdaptedEndpoint):
         if max_context is None and window is None:
             raise EngineError(f"{self.url} does not say how long its window is; give `max_context`")
         self.max_context = min(size for size in (max_context, window) if size is not None)
-        self.vllm = await VLLMRoutes.of(self)
-        label = None if self.vllm is None else await self.vllm.label()
+        self.is_vllm = await self._answers("/is_sleeping", _Sleeping)
+        self._says_version = self.is_vllm and await self._answers("/weight_info", _WeightInfo)
+        label = await self._label()
         for probe in probes:
             greedy = await self._probe(probe, temperature=0.0)
             if greedy[1] < CERTAIN:
@@ -148,9 +163,9 @@ class CompletionsEndpoint(AdaptedEndpoint):
 
     async def loader(self, weights: Weights) -> Callable[[int], Awaitable[None]]:
         """Return a call of the user's function, or of vLLM's route; no tensors at all are a new version only."""
-        function, vllm = self._load, self.vllm
+        function = self._load
         changes = not isinstance(weights, Mapping) or bool(weights)
-        if changes and function is None and (vllm is None or isinstance(weights, Mapping)):
+        if changes and function is None and (not self.is_vllm or isinstance(weights, Mapping)):
             raise EngineError(
                 f"OpenAI's protocol has no way to load weights into {self.url}; name a function that does it: "
                 "`update_weights: module:function`, called with the url, the weights and their version; or start vLLM "
@@ -167,18 +182,18 @@ class CompletionsEndpoint(AdaptedEndpoint):
                     await invoke(function, {"url": self.url, "weights": weights, "version": version})
                 except Exception as error:  # the user's code
                     raise EngineError(f"update_weights failed: {type(error).__name__}: {error}") from error
-            if vllm is not None:
-                if folder is not None:
-                    await vllm.reload(folder)
-                with half_loaded_if(lambda: changes):
-                    await vllm.call_weights(str(version))
+            if folder is not None:  # under the same path, in all its processes
+                call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                await self.call("/collective_rpc", call, within=UPDATE_WITHIN)
+            with half_loaded_if(lambda: changes):
+                await self.call_weights(str(version))
             await self.forget_adapter()
 
         return load
 
     async def adopt(self, version: int, *, doubted: bool, adapted: bool | None) -> None:
         """See :class:`Endpoint`."""
-        label = None if self.vllm is None else await self.vllm.label()
+        label = await self._label()
         if label is None:
             await super().adopt(version, doubted=doubted, adapted=adapted)
             label = name_of(version) if (self.adapter if adapted is None else adapted) else str(version)
@@ -196,19 +211,34 @@ class CompletionsEndpoint(AdaptedEndpoint):
         return ""
 
     async def call_weights(self, label: str) -> None:
-        """See :class:`AdaptedEndpoint`."""
-        if self.vllm is not None:
-            await self.vllm.call_weights(label)
+        """See :class:`AdaptedEndpoint`; what it has computed is forgotten."""
+        if self.is_vllm:
+            await self.call("/reset_prefix_cache", {})
+        if self._says_version:
+            await self.call("/update_weight_version", {"new_version": label})
 
     async def sleep(self) -> None:
-        """Have vLLM give memory back; the protocol has no way to."""
-        if self.vllm is not None:
-            await self.vllm.sleep()
+        """Have vLLM give memory back, its weights moved to the host's; the protocol has no way to."""
+        if self.is_vllm:
+            await self.call("/sleep?level=1", {}, within=MEMORY_WITHIN)
 
     async def wake(self) -> None:
         """Have it take the memory again."""
-        if self.vllm is not None:
-            await self.vllm.wake()
+        if self.is_vllm:
+            await self.call("/wake_up", {}, within=MEMORY_WITHIN)
+
+    async def _label(self) -> str | None:
+        """Return what it calls its weights; ``None``: it does not say."""
+        return str((await self.ask("/weight_info", _WeightInfo)).weight_version) if self._says_version else None
+
+    async def _answers(self, path: str, form: type[object]) -> bool:
+        try:
+            await self.ask(path, form)
+        except ReplicaLost:
+            raise
+        except EngineError:
+            return False
+        return True
 
     async def _probe(self, token: int, **sampling: float) -> tuple[int, float]:
         """Sample one token after ``token``, and return it with its logprob."""

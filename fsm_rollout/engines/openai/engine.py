@@ -10,8 +10,8 @@ Beside the protocol:
 - A request is aborted by closing its connection. What the server had sampled and not sent by then is not known.
 - New weights are loaded by a function of the user's (``update_weights``), as the protocol has no way for that. It must
   also have the server forget its prefix cache, and whoever owns the engine has it called again after the server was
-  lost. A vLLM in its development mode reads a folder by itself, takes adapters, gives memory back, and says its version
-  (:mod:`fsm_rollout.engines.openai.vllm`). Else there is one version for good, and ``sleep`` only holds requests back.
+  lost. A vLLM in its development mode reads a folder by itself, takes adapters, gives memory back, and says its
+  version. Else there is one version for good, and ``sleep`` only holds requests back.
 - The prompt is known to have been read as it was sent: `usage.prompt_tokens` is asked for with every event
   (``stream_options``), and where a server gives ``prompt_token_ids``, these are compared, too. One that says neither
   with its first tokens is refused.
@@ -86,7 +86,7 @@ class OpenAIEngine(HTTPEngine):
 
     async def begin_update(self, known: Mapping[str, object], *, local: bool) -> None:
         """Send the server nothing until the update has ended; see :func:`fsm_rollout.engines.updating.updating`."""
-        if self._endpoint.vllm is None:
+        if not self._endpoint.is_vllm:
             raise EngineError(
                 f"{self._endpoint.url} has no routes of vLLM's to end an update; start it with VLLM_SERVER_DEV_MODE=1"
             )
