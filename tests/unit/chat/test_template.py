@@ -22,6 +22,7 @@ from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.markers import AUDIT_EVERY, AUDIT_TOKENS, CacheEntry, MarkerEncoder
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
+from tests.cases import cases, table
 from tests.unit.chat import chat_zoo as zoo
 
 TOKENIZER = zoo.tokenizer_for(zoo.CHATML + "{#- <tool_call></tool_call> -#}")
@@ -33,33 +34,31 @@ MORE = [zoo.user("more")]
 
 ROLES = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
 ASK = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
-GLM = (
-    "{%- for m in messages %}{%- if m.role == 'tool' %}{{ '<|observation|>' }}{%- else %}{{ '<|' + m.role + '|>' }}"
-    "{%- endif %}{{ '\\n' + m.content }}{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name }}"
-    "{%- for k, v in c.function.arguments.items() %}{{ '<arg_key>' + k + '</arg_key>' + v }}{%- endfor %}"
-    "{{ '</tool_call>' }}{%- endfor %}{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
-    "{#- <|user|><|system|><|endoftext|> -#}"
-)
-HARMONY = (
-    "{%- for m in messages %}{%- if m.role == 'assistant' and m.tool_calls %}"
-    "{{ '<|start|>assistant<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}"
-    "{%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|message|>' + m.content }}"
-    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-    "{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"
-)
+CALLED, RESULT = [zoo.user(), zoo.called("k")], [zoo.result("r")]
+STOPPED: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
+TURNS = {"text": (TEXT, MORE), "call": (CALLED, RESULT)}
+ENDS: dict[str, dict[str, Any]] = table("chat")["ends of turns"]
+
+
+def changed(template: str, another: dict[str, str]) -> str:
+    for old, new in another.items():
+        template = template.replace(old, new)
+    return template
 
 
 def chat_for(template: str, *, eos: str | None = None, **kwargs: Any) -> ChatTemplate:
     return ChatTemplate(zoo.tokenizer_for(template, eos), **kwargs)
 
 
-def text_of(chat: ChatTemplate, history: list[Any], new: list[Any], stop: str | None, tools: Any = None) -> str:
-    """Return the glue as text, the same from the reference, while learning and from the cache."""
-    id_ = None if stop is None else chat.tokenizer.convert_tokens_to_ids(stop)
+def text_of(chat: ChatTemplate, history: list[Any], new: list[Any], stop: str, tools: Any = None) -> str:
+    """Return the glue as text, the same from the reference, while learning and from the cache.
+
+    ``stop`` is the turn's last token, or ``cut``, or ``aborted`` before it had any.
+    """
+    sampled, finish = {"cut": ([5], "length"), "aborted": ([], "abort")}.get(stop, ([5, stop], "stop"))
     arguments: dict[str, Any] = {
-        "sampled_ids": [5] if id_ is None else [5, id_],
-        "finish_reason": "length" if id_ is None else "stop",
+        "sampled_ids": [id_ if isinstance(id_, int) else chat.tokenizer.convert_tokens_to_ids(id_) for id_ in sampled],
+        "finish_reason": finish,
     }
     ids = chat.reference.encode(FollowUp(history, new, tools, **arguments)).ids.tolist()
     for _ in range(2):
@@ -77,75 +76,16 @@ def rule_of(call: Any, *arguments: Any, **named: Any) -> str:
 # --- how turns end --------------------------------------------------------------------------------
 
 
-def test_a_sampled_close_is_not_written_again_and_a_cut_turn_gets_one() -> None:
-    assert text_of(CHAT, TEXT, MORE, "<|im_end|>") == "\n" + USER_TURN
-    assert text_of(CHAT, TEXT, MORE, None) == "<|im_end|>\n" + USER_TURN
-    assert CHAT.glue(TEXT, MORE, None, sampled_ids=[], finish_reason="abort")[0] == STOP
-
-
-def test_another_stop_token_stands_for_the_close() -> None:
-    chat = chat_for(zoo.CHATML + "{#- <|endoftext|> -#}", eos="<|endoftext|>")
-    assert text_of(chat, TEXT, MORE, "<|endoftext|>") == "\n" + USER_TURN
-    assert text_of(chat, TEXT, MORE, None) == "<|im_end|>\n" + USER_TURN
-    assert {chat.tokenizer.convert_tokens_to_ids(t) for t in ("<|endoftext|>", "<|im_end|>")} == chat.stop_ids
-
-
-def test_a_stop_inside_the_turn_leaves_the_rest_of_it_to_the_glue() -> None:
-    """An engine told to stop at ``</tool_call>``: what the template writes after it is still missing."""
-    chat = ChatTemplate(TOKENIZER)
-    ids = chat.glue(
-        [zoo.user(), zoo.called("k")],
-        [zoo.result("r")],
-        None,
-        sampled_ids=[TOKENIZER.convert_tokens_to_ids("</tool_call>")],
-        finish_reason="stop",
-    )
-    assert chat.decode(ids) == "<|im_end|>\n<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n"
-    cut_short = chat.glue(
-        TEXT, MORE, None, sampled_ids=[TOKENIZER.convert_tokens_to_ids("</tool_call>")], finish_reason="stop"
-    )
-    assert chat.decode(cut_short) == "<|im_end|>\n" + USER_TURN
-
-
-def test_an_opener_is_sampled_once_and_never_missing() -> None:
-    chat = chat_for(GLM, eos="<|endoftext|>")
-    opener = {chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|observation|>")}
-    assert chat.close_ids == opener
-    assert text_of(chat, TEXT, MORE, "<|user|>") == "\nmore<|assistant|>"
-    assert text_of(chat, TEXT, MORE, "<|endoftext|>") == "<|user|>\nmore<|assistant|>"
-    assert text_of(chat, TEXT, MORE, "<|observation|>") == "<|user|>\nmore<|assistant|>"
-    assert text_of(chat, TEXT, MORE, None) == "<|user|>\nmore<|assistant|>"
-    called = [zoo.user(), zoo.called("k")]
-    assert text_of(chat, called, [zoo.result("r")], "<|observation|>") == "\nr<|assistant|>"
-    assert text_of(chat, called, [zoo.result("r")], "<|user|>") == "<|observation|>\nr<|assistant|>"
-    assert text_of(chat, called, [zoo.result("r")], None) == "<|observation|>\nr<|assistant|>"
-
-
-def test_text_turns_and_tool_turns_may_close_differently() -> None:
-    chat = chat_for(HARMONY, eos="<|return|>")
-    follow = "<|start|>user<|message|>more<|end|><|start|>assistant"
-    assert text_of(chat, TEXT, MORE, "<|return|>") == follow
-    assert text_of(chat, TEXT, MORE, "<|end|>") == follow
-    assert text_of(chat, TEXT, MORE, None) == "<|end|>" + follow
-    expected = "<|start|>tool<|message|>r<|end|><|start|>assistant"
-    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], "<|call|>") == expected
-    assert text_of(chat, [zoo.user(), zoo.called("k")], [zoo.result("r")], None) == "<|call|>" + expected
-
-
-def test_of_a_run_of_closing_tokens_the_last_is_the_close_and_a_cut_turn_gets_all() -> None:
-    template = ROLES.replace("<|im_end|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>") + ASK
-    chat = chat_for(template)
-    rest = "\n<|im_start|>user\nmore<|END_RESPONSE|><|END_OF_TURN_TOKEN|>\n<|im_start|>assistant\n"
-    assert text_of(chat, TEXT, MORE, "<|END_OF_TURN_TOKEN|>") == rest
-    assert text_of(chat, TEXT, MORE, None) == "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" + rest
-
-
-def test_a_prefilled_thought_is_part_of_the_glue() -> None:
-    template = zoo.CHATML.replace(
-        "assistant\\n' }}{%- endif %}", "assistant\\n' }}{%- if think %}<think>{% endif %}{%- endif %}"
-    )
-    chat = chat_for(template, template_kwargs={"think": True})
-    assert text_of(chat, TEXT, MORE, "<|im_end|>").endswith("<|im_start|>assistant\n<think>")
+@pytest.mark.parametrize("name", ENDS)
+def test_what_follows_a_turn_however_its_template_closes_it(name: str) -> None:
+    case = ENDS[name]
+    template = changed(case.get("template", zoo.CHATML), case.get("another", {})) + case.get("behind", "")
+    chat = chat_for(template, eos=case.get("eos"), template_kwargs=case.get("template_kwargs"))
+    if "stops" in case:
+        assert set(chat.tokenizer.convert_tokens_to_ids(case["stops"])) == chat.stop_ids
+    for turn, (history, new) in TURNS.items():
+        for stop, follows in case.get(turn, {}).items():
+            assert text_of(chat, history, new, stop) == follows
 
 
 def test_close_tokens_may_be_named() -> None:
@@ -170,29 +110,11 @@ def test_a_generation_config_beside_the_tokenizer_names_stop_tokens(tmp_path: Pa
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_a_template_does_wrong_is_refused_by_name() -> None:
-    def rule(template: str, history: list[Any] = TEXT, new: list[Any] = MORE) -> str:
-        chat = chat_for(template, eos="<|im_end|>")
-        return rule_of(chat.glue, history, new, None, sampled_ids=[chat.tokenizer.eos_token_id], finish_reason="stop")
-
-    tool_step = [zoo.user(), zoo.called("k", content="see")], [zoo.result("r")]
-    no_end = ROLES.replace("<|im_end|>", "") + ASK + "{#- <|im_end|> -#}"
-    drops = "{%- for m in messages if m.role != 'tool' %}"
-    assert rule(no_end) == "no-close-token"
-    assert rule(ROLES.replace("{%- for m in messages %}", drops) + ASK, *tool_step) == "message-dropped"
-    assert rule(ROLES.replace("m.content", "(m.content if m.role == 'user' else '-')") + ASK) == "turn-dropped"
-    early = "{{ messages[-1].content }}" + ROLES.replace("m.content", "(m.content if not loop.last else '')")
-    assert rule(early + ASK) == "text-moved"
-    assert rule(ROLES + "{{ messages[0].missing.deeper }}") == "template-raised"
-    assert rule("{%- if messages[-1].role %}{{ raise_exception('no') }}{%- endif %}" + ROLES) == "template-raised"
-    upper = "(m.content | upper if m.content == 'more' else m.content)"
-    assert rule(ROLES.replace("m.content", upper) + ASK) == "message-altered"
-    depends = "<|im_end|>' ~ ('\\n' if messages[1].content == 'an answer' else ' ') }}"
-    assert rule(ROLES.replace("<|im_end|>\\n' }}", depends) + ASK) == "text-moved"
-    header = "(' ' if messages[-1].content == 'more' else '') ~ '<|im_end|>\\n' }}"
-    assert rule(ROLES.replace("'<|im_end|>\\n' }}", header) + ASK) == "text-moved"
-    header = "('A' if messages[-1].content == 'more' else 'B') ~ '<|im_end|>\\n' }}"
-    assert rule(ROLES.replace("'<|im_end|>\\n' }}", header) + ASK) == "text-moved"
+@cases("chat")
+def test_what_a_template_does_wrong_is_refused_by_name(rule: str, turn: str, another: dict[str, str]) -> None:
+    chat = chat_for(changed(ROLES + ASK, another), eos="<|im_end|>")
+    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
+    assert rule_of(chat.glue, *TURNS[turn], None, **arguments) == rule
 
 
 def test_what_a_tokenizer_lacks_is_refused_by_name() -> None:
@@ -204,27 +126,18 @@ def test_what_a_tokenizer_lacks_is_refused_by_name() -> None:
     assert rule_of(ChatTemplate, TOKENIZER, history="forget") == "unknown-option"
 
 
-def test_what_a_caller_does_wrong_is_refused_by_name() -> None:
-    def rule(history: Any, new: Any, sampled: Any = (STOP,), finish: Any = "stop") -> str:
-        return rule_of(CHAT.glue, history, new, None, sampled_ids=list(sampled), finish_reason=finish)
+@pytest.mark.parametrize("case", table("chat")["what a caller does wrong"], ids=str)
+def test_what_a_caller_does_wrong_is_refused_by_name(case: dict[str, Any]) -> None:
+    good = {"history": TEXT, "new_messages": MORE, "tools": None, **STOPPED}
+    assert rule_of(CHAT.glue, **good | {name: given for name, given in case.items() if name != "rule"}) == case["rule"]
 
-    assert rule(TEXT, MORE, sampled=[5]) == "not-a-stop-token"
-    assert rule(TEXT, MORE, sampled=[]) == "not-a-stop-token"
-    assert rule(TEXT, MORE, finish="error") == "unknown-option"
-    assert rule(TEXT, []) == "no-new-message"
-    assert rule(TEXT, [zoo.said()]) == "assistant-in-new"
-    assert rule([], MORE) == "malformed-message"
-    assert rule([zoo.user()], MORE) == "malformed-message"
-    for message in (7, {"content": "x"}, {"role": 3, "content": "x"}, {"role": "user", "content": 5}):
-        assert rule(TEXT, [message]) == "malformed-message"
+
+def test_what_is_no_message_is_refused() -> None:
+    for message in table("chat")["what is no message"]:
         assert rule_of(CHAT.prompt, [message], None) == "malformed-message"
-    listed = {"function": {"name": "f", "arguments": [1]}}
-    numbered = {"id": 5, "function": {"name": "f", "arguments": {}}}
-    for calls in ("lookup", [7], [{"function": {}}], [listed], [numbered]):
-        assert rule([zoo.user(), {**zoo.said(), "tool_calls": calls}], MORE) == "malformed-message"
-    assert rule(TEXT, [{**zoo.result(), "tool_call_id": 5}]) == "malformed-message"
-    assert rule_of(CHAT.prompt, [], None) == "malformed-message"
-    assert rule_of(CHAT.prompt, "hello", None) == "malformed-message"
+        assert rule_of(CHAT.glue, TEXT, [message], None, **STOPPED) == "malformed-message"
+    for conversation in ([], "hello"):
+        assert rule_of(CHAT.prompt, conversation, None) == "malformed-message"
 
 
 def test_pictures_are_refused_and_text_parts_are_joined() -> None:
@@ -233,9 +146,8 @@ def test_pictures_are_refused_and_text_parts_are_joined() -> None:
     for content in ([picture], [*parts, picture], ["text"], [{"type": "text"}]):
         message = {"role": "user", "content": content}
         assert rule_of(CHAT.prompt, [message], None) == "multimodal-content"
-        arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-        assert rule_of(CHAT.glue, TEXT, [message], None, **arguments) == "multimodal-content"
-        assert rule_of(CHAT.glue, [message, zoo.said()], MORE, None, **arguments) == "multimodal-content"
+        assert rule_of(CHAT.glue, TEXT, [message], None, **STOPPED) == "multimodal-content"
+        assert rule_of(CHAT.glue, [message, zoo.said()], MORE, None, **STOPPED) == "multimodal-content"
     assert CHAT.prompt([{"role": "user", "content": parts}], None) == CHAT.prompt([zoo.user("more still")], None)
 
 
@@ -265,7 +177,7 @@ def test_nothing_but_a_refusal_is_ever_raised(history: list[Any], new: list[Any]
     for call in (
         lambda: CHAT.prompt(history, tools),
         lambda: CHAT.glue([*history, zoo.said()], new, tools, sampled_ids=[STOP], finish_reason=finish),
-        lambda: CHAT.glue(history, new, tools, sampled_ids=[STOP], finish_reason="stop"),
+        lambda: CHAT.glue(history, new, tools, **STOPPED),
     ):
         try:
             ids = call()
@@ -321,7 +233,7 @@ def test_odd_containers_give_the_same_ids_or_a_refusal_also_from_a_warm_cache(da
     outer, inner, ids = data.draw(listed), data.draw(listed), data.draw(numbered)([5, STOP])
     tools, finish = data.draw(tooled), data.draw(st.sampled_from(["stop", "stop", "length", None, 3, ["stop"]]))
     arguments: dict[str, Any] = {"sampled_ids": ids, "finish_reason": finish}
-    CHAT.glue(TEXT, MORE, None, sampled_ids=[STOP], finish_reason="stop")
+    CHAT.glue(TEXT, MORE, None, **STOPPED)
     fast = outcome(lambda: CHAT.glue(outer(history), inner(new), tools, **arguments))
     slow = outcome(lambda: CHAT.reference.encode(FollowUp(outer(history), inner(new), tools, **arguments)).ids.tolist())
     assert fast == slow
@@ -333,7 +245,7 @@ def test_odd_containers_give_the_same_ids_or_a_refusal_also_from_a_warm_cache(da
 
 
 def test_what_is_equal_to_a_plain_message_gives_its_ids() -> None:
-    plain = CHAT.glue(TEXT, MORE, None, sampled_ids=[STOP], finish_reason="stop")
+    plain = CHAT.glue(TEXT, MORE, None, **STOPPED)
     for ids in (np.array([5, STOP]), array("i", [5, STOP]), (5, STOP)):
         history = (Given(zoo.user()), {"role": Role.ASSISTANT, "content": "an answer", "tool_calls": []})
         new = (MappingProxyType({"role": Role.USER, "content": "more"}),)
@@ -357,8 +269,10 @@ def test_templates_may_be_given_as_configs_list_them_and_chosen_by_name() -> Non
     listed = [{"name": name, "template": f"{name}:{zoo.CHATML}"} for name in ("default", "tool_use", "rag")]
     chat = chat_for(zoo.CHATML, chat_template=listed)
     assert chat.decode(chat.prompt([zoo.user()], zoo.TOOLS)).startswith("tool_use:")
+    assert chat.decode(chat.prompt([zoo.user()], None)).startswith("default:")
+    assert chat.source.startswith("tool_use:")
     tokenizer = zoo.tokenizer_for(zoo.CHATML)
-    tokenizer.chat_template = {entry_named["name"]: entry_named["template"] for entry_named in listed}
+    tokenizer.chat_template = {entry["name"]: entry["template"] for entry in listed}
     named = ChatTemplate(tokenizer, chat_template="rag")
     assert named.decode(named.prompt([zoo.user()], None)).startswith("rag:")
 
@@ -423,6 +337,7 @@ def test_ids_are_made_where_none_are_given_and_answer_each_other() -> None:
     for call in history[1]["tool_calls"]:
         del call["id"]
     new = [{"role": "tool", "content": text} for text in ("first ", "second ")]
+    kept = copy.deepcopy((history, new))
     glue = text_of(chat, history, new, "<|im_end|>")
     ids = [
         line.split()[1].removesuffix("<|im_end|>") for line in glue.splitlines() if line.startswith(("first", "second"))
@@ -431,20 +346,11 @@ def test_ids_are_made_where_none_are_given_and_answer_each_other() -> None:
     assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
     prompt = chat.decode(chat.prompt([*history, *new], None))
     assert all(prompt.count(id_) == 2 for id_ in ids)
+    assert (history, new) == kept, "what is given is not changed"
     later = text_of(chat, [zoo.user(), zoo.said(), *history], new, "<|im_end|>")
     assert ids[0] not in later  # another position, another id: also from the cache
     given_ids = [{**message, "tool_call_id": f"abcdefgh{i}"} for i, message in enumerate(new)]
     assert "first abcdefgh0" in text_of(chat, [zoo.user(), zoo.called("a", "b")], given_ids, "<|im_end|>")
-
-
-def test_nothing_given_is_changed() -> None:
-    history = [zoo.user(), zoo.called("k")]
-    del history[1]["tool_calls"][0]["id"]
-    new = [{"role": "tool", "content": "r"}]
-    kept = copy.deepcopy((history, new, zoo.TOOLS))
-    text_of(CHAT, history, new, "<|im_end|>", zoo.TOOLS)
-    CHAT.prompt(history, zoo.TOOLS)
-    assert (history, new, zoo.TOOLS) == kept
 
 
 # --- rendering ------------------------------------------------------------------------------------
@@ -472,13 +378,6 @@ def test_no_tools_is_the_same_as_none() -> None:
     chat = chat_for("{{ 'no tools' if tools is none else 'tools' }}" + zoo.CHATML)
     assert chat.prompt([zoo.user()], []) == chat.prompt([zoo.user()], None)
     assert chat.decode(chat.prompt([zoo.user()], ())).startswith("no tools")
-
-
-def test_a_tokenizer_may_have_one_template_for_tools_and_one_without() -> None:
-    chat = chat_for(zoo.CHATML, chat_template={"default": zoo.CHATML, "tool_use": "T" + zoo.CHATML})
-    assert chat.decode(chat.prompt([zoo.user()], zoo.TOOLS)).startswith("T<|im_start|>")
-    assert chat.decode(chat.prompt([zoo.user()], None)).startswith("<|im_start|>")
-    assert chat.source == "T" + zoo.CHATML
 
 
 def test_the_clock_is_given_and_a_date_in_the_glue_is_not_kept() -> None:
@@ -511,39 +410,35 @@ def test_split_opens_a_new_stream_where_a_user_speaks_and_nowhere_else() -> None
 
 def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     chat = ChatTemplate(TOKENIZER)
-    arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-    rendered, served, again = (chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) for _ in range(3))
+    rendered, served, again = (chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) for _ in range(3))
     assert rendered.entry is None
     assert served.entry is not None
     assert served.entry is again.entry
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is not None
-    assert chat.audit(FollowUp(TEXT, MORE, None, **arguments), served) is None
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is not None
+    assert chat.audit(FollowUp(TEXT, MORE, None, **STOPPED), served) is None
     assert not chat.audit_failures
     wrong = replace(served, ids=array("i", [*served.ids, 7]))
     with caplog.at_level(logging.WARNING):
-        mismatch = chat.audit(FollowUp(TEXT, MORE, None, **arguments), wrong)
+        mismatch = chat.audit(FollowUp(TEXT, MORE, None, **STOPPED), wrong)
     assert mismatch is not None
     assert mismatch.entry is served.entry
     assert mismatch.rule == "glue-mismatch"
     assert len(chat.audit_failures) == 1
     assert "audit failed" in caplog.text
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is None
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) == served
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)).entry is None
-    refused = ChatTemplate(TOKENIZER).audit(FollowUp(TEXT, [], None, **arguments), served)
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is None
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) == served
+    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is None
+    refused = ChatTemplate(TOKENIZER).audit(FollowUp(TEXT, [], None, **STOPPED), served)
     assert refused is not None
     assert "no-new-message" in str(refused)
 
 
 def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
-    for entry in (CacheEntry(), CacheEntry()):
-        assert [use for use in range(1, 200) if entry.audit_due(AUDIT_TOKENS)] == [1, 2, 64, 128, 192]
-
-
-def test_long_streams_are_audited_more_rarely_in_proportion_and_short_ones_always() -> None:
-    entry = CacheEntry()
-    audited = [use for use in range(1, 7 * AUDIT_EVERY) if entry.audit_due(3 * AUDIT_TOKENS)]
-    assert audited == [1, 2, 3 * AUDIT_EVERY, 6 * AUDIT_EVERY]  # the first uses, whatever it takes
+    """Of long streams more rarely, in proportion; of short ones always."""
+    for length, last in ((1, 199), (3, 7 * AUDIT_EVERY - 1)):
+        for entry in (CacheEntry(), CacheEntry()):
+            audited = [use for use in range(1, last + 1) if entry.audit_due(length * AUDIT_TOKENS)]
+            assert audited == [1, 2, *range(length * AUDIT_EVERY, last + 1, length * AUDIT_EVERY)]
 
 
 def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,10 +446,9 @@ def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPa
     encoded: list[str] = []
     encode = MarkerEncoder.encode
     monkeypatch.setattr(MarkerEncoder, "encode", lambda self, text: encoded.append(text) or encode(self, text))
-    arguments: dict[str, Any] = {"sampled_ids": [STOP], "finish_reason": "stop"}
-    results = [chat.encode_here(FollowUp(TEXT, MORE, None, **arguments)) for _ in range(3)]
+    results = [chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) for _ in range(3)]
     encoded.clear()
-    again = chat.encode_here(FollowUp(TEXT, MORE, None, **arguments))
+    again = chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED))
     assert encoded == []
     again.ids.append(0)  # what was handed out is the caller's own
-    assert [*results, chat.encode_here(FollowUp(TEXT, MORE, None, **arguments))] == [results[0]] * 4
+    assert [*results, chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED))] == [results[0]] * 4
