@@ -72,7 +72,7 @@ plain_calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), plai
 @pytest.mark.parametrize(("name", "render"), [("kimi", kimi), ("nemotron", nemotron)])
 def test_formats_of_the_renderers_package_conform(name: str, render: Any) -> None:
     pytest.importorskip("renderers")
-    from tests.unit.chat.formats.test_formats import oracle_tokenizer
+    from tests.unit.chat.formats.test_through_renderers import oracle_tokenizer
 
     check_tool_format(name, render, tokenizer=oracle_tokenizer(), calls=plain_calls, examples=30)
 
