@@ -154,7 +154,9 @@ COMPACTED = agent(
     ],
 )
 ASKING = agent(LOOKS, tools={"ask": {"agent": agent(LOOKS, agent="helper"), "pictures": 2, "timeout": 150.0}})
-CROP = '<tool_call>\n{"name": "crop", "arguments": {"step": %d}}\n</tool_call>'
+CROP, SHOW = (
+    f'<tool_call>\n{{"name": "{name}", "arguments": {{"step": %d}}}}\n</tool_call>' for name in ("crop", "show")
+)
 
 
 class Run:
@@ -191,6 +193,16 @@ def prompt_of(said: list[list[str | int]]) -> Prompt:
     return Prompt(prompt_id="p", messages=({"role": "user", "content": "Look."},), then=said)
 
 
+def all_whole(stream: Stream, eye: Any, placeholder: str) -> None:
+    """Hold each picture of a stream to what the processor makes of it; no other ids stand for one."""
+    ids, inside = stream.tokens.ids.tolist(), 0
+    for span in stream.media:
+        alone = eye(text=[placeholder], images=[span.picture.image()], add_special_tokens=False)
+        assert ids[span.start : span.end] == list(alone["input_ids"][0])
+        inside += ids[span.start : span.end].count(eye.image_token_id)
+    assert ids.count(eye.image_token_id) == inside
+
+
 def held(run: Run, trajectory: Trajectory) -> list[StoredPicture]:
     """Hold each stream of a trajectory to the processor, the template, the engine's log and the batch.
 
@@ -203,11 +215,7 @@ def held(run: Run, trajectory: Trajectory) -> list[StoredPicture]:
         assert [span.picture for span in media] == [
             part["image"] for message in stream.messages[: stream.glued] for part in media_of(message)
         ]
-        for span in media:
-            alone = eye(text=[run.placeholder], images=[span.picture.image()], add_special_tokens=False)
-            assert ids[span.start : span.end].tolist() == list(alone["input_ids"][0])
-        inside = sum(ids[span.start : span.end].count(eye.image_token_id) for span in media)
-        assert ids.count(eye.image_token_id) == inside
+        all_whole(stream, eye, run.placeholder)
         # 2. Cut at its spans, it is what the template writes, with a mark for each picture.
         (its,) = [found for found in run.scheduler.agents.all if found.graph.agent == trajectory.agent]
         tools = [tool.schema for tool in its.toolbox.tools_of(stream.context).values()] or None
@@ -277,8 +285,7 @@ Plan = list[tuple[str, list[str | int]]]
 
 def in_turns(plan: Plan, folder: Path, family: str) -> tuple[Run, Prompt]:
     """Return a run whose model calls the tool or speaks to the user, as planned, and the prompt for that."""
-    calls = '<tool_call>\n{"name": "show", "arguments": {"step": %d}}\n</tool_call>'
-    script = [calls % step if source == "tool" else "It is so." for step, (source, _) in enumerate(plan)]
+    script = [SHOW % step if source == "tool" else "It is so." for step, (source, _) in enumerate(plan)]
     first: Any = {"role": "user", "content": content(["Look", 5, "."])}
     prompt = Prompt(prompt_id="p", messages=(first,), then=[list(each) for each in plan])
     return Run(family, [*script, "It is so."], folder / "journal.sqlite", IN_TURNS), prompt
@@ -313,19 +320,26 @@ def helped(request: Request) -> str:
     return said[request.turn]
 
 
+ALONE = [["look", 1], [2, "and", 1], ["or", 3, 3], [4]]
+PLAN: Plan = [("tool", ["see", 1]), ("user", [2, "and", 1]), ("tool", [3])]
+
+
 @pytest.mark.parametrize(
-    ("graph", "script", "shown"),
+    ("graph", "script", "then", "shown"),
     [
-        (COMPACTED, [CROP % 0, CROP % 1, "It is so."], {"p/0": [[5], [5, 10], [5, 11]]}),
-        (ASKING, helped, {"p/0": [[5, 11, 12]], "p/0/ask.1": [[10, 11, 12]]}),
+        (GRAPH, ["It is so."] * 5, ALONE, {"p/0": [[5, 1, 2, 1, 3, 3, 4]]}),
+        (IN_TURNS, [SHOW % 0, "It is so.", SHOW % 2, "It is so."], PLAN, {"p/0": [[5, 1, 2, 1, 3]]}),
+        (COMPACTED, [CROP % 0, CROP % 1, "It is so."], (), {"p/0": [[5], [5, 10], [5, 11]]}),
+        (ASKING, helped, (), {"p/0": [[5, 11, 12]], "p/0/ask.1": [[10, 11, 12]]}),
     ],
-    ids=["compaction", "a sub-agent"],
+    ids=["a handler", "tools and users", "compaction", "a sub-agent"],
 )
 @pytest.mark.parametrize("family", WITH_TOOLS)
-def test_what_compaction_and_sub_agents_show_is_the_same_when_it_goes_on_and_when_it_is_replayed(
-    family: str, graph: AgentGraph, script: Any, shown: dict[str, list[list[int]]], tmp_path: Path
+def test_what_is_shown_is_the_same_when_a_run_goes_on_and_when_it_is_replayed(
+    family: str, graph: AgentGraph, script: Any, then: Any, shown: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
-    prompt = Prompt(prompt_id="p", messages=({"role": "user", "content": content(["Look", 5, "."])},))
+    first: Any = {"role": "user", "content": content(["Look", 5, "."])}
+    prompt = Prompt(prompt_id="p", messages=(first,), then=[list(each) for each in then])
 
     def all_of(trajectories: list[Trajectory], run: Run) -> dict[str, Any]:
         run.journal.close()
@@ -370,41 +384,6 @@ def test_what_compaction_and_sub_agents_show_is_the_same_when_it_goes_on_and_whe
             assert family != "gemma3_with_tools" or "another picture than in" in str(trajectories[0].detail)
 
 
-def test_a_run_with_tools_and_users_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:
-    plan: Plan = [("tool", ["see", 1]), ("user", [2, "and", 1]), ("tool", [3])]
-    run, prompt = in_turns(plan, tmp_path / "whole", "gemma3_with_tools")
-    whole = run_virtual(run.go(prompt))
-    longest = max(len(events_of(tmp_path / "whole", t.trajectory_id)) for t in whole)
-    for kept in range(2, longest):
-        folder = tmp_path / str(kept)
-        again, _ = in_turns(plan, folder, "gemma3_with_tools")
-        histories = {t.trajectory_id: events_of(tmp_path / "whole", t.trajectory_id)[:kept] for t in whole}
-        for trajectory_id, history in histories.items():
-            for event in history:
-                again.journal.append(trajectory_id, event)
-        resumed = run_virtual(again.go(prompt, resume=[Trajectory.fold(history) for history in histories.values()]))
-        assert [(stream.tokens, stream.media) for t in resumed for stream in t.streams] == [
-            (stream.tokens, stream.media) for t in whole for stream in t.streams
-        ], kept
-
-
-def test_a_run_that_was_cut_off_shows_the_same_when_it_goes_on(tmp_path: Path) -> None:
-    said: list[list[str | int]] = [["look", 1], [2, "and", 1], ["or", 3, 3], [4]]
-    whole = run_virtual(Run("gemma3", ["It is so."] * 9, tmp_path / "whole" / "journal.sqlite").go(prompt_of(said)))
-    for kept in range(3, 12):
-        folder = tmp_path / str(kept)
-        histories = {t.trajectory_id: events_of(tmp_path / "whole", t.trajectory_id)[:kept] for t in whole}
-        run = Run("gemma3", ["It is so."] * 9, folder / "journal.sqlite")
-        for trajectory_id, history in histories.items():
-            for event in history:
-                run.journal.append(trajectory_id, event)
-        unfinished = [Trajectory.fold(history) for history in histories.values()]
-        again = run_virtual(run.go(prompt_of(said), resume=unfinished))
-        assert [(stream.tokens, stream.media) for trajectory in again for stream in trajectory.streams] == [
-            (stream.tokens, stream.media) for trajectory in whole for stream in trajectory.streams
-        ], kept
-
-
 def test_a_run_is_exported_with_its_pictures_in_openais_form(tmp_path: Path) -> None:
     run = Run("gemma3", ["It is so."] * 9, tmp_path / "journal.sqlite")
     trajectories = run_virtual(run.go(prompt_of([["look", 1], [2, "and", 1]])))
@@ -425,7 +404,7 @@ def test_a_run_is_exported_with_its_pictures_in_openais_form(tmp_path: Path) -> 
 @pytest.mark.parametrize("limit", [LimitName.RESPONSE_TOKENS, LimitName.CONTEXT_TOKENS])
 def test_no_limit_cuts_a_picture_apart(limit: LimitName, tmp_path: Path) -> None:
     """Whatever there is room for, what a stream holds of a picture is all of it; and a cut turn is text."""
-    eye, prompt = processor("gemma3"), prompt_of([["look", 1, 2], [3, "and", 1]])
+    prompt = prompt_of([["look", 1, 2], [3, "and", 1]])
 
     def tokens(most: int | None) -> tuple[Trajectory, Stream]:
         run = Run("gemma3", ["It is so."] * 9, tmp_path / f"{most}.sqlite")
@@ -439,12 +418,7 @@ def test_no_limit_cuts_a_picture_apart(limit: LimitName, tmp_path: Path) -> None
     for most in range(least, whole.tokens.length + 1):
         trajectory, stream = tokens(most)
         assert trajectory.stop_reason in ("answered", f"limit:{limit}", "truncated"), trajectory.detail
-        ids = stream.tokens.ids.tolist()
-        for span in stream.media:
-            alone = eye(text=[PLACEHOLDERS["gemma3"]], images=[span.picture.image()], add_special_tokens=False)
-            assert ids[span.start : span.end] == list(alone["input_ids"][0])
-        inside = sum(ids[span.start : span.end].count(eye.image_token_id) for span in stream.media)
-        assert ids.count(eye.image_token_id) == inside
+        all_whole(stream, processor("gemma3"), PLACEHOLDERS["gemma3"])
         shown.add(len(stream.media))
     assert shown == {0, 2, 4}, "each message's pictures come together or not at all"
 
@@ -471,12 +445,6 @@ def test_a_picture_that_is_shown_in_every_turn_is_decoded_processed_and_kept_onc
     written = [sent.prompt(request.ids, request.media).get("image_data", []) for request in run.asked]
     assert len({id(address) for addresses in written for address in addresses}) == 1, "encoded once"
     assert sum(len(pack_requests([request], contexts)) for request in run.asked) < 5 * len(large.data), "of 1,760"
-
-
-def events_of(folder: Path, trajectory_id: str) -> Any:
-    from fsm_rollout.trajectory.journal import events
-
-    return events(folder, trajectory_id)
 
 
 @pytest.mark.parametrize("before", ["", "I see "])
