@@ -26,6 +26,10 @@ EOS = tokenizer().eos_token_id
 TIMES = PoolTimes(start=50, silence=40, ping_every=5, ping=10, order=10, update=20, close=2, backoff=1)
 
 
+NOTICED = TIMES.ping_every + TIMES.ping + 5
+"""Seconds in which a loss is seen, and mended."""
+
+
 def script(request: Request) -> Turn:
     """Say the text after the request's name, in eight seconds."""
     return Turn(text=f"{request.trajectory_id}: {TEXT}", chunks=8, delay=1.0)
@@ -240,3 +244,13 @@ def scripted(*turns: Turn, **options: Any) -> ScriptedEngine:
 def now() -> float:
     """Return the virtual time."""
     return asyncio.get_running_loop().time()
+
+
+def states(client: EngineClient) -> list[str]:
+    """Return where the replicas' lives stand."""
+    return [replica.state for replica in client.pool.replicas]
+
+
+def restarts(client: EngineClient) -> list[int]:
+    """Return how often each replica was started again."""
+    return [replica.restarts for replica in client.pool.replicas]

@@ -65,21 +65,6 @@ async def test_what_a_talking_replica_never_answers_is_tried_at_another(client: 
     assert [replica.restarts for replica in client.pool.replicas] == [0, 0]
 
 
-@pooled(attempts=2)
-async def test_an_engine_that_dies_costs_its_requests_one_try(client: EngineClient, place: Place) -> None:
-    """Asked again it could only fail again, so it is not asked."""
-    asked = soon(client, "a", "b", "c")
-    await asyncio.sleep(2.5)
-    place.last().die()
-    await asyncio.sleep(0.1)
-    fresh = soon(client, "new")
-    for answer in await asked + await fresh:
-        right(answer)
-    lost = client.pool.replicas[0]
-    assert (lost.restarts, lost.moved, lost.cause) == (1, 3, "its process is gone")
-    assert place.asked == [3, 4]
-
-
 @pooled()
 async def test_all_tokens_but_the_last_word_are_enough(client: EngineClient, place: Place) -> None:
     """The last tokens came, the replica died, and no other one has to sample anything."""
@@ -153,12 +138,6 @@ def test_what_fails_by_itself_is_tried_again_if_it_may(attempts: int, again: boo
     assert (str(pending.error), times) == ("Overload: full", tries)
     assert pending.error is not None
     assert pending.error.kind == "Overload"
-
-
-@pooled(turns=[Turn(text="a", error="ValueError: no", fails=2)], attempts=1)
-async def test_a_request_that_is_asked_anew_has_all_its_tries_again(client: EngineClient, place: Place) -> None:
-    errors = [str((await answers(client, "a"))[0].error) for _ in range(3)]
-    assert errors == ["ValueError: no", "ValueError: no", "None"]
 
 
 @pooled(engine={"max_context": 4})

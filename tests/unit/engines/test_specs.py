@@ -14,7 +14,6 @@ from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.specs import faults
-from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.cases import cases, table
@@ -47,13 +46,6 @@ def test_a_script_stands_in_the_spec_or_in_a_file(tmp_path: Path):
         {"script": "by_context.json"},
     ):
         assert said(spec, tmp_path) == "The answer is 7."
-
-
-def test_the_embedded_model_is_the_default():
-    pool = build_engine({"kind": "transformers", "max_running": 3, "max_context": 128}, Path.cwd())
-    assert isinstance(pool.replicas[0].engine, TransformersEngine)
-    assert pool.facts.max_context == 128
-    asyncio.run(pool.aclose())
 
 
 def test_a_key_that_is_null_is_not_there(tmp_path: Path):

@@ -14,7 +14,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.engines.stop_strings import StopStrings
 from fsm_rollout.trajectory.tokens import Note, NoteKind, as_ids, as_logprobs
 from tests.embedded import encoded, tokenizer
-from tests.unit.engines.kit import EOS, ask, run
+from tests.unit.engines.kit import ask, run
 
 texts = st.text(st.sampled_from("ab</ \n\u00e9\u20ac\U0001f600"), min_size=1, max_size=30)
 strings = st.lists(
@@ -78,16 +78,5 @@ def test_an_engine_that_goes_on_is_told_to_end() -> None:
         assert (pending.finish_reason, pending.error) == ("stop", None)
         await asyncio.sleep(1)  # in virtual time, before its next piece
         assert [line.what.finish_reason for line in engine.log if isinstance(line.what, Chunk)][-1] == "abort"
-
-    run(engine, body)
-
-
-def test_a_stop_token_still_ends_a_turn() -> None:
-    engine = ScriptedEngine(["one two"], tokenizer=tokenizer())
-
-    async def body(client: EngineClient) -> None:
-        pending = client.submit(ask("r", stop=("STOP",)))
-        await pending.done.wait()
-        assert (pending.finish_reason, pending.ids[-1]) == ("stop", EOS)
 
     run(engine, body)

@@ -156,11 +156,6 @@ def test_whatever_changes_in_a_tensor_changes_its_digest(
     assert (of(values.view(kind)) == of(before.view(kind))) is same
 
 
-def test_of_a_mapping_it_is_found_before_anything_begins() -> None:
-    with pytest.raises(EngineError, match="new weight 'w3' is not finite"):
-        Tensors(ones(5, 3)).check()
-
-
 def test_one_that_fails_does_not_stop_the_others_and_one_with_a_part_is_asked_again() -> None:
     takers = Taker(), Taker(fails={2: ReplicaLost("gone")}), Taker(fails={3: HalfLoaded("others left")})
     whole, lost, again = deliver(Tensors(ones(5), bucket_bytes=16), *takers)
@@ -168,13 +163,6 @@ def test_one_that_fails_does_not_stop_the_others_and_one_with_a_part_is_asked_ag
     assert [taker.versions for taker in takers] == [[7], [], [7]]
     assert [taker.buckets for taker in takers] == [5, 2, 3 + 5]
     assert takers[2].tensors.keys() == ones(5).keys()
-
-
-def test_one_that_fails_twice_has_a_part_and_pairs_cannot_be_read_twice() -> None:
-    twice = Taker(fails={3: HalfLoaded("others left"), 5: HalfLoaded("again")})
-    assert str(deliver(Tensors(ones(5), bucket_bytes=16), twice)[0]) == "again"
-    once = Taker(fails={3: HalfLoaded("others left")})
-    assert str(deliver(Tensors(iter(ones(5).items()), bucket_bytes=16), once)[0]) == "others left"
 
 
 def test_asked_again_they_are_the_same_or_gone() -> None:

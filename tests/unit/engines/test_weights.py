@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsm_rollout.engines import weights as weights_module
-from fsm_rollout.engines.weights import check_finite, check_folder, check_shapes, check_weights_there, shapes_in
+from fsm_rollout.engines.weights import check_finite, check_folder, check_weights_there, shapes_in
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 
@@ -48,17 +48,6 @@ def test_what_cannot_be_infinite_is_fine(fine: torch.Tensor):
 def test_the_largest_numbers_are_numbers():
     """Their sum is none."""
     check_finite({"a": torch.full((100,), torch.finfo(torch.float16).max, dtype=torch.float16)})
-
-
-def test_weights_are_checked_by_name_and_shape() -> None:
-    check_shapes({"a": torch.zeros(2, 3)}, {"a": [2, 3]})
-    check_shapes({"a": torch.zeros(2)}, {})  # nobody knows what the model has
-    with pytest.raises(EngineError, match="'ab', which the model does not have; "):
-        check_shapes({"ab": torch.zeros(1)}, {"abc": [1]})
-    with pytest.raises(EngineError, match=r"has shape \[2\], the model's has \[3\]"):
-        check_shapes({"a": torch.zeros(2)}, {"a": [3]})
-    with pytest.raises(EngineError, match="'a' is a list; weights are torch tensors by name"):
-        check_finite({"a": [0.0]})
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
