@@ -47,6 +47,28 @@ class PairedRollout:
         await self.scheduler.drop_carried()
 
 
+def another(of: Scheduler, heard: Counter[str], alive: Callable[[], bool]) -> Scheduler:
+    """Return a scheduler like ``of``, whose listeners hear from those that are alive each event once."""
+    scheduler = Scheduler(
+        {name: agent.graph for name, agent in of.agents.by_name.items()},
+        OneEngine(of.clients[POLICY].pool, chats=of.clients[POLICY].chats),
+        seed=of.starter.seed, concurrency=of.concurrency, sampling=of.sampling, failures=of.failures,
+    )  # fmt: skip
+    scheduler.scoring.reward = of.scoring.reward
+    known: Counter[str] = Counter()
+
+    def listen(trajectory: Trajectory, event: AnyEvent) -> None:
+        name = trajectory.trajectory_id
+        known[name] += 1
+        if alive() and known[name] > heard[name]:  # else another has told it
+            heard[name] += 1
+            for listener in of.recorder.listeners:
+                listener(trajectory, event)
+
+    scheduler.recorder.listeners = (listen,)
+    return scheduler
+
+
 class PairedShards(Shards):
     """Shards on one event loop: each is a scheduler like ``of``, and shares nothing with the others but the engine.
 
@@ -55,7 +77,7 @@ class PairedShards(Shards):
 
     def __init__(self, of: Scheduler, count: int, prepare: Callable[[RunAgents], object]) -> None:
         self._of, self._prepare = of, prepare
-        self._listeners, self._heard = of.recorder.listeners, Counter[str]()
+        self._heard = Counter[str]()
         self.paired: list[Shard] = []
         self.lives: set[asyncio.Task[None]] = set()
         super().__init__(count, self._connect, lambda place: b"")
@@ -64,25 +86,8 @@ class PairedShards(Shards):
         return self._started(place)
 
     def _connect(self, setup: bytes) -> Started:
-        of = self._of
         ours, theirs = PairedLink.pair()
-        scheduler = Scheduler(
-            {name: agent.graph for name, agent in of.agents.by_name.items()},
-            OneEngine(of.clients[POLICY].pool, chats=of.clients[POLICY].chats),
-            seed=of.starter.seed, concurrency=of.concurrency, sampling=of.sampling, failures=of.failures,
-        )  # fmt: skip
-        scheduler.scoring.reward = of.scoring.reward
-        known: Counter[str] = Counter()
-
-        def listen(trajectory: Trajectory, event: AnyEvent) -> None:
-            name = trajectory.trajectory_id
-            known[name] += 1
-            if theirs.open and known[name] > self._heard[name]:  # else another has told it
-                self._heard[name] += 1
-                for listener in self._listeners:
-                    listener(trajectory, event)
-
-        scheduler.recorder.listeners = (listen,)
+        scheduler = another(self._of, self._heard, lambda: theirs.open)
         self._prepare(scheduler.agents)
         shard = Shard(theirs, PairedRollout(scheduler), self.count)  # type: ignore[arg-type]
         self.paired.append(shard)

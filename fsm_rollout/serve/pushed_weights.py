@@ -45,17 +45,17 @@ class WeightRecord(msgspec.Struct):
     """What was in the folder: names, sizes, times of change."""
 
     @classmethod
-    def of_folder(cls, means: str, folder: str, version: int) -> WeightRecord:
+    def of_folder(cls, means: str, folder: str) -> WeightRecord:
         """Return what is to be kept of a folder's weights."""
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
-        return cls(version, means, folder, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+        return cls(0, means, folder, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
     def why_gone(self) -> str:
         """Return why the weights cannot be loaded again from here; empty: they can."""
         if not self.folder:
             return f"they came as {self.means}, which the service keeps no copy of"
-        if self.files != WeightRecord.of_folder(self.means, self.folder, self.version).files:
+        if self.files != WeightRecord.of_folder(self.means, self.folder).files:
             return f"'{self.folder}' has changed since, or is there no more; give each version a folder of its own"
         return ""
 
@@ -77,7 +77,7 @@ class WeightUpdates:
         why = next(filter(None, (record.why_gone() for record in self.records)), "")
         try:
             for record in self.records if not why else ():
-                await self._load(record)
+                await self._load(record, record.version)
         except EngineError as error:
             why = str(error)
         if why:
@@ -87,15 +87,15 @@ class WeightUpdates:
             )
             logger.warning(self.missing)
 
-    async def _load(self, record: WeightRecord) -> int:
+    async def _load(self, record: WeightRecord, version: int | None) -> None:
         weights = Adapter(record.folder) if record.means == "adapter" else record.folder
-        return await self.rollout.aupdate_weights(weights, record.version)
+        record.version = await self.rollout.aupdate_weights(weights, version)
 
     async def load(self, means: str, folder: str, version: int | None) -> int:
         """Load what is in a folder."""
         self._check_free()
-        record = WeightRecord.of_folder(means, folder, self._coming(version))
-        await self._load(record)
+        record = WeightRecord.of_folder(means, folder)
+        await self._load(record, version)
         return self._pushed(record)
 
     def _coming(self, version: int | None) -> int:

@@ -6,9 +6,10 @@ every time, and a thousand hours take no time. When no event can ever come, :cla
 what goes on for ever is :class:`Endless`.
 
 Work outside the loop has no virtual duration. For a thread (``asyncio.to_thread``) and within ``with loop.external():``
-the clock stands until it is done. While a process that asyncio started runs, or a connection is open, each jump takes
-as long as real time would, so an answer comes before the timeout that waits for it; what is silent for too long
-(``patience``, :data:`CONNECTION_SECONDS`) is not waited for any longer. What is slower belongs into ``external()``.
+the clock stands until it is done. While a process that asyncio started runs, or a connection is open whose other end is
+not on this loop, each jump takes as long as real time would, so an answer comes before the timeout that waits for it;
+what is silent for too long (``patience``, :data:`CONNECTION_SECONDS`) is not waited for any longer. What is slower
+belongs into ``external()``.
 """
 
 from __future__ import annotations
@@ -256,8 +257,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Give processes and connections the time until the next timer to say something."""
         if any(map(_runs, self._processes)):
             patience = self._patience
-        elif any(fd not in self._own and not _is_server(fd) for fd in self._selects.get_map()):
+        elif connections := [ends for fd in self._selects.get_map() if fd not in self._own and (ends := _ends(fd))]:
             patience = min(self._patience, CONNECTION_SECONDS)
+            if self._scheduled and not {there for _, there in connections} - {here for here, _ in connections}:
+                return []  # with itself: what one end has sent is with the other by now
         else:
             return []
         seconds = patience  # with no timer there is nothing else that could happen
@@ -289,13 +292,15 @@ def _runs(process: asyncio.SubprocessTransport) -> bool:
     return process.get_returncode() is None
 
 
-def _is_server(file: FileDescriptorLike) -> bool:
-    """Whether a descriptor only waits for connections to come: nothing is owed to anybody there."""
+def _ends(file: FileDescriptorLike) -> tuple[object, object] | None:
+    """Return the addresses of a descriptor's two ends; ``None``: it only waits for connections, and owes nothing."""
     try:
         with socket.socket(fileno=os.dup(file if isinstance(file, int) else file.fileno())) as seen:
-            return bool(seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            if seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            return seen.getsockname(), seen.getpeername() or "unnamed"
     except OSError:  # a pipe
-        return False
+        return file, "unknown"
 
 
 def run_virtual(

@@ -245,13 +245,28 @@ class Rests(VirtualTimeLoop):
         return super()._rest(seconds if self.really else 0.0)
 
 
-def test_a_server_that_only_listens_stops_time_for_no_moment():
-    async def main() -> None:
-        async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0):
+def test_a_server_stops_time_for_no_moment_while_it_only_listens_or_speaks_with_its_own_loop():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(30):
+            writer.write((await reader.read(1)).upper())
+        await reader.read()
+        writer.close()
+
+    async def main() -> bytes:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             await asyncio.sleep(3600)
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            await asyncio.sleep(20)
+            writer.write(b"a")
+            async with asyncio.timeout(1):
+                answered = await reader.read(1)
+            await asyncio.sleep(3600)
+            writer.close()
+            await writer.wait_closed()
+            return answered
 
     loop = Rests()
-    run_virtual(main(), loop=loop)
+    assert run_virtual(main(), loop=loop) == b"A"
     assert loop.rests == []
 
 
