@@ -97,7 +97,9 @@ class BoundTool(ABC):
     silence = ""  # what to say to its developer where it returns nothing; empty: nothing
     runs_here = False  # whether its code runs in this process, and could end it
     in_thread = False  # whether its calls occupy a thread
+    on_ray = False  # whether they go to a Ray cluster
     slots: int | None = None  # how many of its calls run at once where it has no `concurrency`; `None`: any number
+    server: Any = None  # what brings it, where that brings several; has `close`, for what trajectories share
     # What keeps a trajectory's state between its calls: those of one holder run in the order in which they were made.
     holder: Holder | None = None
     snapshots = False  # whether that state is kept in the journal after each call, and restored from it
@@ -149,7 +151,7 @@ class BoundTool(ABC):
 
     def _runs(self, function: Function) -> None:
         """Note where calls of ``function`` run, how many at once by default, and whether it prints."""
-        self.runs_here = self.spec.placement == "local"
+        self.runs_here, self.on_ray = self.spec.placement == "local", self.spec.placement == "ray"
         if "print" in getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ()):
             self.silence = "returned None; did you mean to return what it prints?"
         if self.spec.placement == "process":
@@ -179,7 +181,7 @@ class FunctionTool(BoundTool):
 
     def read(self, arguments: Mapping[str, object]) -> Arguments:
         """Return them as the tool takes them; elsewhere they are read once more, as the model wrote them."""
-        read = super().read(arguments)
+        read = self.parameters.read(arguments)
         return read if self.spec.placement == "local" else dict(arguments)
 
     def check(self, tools_kwargs: Mapping[str, object]) -> None:

@@ -25,17 +25,7 @@ from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.errors import BadArguments, ChatTemplateError, PictureError, ToolError, did_you_mean
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.base import AgentAnswer, ToolContext, ToolResult
-from fsm_rollout.tools.bound_tools import (
-    BoundTool,
-    ClassTool,
-    FunctionTool,
-    Holder,
-    NotReady,
-    ReportedFailure,
-    RunAgent,
-    ToolsKwargs,
-    bind_all,
-)
+from fsm_rollout.tools.bound_tools import BoundTool, Holder, NotReady, ReportedFailure, RunAgent, ToolsKwargs, bind_all
 from fsm_rollout.tools.bounded_call import Expired, NoSlot, RaisedElsewhere, Slots, ToolDied, bounded
 from fsm_rollout.tools.schema import Schema
 from fsm_rollout.tools.tool_messages import GO_ON, Tokenizer, Unshowable, described, error_text, truncate
@@ -72,17 +62,17 @@ class Toolbox:
         self._agent = agent
         # The tools of each entry of the agent's `tools`, by name.
         self._entries = {name: bind_all(name, spec) for name, spec in agent.tools.items()}
-        self._tools: dict[str, BoundTool] = {}
+        named: dict[str, BoundTool] = {}
         for entry, tools in self._entries.items():
-            if twice := [name for name in tools if name in self._tools]:
+            if twice := [name for name in tools if name in named]:
                 raise ToolError(
                     f"tool '{entry}': there is another tool called '{twice[0]}'; choose by `allow`, or rename the other"
                 )
-            self._tools |= tools
-        self._schemas: dict[str, tuple[Schema, ...]] = {}
-        self._by_context: dict[str, Mapping[str, BoundTool]] = {}
+            named |= tools
+        self._have(named)
+        # What brings several tools, to be closed with them.
+        self._servers = dict.fromkeys(tool.server for tool in named.values() if tool.server is not None)
         self.share = 1  # among how many processes the slots of a tool are shared; each has one at least
-        self._needs_nothing = False  # whether it is known that a prompt may give no `tools_kwargs`
         # How often a call is made that fails through no fault of the model's, where its tool has no `retry`; and the
         # seconds before its second try, at most.
         self.attempts, self.first_pause = 1, FIRST_PAUSE
@@ -91,10 +81,14 @@ class Toolbox:
 
     def replace(self, make: Callable[[BoundTool], BoundTool]) -> None:
         """Put another tool in the place of each, before any session: simulations draw what tools return."""
-        self._tools = {name: make(tool) for name, tool in self._tools.items()}
-        self._schemas.clear()
-        self._by_context.clear()
-        self._needs_nothing = False
+        self._have({name: make(tool) for name, tool in self._tools.items()})
+
+    def _have(self, tools: Mapping[str, BoundTool]) -> None:
+        self._tools = tools
+        self._on_ray = any(tool.on_ray for tool in tools.values())
+        self._schemas: dict[str, tuple[Schema, ...]] = {}
+        self._by_context: dict[str, Mapping[str, BoundTool]] = {}
+        self._needs_nothing = False  # whether it is known that a prompt may give no `tools_kwargs`
 
     def schemas(self, context: str) -> tuple[Schema, ...]:
         """Return the schemas shown in a context; the same object each time, to be used as a cache key."""
@@ -112,12 +106,6 @@ class Toolbox:
     def tool(self, name: str) -> BoundTool | None:
         """Return the tool that a model calls ``name``, if there is one."""
         return self._tools.get(name)
-
-    @property
-    def _servers(self) -> list[Any]:
-        """The entries that bring several tools."""
-        servers = (getattr(next(iter(tools.values())), "server", None) for tools in self._entries.values())
-        return [server for server in servers if server is not None]
 
     async def close(self) -> None:
         """Close what trajectories shared; a later call opens it again."""
@@ -143,7 +131,7 @@ class Toolbox:
 
     async def prepare(self) -> None:
         """Connect to what tools run on. Await it before the first call, whose timeout does not include it."""
-        if any(isinstance(t, FunctionTool | ClassTool) and t.spec.placement == "ray" for t in self._tools.values()):
+        if self._on_ray:
             from fsm_rollout.tools.placement import prepare_ray  # Ray: only for those who ask for it
 
             await prepare_ray()
