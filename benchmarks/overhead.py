@@ -16,8 +16,7 @@ proof, the chat template, the first of each glue) is paid in a warm-up, on both 
 
 ``us_cpu_per_gen`` is the CPU time of all threads and shards per generation, from the prompts to the padded batch. With
 shards, ``us_cpu_of_run`` is the part of the driver, which makes the batch, and ``us_cpu_of_worker`` that of the busiest
-shard: where there are cores enough, the larger of them bounds the rate. ``us_cpu_of_batch`` is that of the batch, and
-``us_kernel_of_batch`` what of it the kernel takes, to have the memory.
+shard: where there are cores enough, the larger of them bounds the rate. ``us_cpu_of_batch`` is that of the batch.
 ``us_cpu_per_turn`` leaves out the first turn (the prompt's own encoding) and the batch. ``batch_ms`` is the wall time
 of the batch alone. Of ``--mode ray`` only the wall time is told: actors are not processes of this one.
 ``kb_per_trajectory`` is what one trajectory holds in resident memory while all of them wait for their second turn,
@@ -141,11 +140,6 @@ def cpu_seconds() -> float:
     return time.process_time() + sum(worker_seconds())
 
 
-def own_seconds() -> tuple[float, float]:
-    """Return the CPU time of this process alone, and how much of it the kernel has taken."""
-    return time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime
-
-
 def worker_seconds() -> list[float]:
     """Return the CPU time of each worker."""
     ticks = []
@@ -239,7 +233,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     from fsm_rollout.trajectory.journal import Journal
 
     engine = InstantEngine(work, options.delay)
-    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0, batch=(0.0, 0.0))
+    marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0, batch_cpu=0.0)
     if options.turns and options.workers == 1 and options.mode == "worker":
         # A gate before the second turn, where every trajectory waits.
         engine.gate, engine.expected = 1, len(prompts)
@@ -268,9 +262,9 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     make = rollout.batch
 
     def batch_of(*groups: Any, **widths: Any) -> Any:
-        began = own_seconds()
+        began = time.process_time()
         made = make(*groups, **widths)
-        marks.batch = tuple(now - then for now, then in zip(own_seconds(), began, strict=True))
+        marks.batch_cpu = time.process_time() - began
         return made
 
     rollout.batch = batch_of  # type: ignore[method-assign]
@@ -312,8 +306,7 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         "us_wall_per_gen": round(1e6 * wall / generations, 1),
         "us_cpu_per_gen": round(1e6 * cpu / generations, 1) if placement == "local" else None,
         "us_cpu_of_run": round(1e6 * own_cpu / generations, 1) if worker_cpu else None,
-        "us_cpu_of_batch": round(1e6 * marks.batch[0] / generations, 1),
-        "us_kernel_of_batch": round(1e6 * marks.batch[1] / generations, 1),
+        "us_cpu_of_batch": round(1e6 * marks.batch_cpu / generations, 1),
         "us_cpu_of_worker": round(1e6 * max(worker_cpu) / generations, 1) if worker_cpu else None,
         "us_cpu_per_turn": round(1e6 * (ran - marks.cpu) / (len(prompts) * options.turns), 1) if marks.cpu else None,
         "batch_ms": None if shards else round(batch_ms, 1),

@@ -3,7 +3,6 @@
     python benchmarks/scale.py                           # two shards beside one process
     python benchmarks/scale.py --n 512 --reps 1          # a quick look
     python benchmarks/scale.py --shards 2 4 8            # more of them, as many as there are cores for
-    python benchmarks/scale.py --keep-memory             # by processes that keep the memory that they have freed
     python benchmarks/scale.py --many 64 --reps 1        # the driver of 64 shards, 256 trajectories in each
     python benchmarks/scale.py --long 100000             # how late the loop is with 4,096 prompts of 100,000 tokens
 
@@ -12,10 +11,6 @@ are idle. ``ratio by CPU`` is what as many idle cores as shards would give: the 
 busiest core, which the shards share with the driver, and behind it of the driver alone, which makes the batch.
 ``driver`` is its CPU time per generation, from the prompts to the padded batch, and without the batch, which costs one
 process the same; ``512 x 0.2 s x 5`` the wall time of 512 trajectories of five generations of 0.2 s each (bound: 1.0).
-
-A batch of 2,048 rows of width 512 + 1,024 is 180 MB. What of its time the kernel takes, to have that memory, is told by
-itself: a virtual machine whose host takes back what is freed pays ten times as much for it as a machine of one's own.
-``--keep-memory`` has the C library keep what is freed (``MALLOC_TRIM_THRESHOLD_``), so only the first batch pays.
 
 ``--many`` takes generations of two seconds, and tells how much of a core the driver has needed while they ran and its
 batch was made. ``--long`` has 256 prompts with 16 trajectories each, of five generations, and makes no batch, which
@@ -47,8 +42,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.g
 
 import overhead  # noqa: E402
 
-KEPT = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(2**32 - 1))
-
 
 def medians(reps: int, **options: Any) -> dict[str, float]:
     """Return the median of each figure over the repetitions, after one to warm up."""
@@ -63,8 +56,7 @@ def medians(reps: int, **options: Any) -> dict[str, float]:
         runs = [asyncio.run(overhead.run_once(asked, work, graph, prompts, rep)) for rep in range(reps)]
     assert not any(run["wrong_trajectories"] for run in runs)
     names = (
-        "wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_batch", "us_kernel_of_batch",
-        "us_cpu_of_worker",
+        "wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_batch", "us_cpu_of_worker",
     )  # fmt: skip
     return {name: round(statistics.median(run[name] for run in runs), 3) for name in names if runs[0][name] is not None}
 
@@ -72,11 +64,7 @@ def medians(reps: int, **options: Any) -> dict[str, float]:
 def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
     """Return the table of some counts of shards beside one process."""
     one = medians(reps, n=n, delay=0.0, workers=1)
-    table = {
-        "one process, us CPU per generation": one["us_cpu_per_gen"],
-        "one process, batch": one["us_cpu_of_batch"],
-        "one process, batch, of that in the kernel": one["us_kernel_of_batch"],
-    }
+    table = {"one process, us CPU per generation": one["us_cpu_per_gen"], "one process, batch": one["us_cpu_of_batch"]}
     for count in shards:
         some = medians(reps, n=n, delay=0.0, workers=count)
         driver, batch, shard = (some[f"us_cpu_of_{part}"] for part in ("run", "batch", "worker"))
@@ -85,7 +73,6 @@ def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
             f"{count} shards, us CPU per generation of all": some["us_cpu_per_gen"],
             f"{count} shards, driver, us CPU per generation": driver,
             f"{count} shards, driver, of that without the batch": round(driver - batch, 1),
-            f"{count} shards, driver, batch, of that in the kernel": some["us_kernel_of_batch"],
             f"{count} shards, busiest shard, us CPU per generation": shard,
             f"{count} shards, generations per second": round(1e6 / some["us_wall_per_gen"]),
             f"{count} shards, ratio": round(one["us_wall_per_gen"] / some["us_wall_per_gen"], 2),
@@ -104,7 +91,6 @@ def many(reps: int, shards: int) -> dict[str, float]:
         "seconds (bound: 10)": found["wall_s"],
         "driver, us CPU per generation": found["us_cpu_of_run"],
         "driver, of that without the batch": round(found["us_cpu_of_run"] - found["us_cpu_of_batch"], 1),
-        "driver, batch, of that in the kernel": found["us_kernel_of_batch"],
         "driver, share of a core": round(1e-6 * found["us_cpu_of_run"] * generations / found["wall_s"], 3),
     }
 
@@ -167,11 +153,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[2], metavar="N")
     parser.add_argument("--many", type=int, metavar="N", help="only the driver of N shards")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only prompts of so many tokens")
-    parser.add_argument("--keep-memory", action="store_true", help="have freed memory kept, also by shards")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.keep_memory and not KEPT.items() <= os.environ.items():  # it is read when a process begins
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEPT)
     logging.disable(logging.WARNING)
     sys.modules["overhead"] = overhead
     if options.long:

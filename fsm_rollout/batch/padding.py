@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,10 @@ import torch
 from tensordict import TensorDict
 
 from fsm_rollout.batch.columns import FURTHER, PER_TOKEN, PLAIN, RAGGED
+from fsm_rollout.batch.memory import LARGE, room
 from fsm_rollout.batch.plain import plain_columns, put_columns
 from fsm_rollout.batch.rows import Array, FlatRows
 
-LARGE = 2**22  # from so many bytes on, NumPy asks for huge pages
 THREADS = 4  # for large rectangles: the kernel clears new memory, and NumPy fills it, without Python's lock
 
 
@@ -33,25 +31,24 @@ def pack(rows: FlatRows) -> tuple[dict[str, Array], dict[str, npt.NDArray[np.int
 
     Offsets ``[B + 1]`` of the rows are given once for each ragged dimension: ``prompts``, ``responses``, ``input_ids``.
     """
-    values = {key: flat.astype(PER_TOKEN[key].dtype, copy=False) for key, flat in _by_key(rows).items()}
-    return values, {along: np.concatenate([[0], np.cumsum(lengths)]) for along, lengths in rows.lengths.items()}
-
-
-def _by_key(rows: FlatRows) -> dict[str, Array]:
-    """Return what each key holds, end to end, in the rows' own types."""
     prompts, responses, lengths = rows.lengths.values()
     in_prompts = np.repeat(np.tile([True, False], len(lengths)), np.stack([prompts, responses], axis=1).ravel())
     input_ids = np.empty(len(in_prompts), np.int32)
     input_ids[in_prompts], input_ids[~in_prompts] = rows.arrays["prompt_ids"], rows.arrays["response_ids"]
-    values: dict[str, Array] = {
+    flats: dict[str, Array] = {
         "input_ids": input_ids,
         "attention_mask": np.ones(len(input_ids), dtype=np.int8),
         "position_ids": np.arange(len(input_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths),
+        **_by_key(rows),
     }
-    for key, column in PER_TOKEN.items():
-        if column.field and (key not in FURTHER or rows.arrays[column.field].size):
-            values[key] = rows.arrays[column.field]
-    return values
+    values = {key: flat.astype(PER_TOKEN[key].dtype, copy=False) for key, flat in flats.items()}
+    return values, {along: np.concatenate([[0], np.cumsum(lengths)]) for along, lengths in rows.lengths.items()}
+
+
+def _by_key(rows: FlatRows) -> dict[str, Array]:
+    """Return what each key holds that is a field of its own, end to end, in the rows' own types."""
+    held = {key: rows.arrays[column.field] for key, column in PER_TOKEN.items() if column.field}
+    return {key: flat for key, flat in held.items() if key not in FURTHER or flat.size}
 
 
 def unpack(
@@ -81,35 +78,37 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
     right = int(responses.max(initial=0)) if response_width is None else response_width
     held = {"prompts": np.arange(left) >= (left - prompts)[:, None], "responses": np.arange(right) < responses[:, None]}
     held["input_ids"] = np.concatenate(list(held.values()), axis=1)
-    # 2. Each key's rectangle. Zeros cost memory and time only where something is written to their pages; NumPy's own
-    # ask for huge pages, and the kernel clears 2 MB of them for one value: too much where rows are far from full.
-    padded: dict[str, Array] = {}
-    for key, flat in (flats := _by_key(rows)).items():
-        column, shape = PER_TOKEN[key], held[PER_TOKEN[key].along].shape + flat.shape[1:]
-        dtype = np.dtype(column.dtype)
-        size = math.prod(shape) * dtype.itemsize
-        if pad_id if column.fill is None else column.fill:
-            padded[key] = np.empty(shape, dtype)
-        elif size < LARGE or 2 * (flat.size * dtype.itemsize + shape[0] * mmap.PAGESIZE) > size:
-            padded[key] = np.zeros(shape, dtype)
-        else:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            padded[key] = np.frombuffer(memory, dtype).reshape(shape)
-    # 3. What is in them, large ones side by side; after the last token, positions are its own, as verl counts.
+    # 2. Each key's rectangle, and what is in it.
+    flats = _by_key(rows)
+
+    def rectangle(key: str) -> Array:
+        column, flat = PER_TOKEN[key], flats.get(key)  # none of its own: it follows from others
+        where, dtype, fill = held[column.along], np.dtype(column.dtype), pad_id if column.fill is None else column.fill
+        shape = where.shape if flat is None else where.shape + flat.shape[1:]
+        if flat is not None and not fill and flat.dtype.kind != "f" and not flat.any():
+            return np.zeros(shape, dtype)  # it takes no memory until somebody writes to it
+        of_token = math.prod(shape[2:]) * dtype.itemsize
+        written = int(rows.lengths[column.along].sum()) * of_token + shape[0] * mmap.PAGESIZE
+        made, cleared = room(shape, dtype, filled=bool(fill) or 2 * written > where.size * of_token)
+        if fill or not cleared:
+            made.fill(fill)
+        if flat is not None:
+            made[where] = flat
+        elif key == "input_ids":
+            for along, part in (("prompts", made[:, :left]), ("responses", made[:, left:])):
+                part[held[along]] = flats[along]
+        elif key == "attention_mask":
+            made[where] = 1
+        else:  # after the last token, positions are its own, as verl counts
+            np.subtract(np.arange(left + right), (left - prompts)[:, None], out=made)
+            np.clip(made, 0, np.maximum(both - 1, 0)[:, None], out=made)
+        return made
+
+    # 3. Large ones side by side.
+    keys = [*(key for key, column in PER_TOKEN.items() if not column.field), *flats]
     with ThreadPoolExecutor(THREADS) as threads:
-        each = threads.map if padded["input_ids"].nbytes > LARGE else map
-        deque(each(_put, flats, flats.values(), padded.values(), repeat(held), repeat(pad_id)))
-    for row, (behind, length) in enumerate(zip((left + responses).tolist(), both.tolist(), strict=True)):
-        padded["position_ids"][row, behind:] = max(0, length - 1)
-    return padded
-
-
-def _put(key: str, flat: Array, rectangle: Array, held: Mapping[str, npt.NDArray[np.bool_]], pad_id: int) -> None:
-    """Write a key's values to where its rectangle has tokens, as ``held`` says, and what stands elsewhere."""
-    if fill := pad_id if PER_TOKEN[key].fill is None else PER_TOKEN[key].fill:
-        rectangle.fill(fill)
-    if fill or flat.dtype.kind == "f" or flat.any():
-        rectangle[held[PER_TOKEN[key].along]] = flat
+        each = threads.map if 8 * held["input_ids"].size > LARGE else map
+        return dict(zip(keys, each(rectangle, keys), strict=True))
 
 
 def unpad(padded: Mapping[str, Array], facts: Sequence[Mapping[str, Any]], state_names: tuple[str, ...]) -> FlatRows:

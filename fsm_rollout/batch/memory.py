@@ -1,0 +1,51 @@
+"""Memory for large rectangles: what one batch has had, another has after it.
+
+Invariant: memory that any array or tensor still refers to is nobody else's. New memory is cleared by the kernel when it
+is first written to, which on a virtual machine may take more time than all else that a batch is made of.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LARGE = 2**22  # bytes: the C library keeps less than that by itself; NumPy asks for huge pages from here on, too
+KEPT = 2**29  # so many bytes wait for the next batch: a process may never make one again
+_waiting: dict[int, npt.NDArray[np.uint8]] = {}  # what has come first is first
+
+
+class _Lease:
+    """What an array of some memory refers to, and all its views do: when it goes, so have they."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._memory = memory
+        self.__array_interface__ = {**memory.__array_interface__, "shape": shape, "typestr": dtype.str, "strides": None}
+
+    def __del__(self, waiting: dict[int, npt.NDArray[np.uint8]] = _waiting) -> None:
+        waiting[id(self._memory)] = self._memory
+        while sum(memory.nbytes for memory in [*waiting.values()]) > KEPT:
+            waiting.pop(next(iter(waiting)), None)
+
+
+def room(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool) -> tuple[npt.NDArray[Any], bool]:
+    """Return an array, and whether it is new and all zeros; else what was there before is in it still.
+
+    ``filled``: whether most of it is going to be written to. Else it is new: that costs only what is written to, but
+    the kernel is not asked for huge pages, 2 MB of which it would clear for a single value.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return np.zeros(shape, dtype), True
+    for name, memory in sorted(_waiting.items(), key=lambda item: item[1].nbytes) if filled else ():
+        if size <= memory.nbytes <= 2 * size and _waiting.pop(name, None) is not None:
+            return np.asarray(_Lease(memory, shape, dtype)), False
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not filled:
+        return np.frombuffer(pages, dtype).reshape(shape), True
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.asarray(_Lease(np.frombuffer(pages, np.uint8), shape, dtype)), True
