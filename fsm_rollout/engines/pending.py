@@ -136,7 +136,7 @@ class PendingRequest:
     stopped: bool = False  # whether it has found one: the last token completes it
     thinking: ThinkingBudget | None = None  # keeps `sampling.thinking`, where that is set
     in_parts: bool = False  # whether the latest chunk ended the present try as it was to, and the rest is still to come
-    on_tokens: Callable[[], object] | None = None  # called when tokens have come, to show them at once
+    on_tokens: Callable[[PendingRequest], object] | None = None  # called when tokens have come, to show them at once
 
     def keep_time(self) -> None:
         """Let the deadline run while somebody works on the request, and stand still otherwise."""
@@ -181,7 +181,7 @@ class PendingRequest:
             self.in_parts = not self.stopped and self._is_part(chunk)
         if ids and self.on_tokens is not None:
             try:
-                self.on_tokens()
+                self.on_tokens(self)
             except Exception:  # a reader of the tokens must not harm the generation
                 logger.exception("tokens of request %s could not be shown as they came", self.request_id)
 

@@ -49,7 +49,7 @@ class ServedConversation:
         self, group_id: str, model: str, graph: AgentGraph, messages: Sequence[Message], caller: str,
         settings: Mapping[str, object], instructions: bool,
     ) -> None:  # fmt: skip
-        self.group_id, self.model = group_id, model
+        self.group_id = group_id
         self.context = users_context(graph)
         self.asked = chain_of(caller, model, settings, messages)  # stands for all messages before the next answer
         self.caller = caller
@@ -159,7 +159,7 @@ class ServedConversation:
 
     def end_exchange(self, ending: FinishReason | ProtocolError, stop_reason: str | None = None) -> None:
         """Answer the exchange that waits, if there is one."""
-        exchange, self.exchange = self.exchange, None
+        exchange, self.exchange, self._reading = self.exchange, None, None
         if exchange is None:
             return
         if isinstance(ending, ProtocolError):

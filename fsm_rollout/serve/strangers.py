@@ -7,6 +7,7 @@ name of its own that leads there (``Host``).
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from ipaddress import ip_address
 
 from aiohttp import web
@@ -22,6 +23,7 @@ def stranger(request: web.Request, loopback: bool) -> tuple[str, str] | None:
     return None
 
 
+@lru_cache(maxsize=64)  # a server has few names, and is called by one with each request
 def is_loopback(host: str) -> bool:
     """Whether a host's name or address is this machine's own."""
     try:

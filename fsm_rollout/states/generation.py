@@ -229,8 +229,7 @@ class Generation:
         submitted, cut_by = self._submit(stream, sampling, continued=continued, resumed=resumed)
         if on_tokens is None and visit.active.live_user is not None:
             on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
-        if on_tokens is not None:
-            submitted.on_tokens = partial(on_tokens, submitted)
+        submitted.on_tokens = on_tokens
         record = partial(self._record, submitted, stream, cut_by, continued=continued, resumed=resumed)
         try:
             await ended(bound, submitted)

@@ -25,6 +25,7 @@ from fsm_rollout.trajectory.stream import media_of, text_of
 # The tools of a call by what stands for each; one object for all calls, since caches know them by identity.
 Tools = tuple[dict[str, Any], ...]
 Schemas = dict[tuple[str, ...], Tools]
+LONG = 4_096  # bytes of a message whose hash is remembered: of instructions, say, which each call brings again
 Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
@@ -57,9 +58,15 @@ def _settled(value: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=256)  # to find what came before takes a fifth of the time of hashing it
+def _digest(long: bytes) -> bytes:
+    return b"\0" + hashlib.sha256(long).digest()  # no message begins so
+
+
 def extend_chain(before: Chain, message: Message) -> Chain:
     """Return that of a history with one message more; results of tools name their calls as :func:`placed` has it."""
-    return hashlib.sha256(before + key_of(message).encode("utf-8", "surrogatepass")).digest()
+    said = key_of(message).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(before + (said if len(said) < LONG else _digest(said))).digest()
 
 
 def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
@@ -68,7 +75,7 @@ def chains_of(data: object, messages: Iterable[Message]) -> list[Chain]:
         beside = _encode_quickly(data)  # tools, which come again with each call
     except (UnicodeEncodeError, OverflowError):  # no valid Unicode, or a number beyond 64 bits
         beside = _encode(data).encode()
-    return list(accumulate(placed(messages), extend_chain, initial=hashlib.sha256(beside).digest()))
+    return list(accumulate(placed(messages), extend_chain, initial=_digest(beside)))
 
 
 def placed(messages: Iterable[Message]) -> Iterator[Message]:

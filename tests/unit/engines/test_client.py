@@ -41,7 +41,8 @@ def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
 def test_clients_of_one_engine_know_their_own_requests_alone() -> None:
     async def body(mine: EngineClient) -> None:
         other, pending = EngineClient(mine.pool), mine.submit(ask("a"))
-        pending.on_tokens = (come := asyncio.Event()).set
+        come = asyncio.Event()
+        pending.on_tokens = lambda _: come.set()
         await come.wait()
         assert mine.waits_of("a") == [pending]
         assert mine.sampling_since() == {("a", "main"): 0}

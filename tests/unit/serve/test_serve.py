@@ -1,6 +1,7 @@
 """Agents as an endpoint, by the clients of both protocols over real HTTP, on an engine that says what it is told."""
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ import pytest
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
+from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.jobs.run_config import ServeConfig
@@ -125,6 +127,23 @@ async def test_a_request_is_a_trajectory_whose_tools_run_here() -> None:
         async with server.openai() as client:
             (model,) = (await client.models.list()).data
             assert (model.id, model.architecture) == ("chatting", {"input_modalities": ["text"]})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_an_answer_that_was_given_nothing_waits_for_the_collector(stream: bool) -> None:
+    """A request to the engine holds all that was said: those of many calls would be most of the memory."""
+    async with served([Turn(text="It is 42.", chunks=3)]) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            if stream:
+                await server.stream([{"role": "user", "content": "What is 20 + 22?"}])
+            else:
+                await server.ask("What is 20 + 22?")
+            await server.until(lambda: server.service.waiting)
+            assert not [each for each in gc.get_objects() if isinstance(each, PendingRequest)]
+        finally:
+            gc.enable()
 
 
 PICTURES: dict[str, Callable[[Any], Any]] = {
