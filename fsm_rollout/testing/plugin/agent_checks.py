@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import settings
 
@@ -43,6 +44,8 @@ from fsm_rollout.trajectory.enums import Trigger
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+T = TypeVar("T")
 
 COVERAGE_ROUNDS = 4  # as often runs are drawn while a transition has never been taken
 
@@ -87,20 +90,21 @@ class CheckedAgent:
         )  # fmt: skip
         return judge(run, [handlers_stay, laws.keeps_running, *laws_to_check])
 
-    def search(self, holds: Callable[[Plan], object], *, failures: bool = True, another: int = 0, **what: bool) -> int:
-        """Run ``holds`` on drawn plans, or on the one to replay; return on how many, or raise for the smallest.
+    def search(self, look: Callable[[Plan], T], *, failures: bool = True, another: int = 0, **what: bool) -> list[T]:
+        """Return what ``look`` sees of drawn plans, or of the one to replay; or raise what it does for the smallest.
 
         ``another``: of a number greater than 0 the plans are others.
         """
         if self.replay is not None:
-            holds(self.replay)
-            return 1
+            return [look(self.replay)]
         tokenizer = self.tokenizer or embedded_tokenizer()
         script = engine_scripts(self.graph, tokenizer, failures=failures, texts=self.texts)
         drawn = plans(self.graph, script, failures=failures, **what)
         seed = None if self.seed is None else self.seed + another
         count = settings().max_examples if self.examples is None else self.examples
-        return runner.search(drawn, holds, count, seed=seed, slow=_is_slow)
+        seen: list[T] = []
+        runner.search(drawn, lambda plan: seen.append(look(plan)), count, seed=seed, slow=_is_slow)
+        return seen
 
 
 def _is_slow(broken: Exception) -> bool:
@@ -132,15 +136,13 @@ def rules(subject: CheckedAgent) -> str:
 
 def bound(subject: CheckedAgent) -> str:
     """Law 2: no run is longer than the proof says."""
-    longest = 0
 
-    def holds(plan: Plan) -> None:
-        nonlocal longest
+    def longest(plan: Plan) -> int:
         run = subject.simulate(plan, laws.stays_within(subject.bound))
-        longest = max([longest, *(trajectory.transitions for trajectory in run.trajectories)])
+        return max((trajectory.transitions for trajectory in run.trajectories), default=0)
 
-    runs = subject.search(holds, faults=False)
-    return f"{subject.bound}; the longest of {runs} runs took {longest} of {subject.bound.transitions}"
+    took = subject.search(longest, faults=False)
+    return f"{subject.bound}; the longest of {len(took)} runs took {max(took)} of {subject.bound.transitions}"
 
 
 def coverage(subject: CheckedAgent) -> str:
@@ -160,11 +162,11 @@ def coverage(subject: CheckedAgent) -> str:
         ids = [name for name, trajectory in run.live.items() if trajectory.agent == subject.graph.agent]
         fired.update(event.row for name in ids for event in run.events[name] if isinstance(event, Transitioned))
 
-    runs = subject.search(holds, faults=False)
+    runs = len(subject.search(holds, faults=False))
     for another in range(1, COVERAGE_ROUNDS if subject.replay is None else 1):
         if names.keys() <= fired.keys():
             break
-        runs += subject.search(holds, faults=False, another=another)
+        runs += len(subject.search(holds, faults=False, another=another))
     if not fired.keys() - {None}:
         raise LawBroken(2, f"no transition was ever taken in {runs} runs: every trajectory ended as {_listed(reasons)}")
     missed = [name for number, name in names.items() if not fired[number]]
@@ -188,16 +190,16 @@ def _name(row: TransitionSpec) -> str:
 def ends(subject: CheckedAgent) -> str:
     """Laws 2 and 8: whatever fails, hangs, or is cancelled, every trajectory comes back, within the bound."""
     of_all_runs = laws.comes_back, laws.stays_within(subject.bound), laws.keeps_limits
-    reasons: Counter[str] = Counter()
 
-    def holds(plan: Plan) -> None:
+    def reasons(plan: Plan) -> list[str]:
         run = subject.simulate(plan, handlers_behave, fails_as_drawn, *of_all_runs)
         if may_be_the_worlds(run):
             subject.simulate(plan.at_once(), handlers_manage)
-        reasons.update(str(t.stop_reason or f"set aside: {t.suspended}") for t in run.trajectories)
+        return [str(t.stop_reason or f"set aside: {t.suspended}") for t in run.trajectories]
 
-    runs = subject.search(holds)
-    return f"{sum(reasons.values())} trajectories in {runs} runs: {_listed(reasons)}"
+    runs = subject.search(reasons)
+    found = Counter(chain.from_iterable(runs))
+    return f"{found.total()} trajectories in {len(runs)} runs: {_listed(found)}"
 
 
 def _listed(reasons: Counter[str]) -> str:
@@ -206,17 +208,14 @@ def _listed(reasons: Counter[str]) -> str:
 
 def streams(subject: CheckedAgent) -> str:
     """Laws 3, 4, 5 and 7: masks, logprobs, versions and spans against the engine's own log."""
-    tokens = trained = 0
 
-    def holds(plan: Plan) -> None:
-        nonlocal tokens, trained
+    def counts(plan: Plan) -> tuple[int, int]:
         run = subject.simulate(plan, laws.keeps_streams)
         streams = [stream.tokens for trajectory in run.trajectories for stream in trajectory.streams]
-        tokens += sum(map(len, streams))
-        trained += sum(stream.trained_length for stream in streams)
+        return sum(map(len, streams)), sum(stream.trained_length for stream in streams)
 
-    runs = subject.search(holds)
-    return f"{tokens:,} tokens, {trained:,} of them trained, in {runs} runs"
+    tokens, trained = zip(*(runs := subject.search(counts)), strict=True)
+    return f"{sum(tokens):,} tokens, {sum(trained):,} of them trained, in {len(runs)} runs"
 
 
 def schedule(subject: CheckedAgent) -> str:
@@ -231,17 +230,15 @@ def schedule(subject: CheckedAgent) -> str:
         subject.simulate(plan, lambda run: laws.same_results(run, second_run, what), graph=graph)
 
     runs = subject.search(holds, failures=False, faults=False, compared=True)
-    return f"the same rows under two schedules each, in {runs} runs"
+    return f"the same rows under two schedules each, in {len(runs)} runs"
 
 
 def journalled(subject: CheckedAgent) -> str:
     """Law 6, of the journal: what is journalled folds to the trajectories, in memory and from the file."""
-    count = 0
     # In memory, where that can be: disks take longer to be sure than a drawn run takes.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
-    def holds(plan: Plan) -> None:
-        nonlocal count
+    def events(plan: Plan) -> int:
         with tempfile.TemporaryDirectory(prefix="fsm-journal-", dir=memory) as folder:
             file = Path(folder) / "journal.sqlite"
             run = subject.simulate(plan, laws.keeps_events, journal=file)
@@ -249,10 +246,10 @@ def journalled(subject: CheckedAgent) -> str:
         for name, trajectory in run.live.items():
             if trajectories.get(name) != trajectory:
                 raise LawBroken(6, "its journal folds to something else", trajectory_id=name, run=run)
-        count += sum(map(len, run.events.values()))
+        return sum(map(len, run.events.values()))
 
-    runs = subject.search(holds)
-    return f"{count:,} events in {runs} journals"
+    counts = subject.search(events)
+    return f"{sum(counts):,} events in {len(counts)} journals"
 
 
 def resume(subject: CheckedAgent) -> str:
@@ -270,7 +267,7 @@ def resume(subject: CheckedAgent) -> str:
         judge(uninterrupted, [lambda run: laws.same_results(run, resumed, what, resumed=True)])
 
     runs = subject.search(holds, failures=False, faults=False, killed=True)
-    return f"the same results after a kill, in {runs} runs"
+    return f"the same results after a kill, in {len(runs)} runs"
 
 
 # The items of an agent, in order.
