@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph
-from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.handlers import checked_handler
 from fsm_rollout.agent.rules.paths import nothing_new
 from fsm_rollout.agent.rules.structure import Structure
 from fsm_rollout.agent.rules.transitions import never_fires
@@ -63,7 +63,7 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
     leads: Leads = {}
     conditional: set[tuple[str, str]] = set()
     for state in states:
-        for trigger in handler_spec(handlers[state]).triggers:
+        for trigger in checked_handler(handlers[state]).triggers:
             if trigger != Trigger.TRUNCATED:
                 leads[state, trigger] = draw(st.lists(dests, min_size=1, max_size=3))
         timed = ["timed_out"] if "timeout" in specs[state] else []
@@ -113,7 +113,7 @@ def graphs(draw: st.DrawFn, max_states: int = 5, max_limit: int = 4, plain: bool
 
 
 def _reaches_a_limit(handler: str, spec: Data, limits: Data) -> bool:
-    own = {str(handler_spec(handler).spends), "wall_seconds", *(["bad_calls"] if handler == "call_tools" else [])}
+    own = {str(checked_handler(handler).spends), "wall_seconds", *(["bad_calls"] if handler == "call_tools" else [])}
     return handler == "generate" or "max_visits" in spec or not own.isdisjoint(limits)
 
 
@@ -140,7 +140,7 @@ def _closure(pairs: list[tuple[str, str]], start: set[str]) -> set[str]:
 def _uncounted_loops(leads: Leads, order: list[str], handlers: dict[str, str], limits: Data) -> Iterable[str]:
     """Yield the states that may go back and whose visits no limit counts."""
     for state in order:
-        counted = limits.get(str(handler_spec(handlers[state]).spends)) is not None
+        counted = limits.get(str(checked_handler(handlers[state]).spends)) is not None
         back = order[: order.index(state) + 1]
         if not counted and any(dest in back for (name, _), dests in leads.items() if name == state for dest in dests):
             yield state

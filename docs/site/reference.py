@@ -132,18 +132,18 @@ def engine_kinds() -> str:
 def handlers() -> str:
     """Return the built-in handlers."""
     from fsm_rollout.agent.graph import BUILT_IN_STATES
-    from fsm_rollout.agent.handlers import handler_spec, load_handler
+    from fsm_rollout.agent.handlers import checked_handler
     from fsm_rollout.agent.words import HANDLERS
 
     states = {handler: state for state, handler in BUILT_IN_STATES.items()}
     rows = []
     for name in HANDLERS.built_in:
-        spec = handler_spec(name)
-        doc = first_paragraph(load_handler(name)).removeprefix(f"{states.get(name, '')}: ")
-        spends = f"`{spec.spends}`" if spec.spends else "–"
-        keys = words_of(spec.keys) or "–"
+        handler = checked_handler(name)
+        doc = first_paragraph(handler).removeprefix(f"{states.get(name, '')}: ")
+        spends = f"`{handler.spends}`" if handler.spends else "–"
+        keys = words_of(handler.keys) or "–"
         rows.append(
-            [f"`{name}`", f"`{states[name]}`" if name in states else "–", doc, words_of(spec.triggers), spends, keys]
+            [f"`{name}`", f"`{states[name]}`" if name in states else "–", doc, words_of(handler.triggers), spends, keys]
         )
     return table(
         ["handler", "state of that name", "what a visit does", "triggers", "spends on entry", "own keys"], rows
@@ -152,14 +152,14 @@ def handlers() -> str:
 
 def triggers() -> str:
     """Return the triggers with who raises them."""
-    from fsm_rollout.agent.handlers import handler_spec
+    from fsm_rollout.agent.handlers import checked_handler
     from fsm_rollout.agent.words import HANDLERS
     from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, Trigger
 
     meanings = attribute_docs(Trigger)
     rows = []
     for trigger in Trigger:
-        raisers = [f"`{name}`" for name in HANDLERS.built_in if trigger in handler_spec(name).triggers]
+        raisers = [f"`{name}`" for name in HANDLERS.built_in if trigger in checked_handler(name).triggers]
         meaning = meanings[trigger.name].removeprefix("The scheduler: ")
         implicit = "ends the trajectory" if trigger in IMPLICIT_TRIGGERS else "is a mistake that `check` reports"
         rows.append([f"`{trigger}`", meaning, ", ".join(raisers) or "the scheduler", implicit])

@@ -8,7 +8,7 @@ without importing an engine.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from fsm_rollout.agent.limits import COUNTED_LIMITS
 from fsm_rollout.agent.words import HANDLERS
@@ -17,19 +17,17 @@ from fsm_rollout.names.objects import load_object
 from fsm_rollout.trajectory.enums import SCHEDULERS_TRIGGERS
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerSpec:
-    """The declaration of one handler.
+class Handler(Protocol):
+    """What the class of a handler declares.
 
     ``spends`` names the limit that every visit is charged at least 1 of on entry, or ``None`` when a visit may be
     free: a cycle of free states is only bounded by ``max_visits``.
     ``keys`` are the YAML keys of a state that mean something only to this handler.
     """
 
-    name: str
-    triggers: tuple[str, ...]
-    spends: str | None = None
-    keys: tuple[str, ...] = ()
+    triggers: ClassVar[tuple[str, ...]]
+    spends: ClassVar[str | None]
+    keys: ClassVar[tuple[str, ...]]
 
 
 # The names that a state's `prompt` template may use, with what they are.
@@ -59,36 +57,29 @@ def load_handler(handler: str) -> type:
     return found
 
 
-def handler_spec(handler: str) -> HandlerSpec:
-    """Return what a handler's class declares.
+def checked_handler(handler: str) -> type[Handler]:
+    """Return a handler's class, once it is known to declare what it must.
 
     Raises:
         ConfigError: as :func:`load_handler`; or it is not a class of :class:`fsm_rollout.State` that declares
             ``triggers`` and can run.
     """
-    handler_class = load_handler(handler)
-    spec = HandlerSpec(
-        handler,
-        getattr(handler_class, "triggers", ()),
-        getattr(handler_class, "spends", None),
-        getattr(handler_class, "keys", ()),
-    )
-    problem = _problem_with(spec, handler_class)
-    if problem is not None:
+    found = load_handler(handler)
+    if (problem := _problem_with(found)) is not None:
         raise ConfigError(f"handler '{handler}': {problem}")
-    return spec
+    return found
 
 
-def _problem_with(spec: HandlerSpec, handler_class: type) -> str | None:
+def _problem_with(handler_class: type) -> str | None:
     # 1. What it declares.
-    triggers = spec.triggers
+    triggers, spends = getattr(handler_class, "triggers", ()), getattr(handler_class, "spends", None)
     if not isinstance(triggers, tuple) or not triggers or not all(isinstance(trigger, str) for trigger in triggers):
         return f"the class must declare `triggers`, a tuple of names; got {triggers!r}"
     if raised := sorted(SCHEDULERS_TRIGGERS.intersection(triggers)):
         return f"the scheduler alone raises {', '.join(raised)}; give it another name"
-    if spec.spends not in (None, *COUNTED_LIMITS):
-        hint = did_you_mean(str(spec.spends), COUNTED_LIMITS)
-        return f"`spends` must be a counted limit or None, got {spec.spends!r}{hint}"
+    if spends not in (None, *COUNTED_LIMITS):
+        hint = did_you_mean(str(spends), COUNTED_LIMITS)
+        return f"`spends` must be a counted limit or None, got {spends!r}{hint}"
     # 2. That it can run.
     base = load_object("fsm_rollout.states.base:State")
     if not isinstance(base, type) or not issubclass(handler_class, base):

@@ -19,7 +19,7 @@ import transitions
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import TERMINATED, AgentGraph, Predicate
-from fsm_rollout.agent.handlers import handler_spec
+from fsm_rollout.agent.handlers import checked_handler
 from fsm_rollout.agent.limits import LIMITS
 from fsm_rollout.agent.predicates import compile_predicate, score_function
 from fsm_rollout.errors import RolloutError, describe
@@ -81,7 +81,7 @@ class AgentMachine(transitions.Machine):
         self.graph = graph
         # The limit that each working state's handler is charged for on entry.
         self.spends: Mapping[str, str | None] = {
-            state: handler_spec(graph.handler_of(state)).spends for state in graph.working_states
+            state: checked_handler(graph.handler_of(state)).spends for state in graph.working_states
         }
         # What scores the states that have a `score`.
         self.scores = {

@@ -118,7 +118,7 @@ def _own_bound(structure: Structure, counts: Counts) -> Bound:
     """Return the bound without what agents used as tools add."""
     graph, limits = structure.graph, structure.graph.limits
     custom = {state for state in counts.ran if structure.is_custom(state)}
-    callers = custom | {state for state in counts.ran if structure.specs[state].name == "call_tools"}
+    callers = custom | {state for state in counts.ran if graph.handler_of(state) == "call_tools"}
     takers = {state for state in custom if structure.spends(state) == LimitName.USER_TURNS}
     routed = {limit for limit, _ in counts.exempt}
 
@@ -129,7 +129,7 @@ def _own_bound(structure: Structure, counts: Counts) -> Bound:
             return 0
         if allowed is None or any((limit, state) in counts.exempt for state in users):
             return None
-        alone = [s for s in counts.ran if structure.specs[s].name == further and (limit, s) in counts.exempt]
+        alone = [s for s in counts.ran if graph.handler_of(s) == further and (limit, s) in counts.exempt]
         return allowed + sum(graph.states[state].max_visits or 0 for state in alone)
 
     # After `wall_seconds` was routed, states may still make as many visits as their `max_visits` allows.
@@ -189,7 +189,7 @@ class _Search:
     def __init__(self, structure: Structure) -> None:
         self.structure, self.graph = structure, structure.graph
         reachable = structure.reachable()
-        self.states = [state for state in structure.specs if state in reachable]
+        self.states = [state for state in structure.handlers if state in reachable]
         if self.graph.initial not in self.states or any(names(structure)):
             raise ConfigError(f"agent '{self.graph.agent}' does not pass verification; there is nothing to prove")
         # 1. What is counted, and how far: visits by the state's name, spendings by the limit's.
@@ -336,7 +336,7 @@ def search(structure: Structure, budget: int) -> Counts | None:
         if situation in best:
             continue
         next_situations, runs = onward.pop(situation)
-        handler = structure.specs[situation[0]].name
+        handler = structure.graph.handler_of(situation[0])
         generates, interacts = int(runs and handler == "generate"), int(runs and handler == "interact")
         transitions, generations, turns = 1, generates, interacts
         for following, handler_ran in next_situations.items():
@@ -385,7 +385,7 @@ def ranking(structure: Structure) -> Counts:
 
     def visits(handler: str, limit: str) -> int:
         """Return how often a kind of handler can run: what its limit allows, and each ``max_visits`` there is."""
-        those = [graph.states[s].max_visits for s in prepared.states if structure.specs[s].name == handler]
+        those = [graph.states[s].max_visits for s in prepared.states if graph.handler_of(s) == handler]
         allowed: int | None = getattr(graph.limits, limit)
         shared = 0 if None not in those else transitions if allowed is None else allowed
         return min(transitions, shared + sum(most for most in those if most is not None))

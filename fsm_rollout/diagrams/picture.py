@@ -115,17 +115,19 @@ def _colour(graph: AgentGraph, name: str) -> Colour:
 
 
 def _box(structure: Structure, name: str, values: Values | None) -> Box:
-    graph, spec, colour = structure.graph, structure.specs.get(name), _colour(structure.graph, name)
-    if spec is None:
+    graph, declared, colour = structure.graph, structure.handlers.get(name), _colour(structure.graph, name)
+    if declared is None:
         return Box(name, "any" if name == ANY else "final" if graph.is_final(name) else "undefined", colour)
     state, context = graph.states[name], graph.context(graph.states[name].context)
-    samples = spec.spends == LimitName.ASSISTANT_TURNS  # a handler of the user's that spends nothing may sample or not
-    handler = spec.name.rpartition(":")[2]
+    samples = (
+        declared.spends == LimitName.ASSISTANT_TURNS
+    )  # a handler of the user's that spends nothing may sample or not
+    handler = graph.handler_of(name).rpartition(":")[2]
     if state.context != MAIN:
         handler += f" in {state.context}"
     if samples and context.engine != POLICY:
         handler += f" by {context.engine}"
-    facts = tuple(_facts(graph, name, spec.name, spec.spends))
+    facts = tuple(_facts(graph, name, graph.handler_of(name), declared.spends))
     value = values.of_state(name) if values else ""
     return Box(name, "working", colour, handler, facts, trained=context.trained if samples else None, value=value)
 

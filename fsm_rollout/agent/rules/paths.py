@@ -28,7 +28,7 @@ def _unreachable_or_endless(structure: Structure) -> Iterator[Finding]:
 def _cycles(structure: Structure) -> Iterator[Finding]:
     """Yield rule 9 or 10: a cycle that nothing counted bounds."""
     graph, limits, reachable = structure.graph, structure.graph.limits, structure.reachable()
-    unbound = [s for s in structure.specs if graph.states[s].max_visits is None and s in reachable]
+    unbound = [s for s in structure.handlers if graph.states[s].max_visits is None and s in reachable]
     cycle = structure.cycle_within([s for s in unbound if structure.spends(s) is None])
     if cycle:
         message = (
@@ -53,7 +53,7 @@ def _agents_as_tools(structure: Structure) -> Iterator[Finding]:
     """Yield rule 10: agents used as tools, whose calls nothing bounds."""
     graph = structure.graph
     agents = [name for name, tool in graph.tools.items() if tool.agent is not None]
-    callers = [s for s, spec in structure.specs.items() if spec.name == "call_tools" or structure.is_custom(s)]
+    callers = [s for s in structure.handlers if graph.handler_of(s) == "call_tools" or structure.is_custom(s)]
     if not agents or not callers:
         return
     if graph.limits.tool_calls is None:
@@ -83,8 +83,8 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
     """
     graph = structure.graph
     reported: set[ConfigPath] = set()
-    for start, spec in structure.specs.items():
-        if spec.name != "generate":
+    for start in structure.handlers:
+        if graph.handler_of(start) != "generate":
             continue
         context = graph.states[start].context
         silent = [start]
@@ -92,9 +92,9 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
             for place, row in structure.edges[state]:
                 if state == start and row.trigger != Trigger.GENERATED:
                     continue
-                if row.dest not in structure.specs or _may_write(structure, row.dest, context):
+                if row.dest not in structure.handlers or _may_write(structure, row.dest, context):
                     continue
-                if structure.specs[row.dest].name != "generate" or graph.states[row.dest].context != context:
+                if graph.handler_of(row.dest) != "generate" or graph.states[row.dest].context != context:
                     if row.dest not in silent:
                         silent.append(row.dest)
                     continue
@@ -109,7 +109,7 @@ def nothing_new(structure: Structure) -> Iterator[Finding]:
 
 def _may_write(structure: Structure, state: str, context: str) -> bool:
     """Whether a visit of ``state`` may put messages into ``context``, or begin it anew."""
-    spec, name = structure.graph.states[state], structure.specs[state].name
+    spec, name = structure.graph.states[state], structure.graph.handler_of(state)
     if structure.is_custom(state) or name == "call_tools":
         return True
     return spec.context == context and (spec.prompt is not None or spec.reset or name == "interact")

@@ -29,26 +29,26 @@ _HANDLERS_KEYS = ("sampling", "parallel", "interaction", "options")
 def _states(structure: Structure) -> Iterator[Finding]:
     """Yield rules 11, 16 and 19, about one working state each."""
     graph = structure.graph
-    for name, spec in structure.specs.items():
-        state, at = graph.states[name], ("states", name)
+    for name, declared in structure.handlers.items():
+        state, handler, at = graph.states[name], graph.handler_of(name), ("states", name)
         # 11. Something must end a wait.
-        waits = spec.name in _WAITING or structure.is_custom(name)
-        if spec.name == "call_tools":
+        waits = handler in _WAITING or structure.is_custom(name)
+        if handler == "call_tools":
             waits = any(tool.timeout is None for tool in graph.tools.values())
         if waits and state.timeout is None and graph.limits.wall_seconds is None:
             yield finding(11, at, " may wait for ever; give it a timeout, or set limits.wall_seconds")
         # 16. Keys must mean something to the handler.
         for key in _HANDLERS_KEYS:
-            if key not in spec.keys and getattr(state, key) != getattr(_DEFAULTS, key):
-                takes = f"it takes {', '.join(spec.keys)}" if spec.keys else "it has no keys of its own"
-                yield finding(16, (*at, key), f": {key} means nothing to handler '{spec.name}'; {takes}")
-        if spec.name == "call_tools" and state.context != MAIN and state.prompt is None and not state.reset:
+            if key not in declared.keys and getattr(state, key) != getattr(_DEFAULTS, key):
+                takes = f"it takes {', '.join(declared.keys)}" if declared.keys else "it has no keys of its own"
+                yield finding(16, (*at, key), f": {key} means nothing to handler '{handler}'; {takes}")
+        if handler == "call_tools" and state.context != MAIN and state.prompt is None and not state.reset:
             what = ": context means nothing here; results go to the context that made the calls"
             yield finding(16, (*at, "context"), what)
-        if spec.name == "write" and state.prompt is None:
+        if handler == "write" and state.prompt is None:
             yield finding(16, at, " writes nothing; give it a prompt")
         # 19. Somebody must answer.
-        if spec.name == "interact" and (state.interaction or graph.interaction) is None:
+        if handler == "interact" and (state.interaction or graph.interaction) is None:
             yield finding(19, at, " has nobody to answer; give it (or the agent) an `interaction: {use: …}`")
 
 

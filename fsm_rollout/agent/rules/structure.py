@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import BUILT_IN_STATES, TERMINATED, AgentGraph, TransitionSpec
-from fsm_rollout.agent.handlers import HandlerSpec, handler_spec
+from fsm_rollout.agent.handlers import Handler, checked_handler
 from fsm_rollout.agent.limits import COUNTED_LIMITS, LIMITS
 from fsm_rollout.agent.words import is_custom
 from fsm_rollout.errors import ConfigError, did_you_mean
@@ -39,13 +39,13 @@ class Structure:
 
     def __init__(self, graph: AgentGraph) -> None:
         self.graph = graph
-        self.specs: dict[str, HandlerSpec] = {}  # declarations of the working states whose handler is known
+        self.handlers: dict[str, type[Handler]] = {}  # of the working states whose handler is known
         self.without_handler: dict[str, str] = {}  # the other working states, with what is wrong
         for state in graph.working_states:
             name = graph.states[state].handler or BUILT_IN_STATES.get(state)
             try:
                 if name is not None:
-                    self.specs[state] = handler_spec(name)
+                    self.handlers[state] = checked_handler(name)
                 else:
                     hint = did_you_mean(state, BUILT_IN_STATES)
                     hint = hint if "mean" in hint else "; give it one, or `final: true`"
@@ -60,16 +60,16 @@ class Structure:
 
     def is_custom(self, state: str) -> bool:
         """Whether a state runs code of the user's, a class or a foreign agent: it may generate, call tools and wait."""
-        return state in self.specs and is_custom(self.specs[state].name)
+        return state in self.handlers and is_custom(self.graph.handler_of(state))
 
     def spends(self, state: str) -> str | None:
         """Return the counted limit that each visit is charged for, if any."""
-        spends = self.specs[state].spends if state in self.specs else None
+        spends = self.handlers[state].spends if state in self.handlers else None
         return spends if spends in COUNTED_LIMITS else None
 
     def may_raise(self, state: str, trigger: str) -> bool:
         """Whether ``trigger`` can be raised in a working state, by its handler or by the scheduler."""
-        if state not in self.specs or trigger in self.specs[state].triggers:
+        if state not in self.handlers or trigger in self.handlers[state].triggers:
             return True
         return trigger in IMPLICIT_TRIGGERS and (trigger != Trigger.TRUNCATED or self.is_custom(state))
 
@@ -80,7 +80,7 @@ class Structure:
         """
         custom, bounded = self.is_custom(state), self.graph.limits.model_dump(exclude_none=True)
         scheduler = (Trigger.FAILED, Trigger.TIMED_OUT, *((Trigger.TRUNCATED,) if custom else ()))
-        for trigger in dict.fromkeys((*self.specs[state].triggers, *scheduler)):
+        for trigger in dict.fromkeys((*self.handlers[state].triggers, *scheduler)):
             yield trigger, None
         for name, limit in LIMITS.items():
             if (name in bounded or name == LimitName.CONTEXT_TOKENS) and (custom or not limit.counted):

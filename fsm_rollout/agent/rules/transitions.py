@@ -47,7 +47,7 @@ def names(structure: Structure) -> Iterator[Finding]:
 
 
 def _triggers(structure: Structure) -> set[str]:
-    return {*IMPLICIT_TRIGGERS, *(trigger for spec in structure.specs.values() for trigger in spec.triggers)}
+    return {*IMPLICIT_TRIGGERS, *(trigger for spec in structure.handlers.values() for trigger in spec.triggers)}
 
 
 def _defined(
@@ -59,7 +59,7 @@ def _defined(
 
 
 def _outcomes(structure: Structure) -> Iterator[Finding]:
-    for state, spec in structure.specs.items():
+    for state, spec in structure.handlers.items():
         for trigger in spec.triggers:
             if trigger in IMPLICIT_TRIGGERS:
                 continue
@@ -80,7 +80,7 @@ def _never_raised(structure: Structure) -> Iterator[Finding]:
         if row.trigger not in raised_triggers:
             continue  # rule 1 says so
         for state in row.source:
-            if state in structure.specs and (reason := never_raised(structure, state, row.trigger)) is not None:
+            if state in structure.handlers and (reason := never_raised(structure, state, row.trigger)) is not None:
                 yield finding(5, at, f": state '{state}' never raises '{row.trigger}': {reason}")
         if "*" in row.source and not structure.sources(row):
             yield finding(5, at, f": no state raises '{row.trigger}'")
@@ -109,7 +109,7 @@ def _shadowed(structure: Structure) -> Iterator[Finding]:
         for state in dead[:1] if len(dead) == len(sources) else [state for state in dead if state in row.source]:
             taker = f"transition {taken_by[state] + 1} takes all its cases"
             yield finding(7, at, f" never fires from '{state}': {taker}; put it before, or remove it")
-    for state in structure.specs:
+    for state in structure.handlers:
         rows = graph.rows_of(state, Trigger.FAILED) if graph.states[state].on_error is not None else ()
         for place in [place for place, row in rows if place is not None and not row.tests][:1]:
             what = f": on_error never holds: transition {place + 1} takes every 'failed'; remove one of them"
@@ -146,9 +146,9 @@ _FINISHED_TURN = (Trigger.GENERATED, Trigger.TRUNCATED)
 
 def reached_limits(structure: Structure, state: str) -> Collection[str]:
     """Return the limits that may be reached in a working state, on entry or while its handler runs."""
-    if state not in structure.specs:
+    if state not in structure.handlers:
         return list(LimitName)  # rule 1 says that its handler is unknown
-    graph, custom, handler = structure.graph, structure.is_custom(state), structure.specs[state].name
+    graph, custom, handler = structure.graph, structure.is_custom(state), structure.graph.handler_of(state)
     bounded = graph.limits.model_dump(exclude_none=True)
     reached: set[str] = {name for name in (LimitName.WALL_SECONDS,) if name in bounded}
     if graph.states[state].max_visits is not None:
@@ -164,7 +164,7 @@ def reached_limits(structure: Structure, state: str) -> Collection[str]:
 def never_raised(structure: Structure, state: str, trigger: str) -> str | None:
     """Return why a trigger is never raised in a state, or ``None`` if it may be."""
     if not structure.may_raise(state, trigger):
-        return f"its handler raises {', '.join(structure.specs[state].triggers)}"
+        return f"its handler raises {', '.join(structure.handlers[state].triggers)}"
     if trigger == Trigger.TIMED_OUT and structure.graph.states[state].timeout is None:
         return "it has no timeout; give it one"
     if trigger == Trigger.LIMIT_REACHED and not reached_limits(structure, state):
@@ -188,8 +188,8 @@ def never_fires(structure: Structure, row: TransitionSpec, sources: Collection[s
 
 def _never_holds(structure: Structure, predicate: Predicate, row: TransitionSpec, state: str) -> str | None:
     graph, argument = structure.graph, predicate.argument
-    custom = any(structure.is_custom(name) for name in structure.specs)
-    handlers = {spec.name for spec in structure.specs.values()}
+    custom = any(structure.is_custom(name) for name in structure.handlers)
+    handlers = {structure.graph.handler_of(name) for name in structure.handlers}
     match predicate.name:
         case "limit" if argument in list(LimitName) and row.trigger == Trigger.LIMIT_REACHED:
             return _never_reached(structure, str(argument), state)
@@ -225,7 +225,7 @@ def _never_reached(structure: Structure, limit: str, state: str) -> str | None:
         return f"state '{state}' has no max_visits"
     if limit != LimitName.CONTEXT_TOKENS and getattr(structure.graph.limits, limit) is None:
         return f"limits.{limit} is not set"
-    others = [name for name in structure.specs if limit in reached_limits(structure, name)]
+    others = [name for name in structure.handlers if limit in reached_limits(structure, name)]
     return f"{limit} is not reached in '{state}'" + (f", only in {', '.join(others)}" if others else "")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fsm_rollout.agent.graph import AgentGraph
-from fsm_rollout.agent.handlers import HandlerSpec, handler_spec, load_handler
+from fsm_rollout.agent.handlers import Handler, checked_handler, load_handler
 from fsm_rollout.agent.limits import LimitReached
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.engines.pool import EnginePool
@@ -191,7 +191,7 @@ def check_state(
 SUITE = Suite[Callable[["_Handler"], "int | None"]](check_state)
 
 
-def _load(path: str, title: str) -> HandlerSpec:
+def _load(path: str, title: str) -> type[Handler]:
     """Return what the handler declares, if it can be used at all."""
     try:
         found = load_handler(path)
@@ -200,16 +200,16 @@ def _load(path: str, title: str) -> HandlerSpec:
         demand(not yields, 2, f"{title}.run is an async generator, which cannot be awaited; write it without 'yield'")
         unheard = inspect.iscoroutinefunction(found.timed_out)  # type: ignore[attr-defined]
         demand(not unheard, 1, f"{title}.timed_out is 'async def', and nobody awaits it; write 'def timed_out'")
-        return handler_spec(path)
+        return checked_handler(path)
     except ConfigError as error:
         raise ConformanceError(1, f"{title} cannot be loaded: {error}".replace(path, title)) from None
 
 
 def _agent(
-    path: str, spec: HandlerSpec, state: Mapping[str, object], agent: Mapping[str, Any], patience: float
+    path: str, handler: type[Handler], state: Mapping[str, object], agent: Mapping[str, Any], patience: float
 ) -> AgentGraph:
     """Return an agent that answers, visits the handler, and does so again."""
-    answers = {"prompt": "Think about it."} if spec.spends == LimitName.ASSISTANT_TURNS else {}
+    answers = {"prompt": "Think about it."} if handler.spends == LimitName.ASSISTANT_TURNS else {}
     states = {
         "PENDING": {},
         "ANSWERING": {"handler": "generate", "timeout": patience, "max_visits": 3, "sampling": {"max_tokens": 64}},
@@ -220,7 +220,7 @@ def _agent(
         {"trigger": "prompted", "source": "PENDING", "dest": "ANSWERING"},
         {"trigger": "generated", "source": "ANSWERING", "dest": CHECKED},
         {"trigger": "truncated", "source": "ANSWERING", "dest": CHECKED},
-        *({"trigger": trigger, "source": CHECKED, "dest": "GOING_ON"} for trigger in spec.triggers),
+        *({"trigger": trigger, "source": CHECKED, "dest": "GOING_ON"} for trigger in handler.triggers),
         {"trigger": "written", "source": "GOING_ON", "dest": "ANSWERING"},
     ]
     limits = {"assistant_turns": 12, "tool_calls": 64, "user_turns": 12, "wall_seconds": 100 * patience}
