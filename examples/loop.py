@@ -28,7 +28,7 @@ import fsm_rollout as fr
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from arithmetic import training_dialogues  # noqa: E402
+from arithmetic import Dialogue, training_dialogues  # noqa: E402
 
 Line = dict[str, float]
 
@@ -145,6 +145,21 @@ def arithmetic_prompts(limit: int | None = None) -> list[fr.Prompt]:
     return [fr.Prompt.model_validate(dialogue.prompt()) for dialogue in training_dialogues(limit or 16_384)]
 
 
+def answer_prompts(limit: int | None = None) -> list[fr.Prompt]:
+    """Return single questions of the same dialogues: first ones that take several calls, and what follows one call.
+
+    The latter come after the right beginning of their dialogue, whose answer is their ``before``.
+    """
+    found = list[fr.Prompt]()
+    for dialogue in training_dialogues(limit or 16_384):
+        first, second = dialogue.turns
+        history, turn = ([], first) if len(first.calls) > 1 else (Dialogue((first,)).messages(), second)
+        given = {"messages": [*history, {"role": "user", "content": turn.text}], "answer": str(turn.answer)}
+        given |= {"before": str(first.answer if history else 0), "interaction_kwargs": {"turns": [], "answers": []}}
+        found.append(fr.Prompt.model_validate(given))
+    return found
+
+
 def training_prompts(agent: str, distinct: int, seed: int) -> Iterator[fr.Prompt]:
     """Return distinct questions of the training side for one of the agents, shuffled, again and again."""
     if agent == "look":
@@ -155,17 +170,16 @@ def training_prompts(agent: str, distinct: int, seed: int) -> Iterator[fr.Prompt
     return fr.endless_prompts([prompt.model_copy(update={"agent": agent}) for prompt in drawn], seed=seed)
 
 
-def timed_out(batch: fr.TrajectoryBatch) -> float:
-    """Return the share of rows that a clock has ended: on a machine that is too busy, these count as wrong answers."""
-    reasons = batch.tensordict.get("stop_reason").tolist()
-    return sum(reason in ("timed_out", "limit:wall_seconds") for reason in reasons) / max(1, len(reasons))
+def load_agent(file: Path) -> fr.AgentGraph:
+    """Load an agent with a day for everything: how busy a machine is must not decide which answers are right."""
+    changes = ["limits.wall_seconds=86400", "states.GENERATING.timeout=null", "states.PROCESSING_TOOLS.timeout=null"]
+    return fr.load_agent(file, [*changes, *(f"tools.{name}.timeout=86400" for name in fr.load_agent(file).tools)])
 
 
 def evaluated(judge: fr.Rollout, learner: Learner, held_back: Sequence[fr.Prompt]) -> Line:
     """Return what the mean weights come to on the held-back prompts."""
     judge.update_weights(weights(learner.average.module))
-    batch = judge.evaluate(held_back, sampling={"temperature": 1.0})
-    return {"held_back": batch.score_mean, "held_back_timed_out": timed_out(batch)}
+    return {"held_back": judge.evaluate(held_back, sampling={"temperature": 1.0}).score_mean}
 
 
 def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line], out: Path) -> list[Line]:
@@ -185,10 +199,10 @@ def train(learner: Learner, rollout: fr.Rollout, one_step: Callable[[int], Line]
         agent = "tool_user"
     out.mkdir(parents=True, exist_ok=True)
     started, cpu_started = time.perf_counter(), time.process_time()
-    file, engine = ROOT / f"configs/agents/{agent}.yaml", learner.engine(max_running=128)
+    graph, engine = load_agent(ROOT / f"configs/agents/{agent}.yaml"), learner.engine(max_running=128)
     with (
         (out / "log.jsonl").open("w", encoding="utf-8") as log,
-        fr.Rollout(file, engine, seed=settings.seed, reward="exact_answer") as judge,
+        fr.Rollout(graph, engine, seed=settings.seed, reward="exact_answer") as judge,
     ):
         while not done:
             step, minutes = len(lines), (time.process_time() - cpu_started) / 60

@@ -27,7 +27,7 @@ import fsm_rollout as fr
 from fsm_rollout.batch.learning import TeacherColumns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from loop import ROOT, Learner, Line, chosen_logits, read_arguments, training_prompts
+from loop import ROOT, Learner, Line, chosen_logits, load_agent, read_arguments, training_prompts
 from loop import Settings as Shared
 from loop import train as train_by
 
@@ -127,7 +127,7 @@ def train(settings: Settings, out: Path) -> list[Line]:
     learner = Learner(settings)
     prompts = training_prompts(settings.agent, settings.distinct, settings.seed)
     with fr.Rollout(
-        {name: ROOT / file for name, file in AGENTS.items()},
+        {name: load_agent(ROOT / file) for name, file in AGENTS.items()},
         learner.engine(max_running=128),
         teachers={"final": {"engine": learner.engine("embedded", max_running=128), "top_k": settings.top_k}},
         seed=settings.seed,

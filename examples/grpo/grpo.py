@@ -33,7 +33,7 @@ import fsm_rollout as fr
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from loop import ROOT, Learner, Line, chosen_logits, read_arguments, timed_out, training_prompts  # noqa: E402
+from loop import ROOT, Learner, Line, chosen_logits, load_agent, read_arguments, training_prompts  # noqa: E402
 from loop import Settings as Shared  # noqa: E402
 from loop import train as train_by  # noqa: E402
 
@@ -79,7 +79,7 @@ def load_agents() -> dict[str, fr.AgentGraph]:
     """Return the agents to train with, of which settings choose one."""
     named = (ROOT / f"configs/agents/{name}.yaml" for name in ("tool_user", "look"))
     files = (*named, HERE / "until_mistake.yaml", HERE / "until_wrong.yaml")
-    return {agent.agent: agent for agent in map(fr.load_agent, files)}
+    return {agent.agent: agent for agent in map(load_agent, files)}
 
 
 def token_logprobs(model: PreTrainedModel, part: fr.TrajectoryBatch, chosen: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,6 @@ def one_step(
         )
     return {
         "score": batch.score_mean,
-        "timed_out": timed_out(batch),
         "ratio_off": first["ratio_off"],
         "clipped": first["clipped"],
         "clipped_last": updates[-1]["clipped"],

@@ -41,7 +41,8 @@ def mistaken(trajectory: fr.Trajectory) -> bool:
 def _tokens(trajectory: fr.Trajectory) -> tuple[int, int]:
     """Return how many sampled tokens stand before the first mistake, and how many there are."""
     script = trajectory.extra["interaction_kwargs"]
-    answers = [int(answer) for answer in (trajectory.extra["answer"], *script["answers"])]
+    given = (trajectory.extra.get("before", 0), trajectory.extra["answer"], *script["answers"])
+    answers = [int(answer) for answer in given]  # the one before each question's, then its own
     stream = trajectory.streams[0]
     turns = groupby(stream.tokens.sampled(), key=attrgetter("turn"))
     ids, sampled = stream.tokens.ids, stream.tokens.sampled_length
@@ -49,9 +50,9 @@ def _tokens(trajectory: fr.Trajectory) -> tuple[int, int]:
     for message in stream.messages[stream.opening - 1 :]:
         if message["role"] == "user":
             asked += 1
-            needed = list(operations(str(message["content"]), answers[asked - 1]))
+            needed = list(operations(str(message["content"]), answers[asked]))
         elif message["role"] == "assistant":
-            wanted = (CALL % needed[0] if needed else f"The answer is {answers[asked]}.") + END
+            wanted = (CALL % needed[0] if needed else f"The answer is {answers[asked + 1]}.") + END
             text = ""
             for span in next(turns)[1]:
                 for token in ids[span.start : span.end]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -34,35 +35,51 @@ from recipe import engine, prompts, read_config  # noqa: E402
 class Curve(TrainerCallback):  # type: ignore[misc]  # transformers' Trainer and its callbacks are untyped
     """Writes a line per update, with what held-back prompts come to every so many updates and at the end."""
 
-    def __init__(self, rollout: fr.Rollout, held_back: Sequence[fr.Prompt], every: int, out: Path) -> None:
+    def __init__(
+        self, rollout: fr.Rollout, held_back: Sequence[fr.Prompt], every: int, average: float, out: Path
+    ) -> None:
         self.rollout, self.held_back, self.every = rollout, held_back, every
+        self.average, self.mean = average, None
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / "log.jsonl"
         self.file.write_text("", "utf-8")
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
-        """Evaluate the weights that training begins with."""
+        """Evaluate the weights that training begins with, and begin their running mean, if one is to be evaluated."""
+        if self.average:
+            self.mean = AveragedModel(trainer["model"], multi_avg_fn=get_ema_multi_avg_fn(self.average))
         self.write(state, trainer["model"], {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        """Let the mean follow."""
+        if self.mean is not None:
+            self.mean.update_parameters(trainer["model"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **trainer: Any) -> None:
         """Write what the trainer says of an update."""
         names = {"reward": "score", "grad_norm": "grad_norm", "entropy": "entropy", "learning_rate": "learning_rate"}
+        names["samples_score"] = "score"  # of all samples, where the trainer is given some of them
         line = {own: float(logs[its]) for its, own in names.items() if its in logs}
         if "grad_norm" in line:  # what it says at the end is of no update
             self.write(state, trainer["model"], line)
 
     def write(self, state: Any, model: torch.nn.Module, line: dict[str, float]) -> None:
-        """Write a line, evaluated with the model's weights where one is due: the share of dialogues all of it right."""
+        """Write a line, evaluated with the weights or their mean where one is due: the share of dialogues all right."""
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self.rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
+            self.load(model if self.mean is None else self.mean.module)
             rows = self.rollout.evaluate(self.held_back, sampling={"temperature": 1.0}).rows()
+            self.load(model)
             line["held_back"] = sum((row.score or 0) >= 1 for row in rows) / len(rows)
         line["minutes"] = (time.perf_counter() - self.started) / 60
         line["cpu_minutes"] = (time.process_time() - self.cpu_started) / 60
         rounded = {name: float(f"{value:.5g}") for name, value in line.items()}
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step} | rounded) + "\n")
+
+    def load(self, model: torch.nn.Module) -> None:
+        """Let the rollout sample with a model's weights."""
+        self.rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
 
 
 def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
@@ -93,8 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     ) as rollout:
         trainer = GRPOTrainer(
             model, score_reward, args=GRPOConfig(**settings), train_dataset=Dataset.from_list(given),
-            processing_class=tokenizer, rollout_func=rollout_func(rollout, given),
-            callbacks=[Curve(rollout, held_back, config.evaluate_every, Path(settings["output_dir"]))],
+            processing_class=tokenizer, rollout_func=rollout_func(rollout, given, samples=config.samples),
+            callbacks=[
+                Curve(rollout, held_back, config.evaluate_every, config.average, Path(settings["output_dir"]))
+            ],
         )  # fmt: skip
         trainer.train()
     return trainer

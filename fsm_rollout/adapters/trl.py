@@ -5,7 +5,7 @@ The plugs that run rollouts for these trainers are in :mod:`fsm_rollout.adapters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,8 +53,16 @@ def rollout_func_result(rows: Sequence[TrainingRow]) -> dict[str, list[object]]:
     }
 
 
-def score_reward(completions: Sequence[object], *, score: Sequence[float | None], **_: object) -> list[float | None]:
-    """Return the rollout's own scores: a reward function for GRPOTrainer, which leaves out what has none."""
+def score_reward(
+    completions: Sequence[object], *, score: Sequence[float | None], samples_score: Sequence[float | None] = (),
+    log_metric: Callable[[str, float], None] = lambda name, value: None, **_: object,
+) -> list[float | None]:  # fmt: skip
+    """Return the rollout's own scores: a reward function for GRPOTrainer, which leaves out what has none.
+
+    Where the trainer is given some of a prompt's samples, what all came to is logged as ``samples_score``.
+    """
+    if known := [each for each in samples_score if each is not None]:
+        log_metric("samples_score", sum(known) / len(known))
     return list(score)
 
 

@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
@@ -38,7 +41,7 @@ _GIVEN = ("prompt", "images", "image")  # the columns of its datasets that make 
 
 
 def rollout_func(
-    rollout: Rollout, dataset: Iterable[Mapping[str, object]] = ()
+    rollout: Rollout, dataset: Iterable[Mapping[str, object]] = (), *, samples: int | None = None
 ) -> Callable[[list[Trl], Trl], dict[str, list[object]]]:
     """Return a ``rollout_func`` for GRPOTrainer: each of the prompts it gives is run once, on the trainer's weights.
 
@@ -46,6 +49,10 @@ def rollout_func(
     the trainer through ``reward_funcs=[fsm_rollout.adapters.trl.score_reward]``. What a reward or a tool needs beside
     the messages (the ``answer``) is looked up in ``dataset`` by the prompt's messages: TRL gives only these. Set
     ``bf16=False`` where the engine samples in float32: autocast in the trainer alone moves ratios by some 10 %.
+
+    With ``samples``, each prompt is run so many times, and of these the trainer is given as many as it asked for, whose
+    scores vary most: sampling costs less than training, and a group of one score teaches nothing (PODS, arXiv
+    2504.13818). ``samples_score``, the mean score of all of them, reaches reward functions as a keyword argument.
 
     Pictures of prompts come from the dataset's column ``images``, as for any model that sees in TRL; what ``Rollout``
     shows later, in a tool's result, has no way into the trainer.
@@ -63,21 +70,44 @@ def rollout_func(
             model = trainer.accelerator.unwrap_model(trainer.model)
             rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
             loaded = trainer.state.global_step
-        items = [{"messages": _messages(prompt), **known.get(_key(prompt), {})} for prompt in prompts]
-        batch = rollout.run(items)
-        rows = batch.rows()
-        one_row_each(rows, TRAINER)
+        groups = [[prompt] for prompt in prompts]
+        if samples:  # the trainer repeats each prompt
+            groups = [[*same] for _, same in groupby(prompts, key=_key)]
+        items = [{"messages": _messages(prompt), **known.get(_key(prompt), {})} for prompt, *_ in groups]
+        batch = rollout.run(items, n=samples or 1)
+        one_row_each(batch.rows(), TRAINER)
+        given, means = (batch, None) if not samples else _most_varied(batch, [*map(len, groups)])
+        rows = given.rows()
         if len(rows) < len(prompts):
             raise BatchError(
                 f"{len(prompts) - len(rows)} of {len(prompts)} samples have no row ({batch.unrowed or batch.dropped}), "
                 f"and {TRAINER} needs one for each; look at the engine, and give the rollout no group filter"
             )
         result = rollout_func_result(rows)
-        if "media" in batch.tensordict:
-            _check_pictures(batch, prompts, trainer)
+        if means is not None:
+            result["samples_score"] = means
+        if "media" in given.tensordict:
+            _check_pictures(given, prompts, trainer)
         return result
 
     return run
+
+
+def _most_varied(batch: TrajectoryBatch, counts: Sequence[int]) -> tuple[TrajectoryBatch, list[object]]:
+    """Return so many rows of each group whose scores vary most, and for each the mean score of all its group has."""
+    scores, members = [row.score for row in batch.rows()], dict[int, list[int]]()
+    for row, group in enumerate(batch.tensordict["group_index"].tolist()):
+        members.setdefault(group, []).append(row)
+    chosen, means = list[int](), list[object]()
+    for own, count in zip(members.values(), counts, strict=False):  # none is left of a group: the caller sees it
+        known = {row: score for row in own if (score := scores[row]) is not None}
+        ordered = sorted(known, key=known.__getitem__)
+        if len(ordered) >= count:
+            halves = (ordered[:low] + ordered[len(ordered) - count + low :] for low in range(count + 1))
+            own = max(halves, key=lambda rows: np.var([known[row] for row in rows]))
+        chosen += own[:count]
+        means += [sum(known.values()) / len(known) if known else None] * len(own[:count])
+    return batch.select(chosen), means
 
 
 def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl) -> None:

@@ -4,11 +4,9 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensordict import NonTensorStack, TensorDict
 
 import fsm_rollout as fr
 from tests.kit import ROOT, example
@@ -131,12 +129,6 @@ def test_each_token_up_to_a_mistake_is_trained_once_with_what_its_group_has_show
     assert len(found) == len(trained) > 0, "each token once"
     assert found == pytest.approx({place: weight for place, weight in expected.items() if weight}, abs=1e-4)
     assert -1.0 in found.values()
-
-
-def test_what_a_clock_has_ended_is_counted() -> None:
-    reasons = NonTensorStack("answered", "timed_out", "limit:wall_seconds", "wrong")
-    batch = SimpleNamespace(tensordict=TensorDict({"stop_reason": reasons}, batch_size=[4]))
-    assert EXAMPLE["timed_out"](batch) == 0.5
 
 
 def test_an_answer_is_compared_with_those_that_begin_alike() -> None:

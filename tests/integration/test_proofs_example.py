@@ -58,9 +58,9 @@ def test_the_pages_say_what_the_logs_say() -> None:
     runs = [
         EXAMPLE["Run"](name, arms[name], seed, ROOT / "examples/logs") for name in arms for seed in arms[name].seeds
     ]
-    teachers, grpo = (
+    teachers, grpo, trl = (
         (ROOT / f"docs/trainers/{page}.md").read_text("utf-8").replace("*", "").replace("+", "")
-        for page in ("teachers", "grpo")
+        for page in ("teachers", "grpo", "trl")
     )
     of_teachers = [line for line in EXAMPLE["table"](runs).splitlines() if line.startswith("| distil")]
     of_credit = EXAMPLE["compared"](runs).splitlines()[2:]
@@ -71,6 +71,10 @@ def test_the_pages_say_what_the_logs_say() -> None:
     for line in of_credit:
         name, *rest = line.strip("| ").split(" | ")
         assert " | ".join([f"| `{name}`", *rest]) in grpo
+    log = (ROOT / "examples/logs/trl_0/log.jsonl").read_text("utf-8").splitlines()
+    judged = [line for line in map(json.loads, log) if "held_back" in line]
+    assert " | ".join(["| held back", *(f"{line['held_back']:.3f}" for line in judged)]) in trl
+    assert " | ".join(["| CPU minutes", *(f"{line['cpu_minutes']:.1f}" for line in judged)]) in trl
 
 
 @pytest.mark.real

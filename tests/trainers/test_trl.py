@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,44 @@ def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
     assert logged == pytest.approx([sum(step) / len(step) for step in scores])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("scores", "count", "chosen"),
+    [
+        ([1, 0, 1, 0, 0], 2, [0, 1]),  # binary: as many right as wrong
+        ([0, 0, 0, 1, 0], 4, [0, 0, 0, 1]),
+        ([1, 1, 1, 1, 0], 2, [0, 1]),
+        ([0.25, 0.875, 0.5, 0.125, 0.625], 3, [0.125, 0.25, 0.875]),
+        ([None, 1, None, 0, 1], 2, [0, 1]),
+        ([None, 1, None, None, None], 2, [1, None]),  # a trainer leaves out what has none
+    ],
+)
+def test_of_more_samples_the_trainer_is_given_those_whose_scores_vary_most(
+    scores: list[float | None], count: int, chosen: list[float | None]
+) -> None:
+    """Of two prompts, of which the trainer repeats each; the second one's samples all have one score."""
+    said = iter([*scores, *[0.25] * len(scores)])
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
+    asked = [[dict(message) for message in prompt.messages] for prompt in prompts for _ in range(count)]
+    model = torch.nn.Linear(1, 1)
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=None), model=model)
+    engine = {"kind": "scripted", "turns": ["The answer is 7."]}
+    known = dict[str, float | None]()
+
+    def reward(trajectory: fr.Trajectory) -> float | None:
+        return known.setdefault(trajectory.trajectory_id, next(said))
+
+    logged = dict[str, float]()
+    with fr.Rollout(fr.load_agent(CONFIGS / "agents/single_turn.yaml"), engine, reward=reward, concurrency=1) as own:
+        result = rollout_func(own, samples=len(scores))(asked, trainer)
+    assert all(len(column) == 2 * count for column in result.values())
+    assert sorted(result["score"][:count], key=str) == sorted(chosen, key=str)
+    assert result["score"][count:] == [0.25] * count
+    assert result["prompt_ids"][0] == result["prompt_ids"][count - 1] != result["prompt_ids"][count]
+    score_reward([], **result, log_metric=logged.__setitem__)
+    there = [score for score in scores if score is not None]
+    assert logged == {"samples_score": pytest.approx((sum(there) / len(there) + 0.25) / 2)}
+
+
 @pytest.mark.parametrize("changes", [["model=embedded:early"], ["arithmetic.yaml"]])
 def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]) -> None:
     """Only the model, the GPUs and how soon it stops differ from a real run; GSM8K is a folder of that name here."""
@@ -105,7 +144,8 @@ def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Monk
     log = Path(trainer.args.output_dir, "log.jsonl").read_text("utf-8").splitlines()
     before, after = map(json.loads, log)
     assert (before["step"], after["step"]) == (0, 1)
-    assert after["score"] == pytest.approx(line["reward"], abs=1e-4)
+    assert after["score"] == pytest.approx(line.get("samples_score", line["reward"]), abs=1e-4)
+    assert ("samples_score" in line) == (changes != ["model=embedded:early"])
     assert {before["held_back"], after["held_back"]} <= {0, 0.5, 1}
 
 
