@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from types import ModuleType
 
 from aiohttp import web
 
@@ -21,7 +20,6 @@ from fsm_rollout.serve.service import Service
 from fsm_rollout.states.external.chat_request import ChatReply, ProtocolError
 from fsm_rollout.states.external.responding import (
     DIALECTS,
-    Handler,
     chat_of,
     dialect_of,
     key_of_caller,
@@ -64,42 +62,36 @@ class Server(Guarded):
         """See there."""
         app = super().app()
         for path in DIALECTS:
-            app.router.add_post(path, self._chat(dialect_of(path)))
+            dialect_of(path)  # so that nobody waits for it to be loaded
+            app.router.add_post(path, self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         for path in self._page:
             app.router.add_get(path, self._asset)
         return app
 
-    def _chat(self, dialect: ModuleType) -> Handler:
-        protocol = dialect.__name__.rpartition(".")[2].removesuffix("_dialect")
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            service, metrics, agent, status = self.service, self.service.metrics, "", 500
-            try:
-                chat = await chat_of(request, dialect)
-                if chat.counts:
-                    told, status = ChatReply.of_count(chat, await service.count(chat)), 200
-                    return web.Response(body=dialect.whole(told, chat), content_type="application/json")
-                caller = digest_of(key_of_caller(request)) if self._callers else ""
-                exchange = service.ask(chat, caller)
-                agent = chat.model
-                response = await respond(
-                    request, dialect, exchange.chat, exchange.parts(lambda: service.leave(exchange))
-                )
-                status = exchange.ending.status if isinstance(exchange.ending, ProtocolError) else response.status
-                metrics.seconds.labels(agent).observe(exchange.seconds)
-                return response
-            except ProtocolError as error:
-                status = error.status
-                raise
-            except (ConnectionError, asyncio.CancelledError):
-                status = 499  # the caller has gone
-                raise
-            finally:
-                metrics.answers.labels(agent, protocol, str(status)).inc()
-
-        return answer
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        service, metrics, dialect = self.service, self.service.metrics, dialect_of(request.path)
+        agent, status = "", 500
+        try:
+            chat = await chat_of(request, dialect)
+            if chat.counts:
+                told, status = ChatReply.of_count(chat, await service.count(chat)), 200
+                return web.Response(body=dialect.whole(told, chat), content_type="application/json")
+            exchange = service.ask(chat, digest_of(key_of_caller(request)) if self._callers else "")
+            agent = chat.model
+            response = await respond(request, dialect, exchange.chat, exchange.parts(lambda: service.leave(exchange)))
+            status = exchange.ending.status if isinstance(exchange.ending, ProtocolError) else response.status
+            metrics.seconds.labels(agent).observe(exchange.seconds)
+            return response
+        except ProtocolError as error:
+            status = error.status
+            raise
+        except (ConnectionError, asyncio.CancelledError):
+            status = 499  # the caller has gone
+            raise
+        finally:
+            metrics.answers.labels(agent, DIALECTS[request.path], str(status)).inc()
 
     async def _models(self, request: web.Request) -> web.Response:
         return models_response(self.service.models, self.service.seeing)

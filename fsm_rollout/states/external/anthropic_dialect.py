@@ -36,6 +36,7 @@ from fsm_rollout.states.external.chat_request import (
     ProtocolError,
     Routes,
     content_of,
+    named,
     refuse,
     sampling_of,
     tool_of,
@@ -67,9 +68,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     read: list[Message] = []
     if body.get("system"):
         read.append({"role": "system", "content": content_of({"content": body["system"]}, "system")})
-    names: dict[str, str] = {}
     for i, message in enumerate(messages):
-        read += _messages(message, f"messages[{i}]", names)
+        read += _messages(message, f"messages[{i}]")
     tools, names_of_tools = [], []
     for i, described in enumerate(body.get("tools") or ()):
         tool = tool_of(described, f"tools[{i}]", "input_schema")
@@ -80,7 +80,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     single = "tool_choice.disable_parallel_tool_use" if choice.get("disable_parallel_tool_use") is True else ""
     return ChatRequest(
-        messages=read,
+        messages=named(read),
         tools=[] if choice.get("type") == "none" else tools,
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
@@ -94,7 +94,7 @@ def read_count(body: Mapping[str, Any]) -> ChatRequest:
     return replace(read(body), counts=True, stream=False)
 
 
-def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Message]:
+def _messages(message: object, where: str) -> Iterator[Message]:
     """Yield a message in OpenAI's form: results of tools are messages of their own there, and come first."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or role not in ("user", "assistant"):
@@ -107,7 +107,6 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
     for block in content or ():
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_use" and role == "assistant":
-            names[block["id"]] = block["name"]
             calls.append(
                 {
                     "id": block["id"],
@@ -116,9 +115,7 @@ def _messages(message: object, where: str, names: dict[str, str]) -> Iterator[Me
                 }
             )
         elif kind == "tool_result" and role == "user":
-            tool_id = str(block.get("tool_use_id"))
-            result = {"role": "tool", "content": content_of(block, where), "tool_call_id": tool_id}
-            yield result | ({"name": names[tool_id]} if tool_id in names else {})
+            yield {"role": "tool", "content": content_of(block, where), "tool_call_id": str(block.get("tool_use_id"))}
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block["thinking"]))
         else:
