@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     ) as rollout:
         trainer = GRPOTrainer(
             model, score_reward, args=GRPOConfig(**settings), train_dataset=Dataset.from_list(given),
-            processing_class=tokenizer, rollout_func=rollout_func(rollout, given, samples=config.samples),
+            processing_class=tokenizer,
+            rollout_func=rollout_func(rollout, given, samples=config.samples, more=config.more),
             callbacks=[
                 Curve(rollout, held_back, config.evaluate_every, config.average, Path(settings["output_dir"]))
             ],

@@ -22,6 +22,7 @@ from fsm_rollout.adapters.requirements import one_row_each
 from fsm_rollout.adapters.trl import TRAINER, rollout_func_result, rollout_samples
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.batch.media import TOKEN_TYPES
+from fsm_rollout.batch.rows import TrainingRow
 from fsm_rollout.engines.weight_sources import Tensors
 from fsm_rollout.errors import BatchError, RolloutError
 from fsm_rollout.rollout import Rollout
@@ -41,7 +42,7 @@ _GIVEN = ("prompt", "images", "image")  # the columns of its datasets that make 
 
 
 def rollout_func(
-    rollout: Rollout, dataset: Iterable[Mapping[str, object]] = (), *, samples: int | None = None
+    rollout: Rollout, dataset: Iterable[Mapping[str, object]] = (), *, samples: int | None = None, more: int = 0
 ) -> Callable[[list[Trl], Trl], dict[str, list[object]]]:
     """Return a ``rollout_func`` for GRPOTrainer: each of the prompts it gives is run once, on the trainer's weights.
 
@@ -52,7 +53,8 @@ def rollout_func(
 
     With ``samples``, each prompt is run so many times, and of these the trainer is given as many as it asked for, whose
     scores vary most: sampling costs less than training, and a group of one score teaches nothing (PODS, arXiv
-    2504.13818). ``samples_score``, the mean score of all of them, reaches reward functions as a keyword argument.
+    2504.13818). Where none has a score above 0, the prompt is run ``more`` times again. ``samples_score``, the mean
+    score of the first ``samples``, reaches reward functions as a keyword argument.
 
     Pictures of prompts come from the dataset's column ``images``, as for any model that sees in TRL; what ``Rollout``
     shows later, in a tool's result, has no way into the trainer.
@@ -70,44 +72,56 @@ def rollout_func(
             model = trainer.accelerator.unwrap_model(trainer.model)
             rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
             loaded = trainer.state.global_step
-        groups = [[prompt] for prompt in prompts]
-        if samples:  # the trainer repeats each prompt
-            groups = [[*same] for _, same in groupby(prompts, key=_key)]
+        # 1. The trainer repeats each prompt; of more samples than that, others are kept.
+        groups = [[*same] for _, same in groupby(prompts, key=_key)] if samples else [[prompt] for prompt in prompts]
         items = [{"messages": _messages(prompt), **known.get(_key(prompt), {})} for prompt, *_ in groups]
         batch = rollout.run(items, n=samples or 1)
         one_row_each(batch.rows(), TRAINER)
-        given, means = (batch, None) if not samples else _most_varied(batch, [*map(len, groups)])
-        rows = given.rows()
+        members = _by_group(batch)
+        means = [_mean(own) for own, group in zip(members, groups, strict=False) for _ in group]
+        unsolved = [number for number, own in enumerate(members) if more and all((row.score or 0) <= 0 for row in own)]
+        if unsolved:
+            again = _by_group(rollout.run([items[number] for number in unsolved], n=more))
+            for number, own in zip(unsolved, again, strict=False):
+                members[number] += own
+        rows = [row for own, group in zip(members, groups, strict=False) for row in _most_varied(own, len(group))]
         if len(rows) < len(prompts):
             raise BatchError(
                 f"{len(prompts) - len(rows)} of {len(prompts)} samples have no row ({batch.unrowed or batch.dropped}), "
                 f"and {TRAINER} needs one for each; look at the engine, and give the rollout no group filter"
             )
+        # 2. What the trainer is given.
         result = rollout_func_result(rows)
-        if means is not None:
-            result["samples_score"] = means
-        if "media" in given.tensordict:
-            _check_pictures(given, prompts, trainer)
+        if samples:
+            result["samples_score"] = [*means]
+        if "media" in batch.tensordict:
+            shown = [groups[number][0] for number in batch.tensordict["group_index"].tolist()]
+            _check_pictures(batch, shown, trainer)
         return result
 
     return run
 
 
-def _most_varied(batch: TrajectoryBatch, counts: Sequence[int]) -> tuple[TrajectoryBatch, list[object]]:
-    """Return so many rows of each group whose scores vary most, and for each the mean score of all its group has."""
-    scores, members = [row.score for row in batch.rows()], dict[int, list[int]]()
-    for row, group in enumerate(batch.tensordict["group_index"].tolist()):
-        members.setdefault(group, []).append(row)
-    chosen, means = list[int](), list[object]()
-    for own, count in zip(members.values(), counts, strict=False):  # none is left of a group: the caller sees it
-        known = {row: score for row in own if (score := scores[row]) is not None}
-        ordered = sorted(known, key=known.__getitem__)
-        if len(ordered) >= count:
-            halves = (ordered[:low] + ordered[len(ordered) - count + low :] for low in range(count + 1))
-            own = max(halves, key=lambda rows: np.var([known[row] for row in rows]))
-        chosen += own[:count]
-        means += [sum(known.values()) / len(known) if known else None] * len(own[:count])
-    return batch.select(chosen), means
+def _by_group(batch: TrajectoryBatch) -> list[list[TrainingRow]]:
+    found = dict[int, list[TrainingRow]]()
+    for row, group in zip(batch.rows(), batch.tensordict["group_index"].tolist(), strict=True):
+        found.setdefault(group, []).append(row)
+    return [*found.values()]
+
+
+def _mean(rows: Sequence[TrainingRow]) -> float | None:
+    known = [row.score for row in rows if row.score is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _most_varied(rows: Sequence[TrainingRow], count: int) -> Sequence[TrainingRow]:
+    """Return so many rows whose scores vary most: some of the highest and some of the lowest."""
+    known = {number: row.score for number, row in enumerate(rows) if row.score is not None}
+    ordered = sorted(known, key=known.__getitem__)
+    if len(ordered) < count:
+        return rows[:count]
+    ends = (ordered[:low] + ordered[len(ordered) - count + low :] for low in range(count + 1))
+    return [rows[number] for number in max(ends, key=lambda numbers: np.var([known[number] for number in numbers]))]
 
 
 def _check_pictures(batch: TrajectoryBatch, prompts: Sequence[Trl], trainer: Trl) -> None:

@@ -127,6 +127,21 @@ def test_of_more_samples_the_trainer_is_given_those_whose_scores_vary_most(
     assert logged == {"samples_score": pytest.approx((sum(there) / len(there) + 0.25) / 2)}
 
 
+def test_a_prompt_without_a_right_sample_is_run_again() -> None:
+    said = iter([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # of the first prompt, of the second, of the first again
+    prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
+    asked = [[dict(message) for message in prompt.messages] for prompt in prompts for _ in range(2)]
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=None))
+    engine = {"kind": "scripted", "turns": ["The answer is 7."]}
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+    with fr.Rollout(graph, engine, reward=lambda trajectory: next(said), concurrency=1) as own:
+        result = rollout_func(own, samples=2, more=3)(asked, trainer)
+    assert next(said, None) is None
+    assert [sorted(result["score"][:2]), sorted(result["score"][2:])] == [[0, 1], [0, 1]]
+    assert result["prompt_ids"][0] == result["prompt_ids"][1] != result["prompt_ids"][2] == result["prompt_ids"][3]
+    assert result["samples_score"] == [0, 0, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("changes", [["model=embedded:early"], ["arithmetic.yaml"]])
 def test_the_recipe_trains_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]) -> None:
     """Only the model, the GPUs and how soon it stops differ from a real run; GSM8K is a folder of that name here."""
