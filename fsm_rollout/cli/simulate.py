@@ -35,6 +35,7 @@ def simulate(
         int | None, typer.Option("--memory", metavar="TOKENS", min=2, help="what each server has room for")
     ] = None,
     window: Annotated[int, typer.Option("--window", metavar="TOKENS", min=2, help="the longest context")] = 65_536,
+    turns: Annotated[int | None, typer.Option("--turns", metavar="N", min=1, help="the most of a trajectory")] = None,
     target: Annotated[
         int | None, typer.Option("--target", metavar="N", min=1, help="groups of a batch, with +paced and the like")
     ] = None,
@@ -67,7 +68,7 @@ def simulate(
         from fsm_rollout.simulation.report import FIGURES, column, picture, sentences
 
     config = None if file is None else load_run(file, overrides or [])
-    asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, seed, target, staleness)
+    asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, turns, seed, target, staleness)
     console = Console()
     status = Console(stderr=True).status("simulating …")
 

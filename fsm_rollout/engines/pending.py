@@ -109,6 +109,8 @@ class PendingRequest:
     request_id: str = ""
     rest: Request = field(init=False)  # what is asked for the present try: what no earlier one has streamed
     lane: int = 2  # what it comes before in a queue: 0 goes on, 1 is a turn that follows others, 2 is a first
+    place: int = 0  # by when it was asked for
+    held_until: Tree | Replica | None = None  # who was waited for there last, to have a place or room for it
     cached_tokens: int = 0
     usage: Usage | None = None  # as in `Chunk`
     scores: TokenScores | None = None  # as in `Chunk`

@@ -7,21 +7,30 @@ What an engine keeps for a session is begun by the first request that is sent th
 asks has ended it, when its trajectory has lost its place as memory was short (or the engine would evict who has been
 idle for longer, and kept its own), or when its requests go to another engine. The next request that is sent there
 begins it anew. An engine that is gone has ended all of its own.
+
+A dispatch costs the same with one replica and with a thousand: asked how busy it is is only one that has said
+something since, or has less to do (all are now and then, as other users of a server come and go without a word), and
+who stands in the line for a place is looked at when he has one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SessionKeeper
 from fsm_rollout.engines.replica import Replica
+from fsm_rollout.engines.request_queue import RequestQueue
 from fsm_rollout.engines.residency import Residency, Tree
 from fsm_rollout.engines.retries import Tries
-from fsm_rollout.engines.router import FIRST, Router, choose
+from fsm_rollout.engines.router import FIRST, Fleet, Router, allowance, choose
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +46,9 @@ LINE, LINE_PART = 64, 8
 MARK_EVERY = 1e-5
 # ... but no fewer than these, in a small memory: what a quick tool takes is no gap.
 MARK_LEAST = 1.0
+# Seconds after which all replicas are asked how busy they are, whatever they have said: as often as SGLang's are asked
+# what other users' requests take up.
+LOOK_EVERY = 1.0
 
 
 class Placing:
@@ -46,16 +58,23 @@ class Placing:
         self.residency: Residency | None = None  # there once an engine has said how much memory it has
         self.share = 1  # how many pools share the engines' memory
         self.unit = 1  # tokens that one of a simulated engine stands for
+        self.queue = RequestQueue()
         self._router, self._tries = router, tries
         self._changed = changed  # is called when more may be sent
         self._timer: asyncio.TimerHandle | None = None  # fires at the next mark, while anybody stands in the line
         self._keepers: dict[str, SessionKeeper] = {}  # where the latest request of each session was sent
+        self._up: Sequence[Replica] = ()  # those that the fleet is of
+        self._fleet = Fleet[Replica](())
+        self._news: list[Replica] = []  # those to look at
+        self._kept_waiting: list[Replica] = []  # those whose requests are kept back, as counted when they were chosen
+        self._look_at_all = -math.inf  # when
 
     # -- what it hears of ---------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Have no request, and nobody resident."""
         self.residency = None if self.residency is None else Residency()
+        self.queue, self._up = RequestQueue(), ()
         self.stop()
 
     def stop(self) -> None:
@@ -82,11 +101,25 @@ class Placing:
                 if (keeper := self._keepers.pop(session, None)) is not None:
                     _end(keeper, [session])
 
+    def hold_in_line(self, pending: PendingRequest) -> None:
+        """Look at a request that waits when its trajectory has a place, if it has none."""
+        if self._stands_in_line(pending):
+            self.queue.hold(pending)
+
     def answered(self, pending: PendingRequest) -> None:
         """Take in the end of a request."""
         if self.residency is not None and pending.tree is not None:
             request, sampled = pending.request, len(pending.ids)
             self.residency.answer(pending.tree, request.session, len(request.ids) + sampled, sampled)
+            if self.queue.held:
+                self._changed()
+
+    def heard(self, replica: Replica) -> None:
+        """Note that a replica that was looked at has said something, or has less to do."""
+        replica.looked_at = False
+        self._news.append(replica)
+        if replica in self.queue.held:
+            self._changed()
 
     def sent(self, requests: Iterable[Request], keeper: SessionKeeper) -> None:
         """Note that an engine that keeps something for sessions is about to have these requests."""
@@ -111,21 +144,43 @@ class Placing:
             self.residency.end(sessions)
             self._changed()
 
-    def look(self, up: Sequence[Replica], alone: bool) -> int:
-        """Learn how much the replicas may have, and return how many requests more that is in all."""
-        room = 0
-        for replica in up:
-            replica.waiting = 0
+    def look(self, up: Sequence[Replica], alone: bool, now: float) -> None:
+        """Learn how much the replicas may have of which there is news; all at once now and then.
+
+        One that is ``alone``, and says nothing of what it runs, may have all there is.
+        """
+        # 1. Which these are.
+        if up is not self._up:
+            self._up, self._fleet, self._look_at_all = up, Fleet(up), now
+            self.queue.release([replica for replica in self.queue.held if isinstance(replica, Replica)])
+            if self.residency is not None:
+                self.residency.arrange([replica.name for replica in up])
+        several = len(up) > 1
+        if now >= self._look_at_all or not several:
+            self._news, self._look_at_all = list(up), now + LOOK_EVERY
+        if self._kept_waiting:
+            self._keep_none_waiting()
+        # 2. How busy they are, and how much they have room for.
+        for replica in self._news:
+            replica.looked_at = several or self.residency is not None
+            if replica.name not in self._fleet.places:
+                continue
             heard = self.residency is None or replica.name in self.residency.memories  # else it gets nothing, ever
             if heard and not replica.in_flight and replica.asked_by == self.share:
                 # What an engine does that has nothing of ours says nothing of how much it can do.
-                replica.allowed, room = FIRST, room + FIRST
+                replica.allowed = FIRST
+                if several:
+                    self._fleet.changed(replica)
                 continue
             replica.asked_by, load = self.share, replica.busy()
-            replica.allowed = replica.may_have(load, alone) if replica.in_flight else FIRST
-            room += max(0, replica.allowed - replica.in_flight)
+            silent = alone and not load.running and not load.waiting
+            replica.allowed = FIRST if not replica.in_flight else sys.maxsize if silent else allowance(load)
+            if several:
+                self._fleet.changed(replica)
             if load.capacity:
-                self.residency = self.residency or Residency()
+                if self.residency is None:
+                    self.residency, self._look_at_all = Residency(), now
+                    self.residency.arrange([replica.name for replica in up])
                 # Of what others hold, the other pools' parts are theirs.
                 others = load.others and max(0, load.others - load.capacity + load.capacity // self.share)
                 self.residency.resize(replica.name, max(1, (load.capacity - others) // self.share))
@@ -134,9 +189,17 @@ class Placing:
                 known = [memory.capacity for memory in self.residency.memories.values()]
                 if known:
                     self.residency.resize(replica.name, min(known))
-        if self.residency is not None:
-            self.residency.keep_only({replica.name for replica in up})
-        return room
+        # 3. What was kept back as they were full.
+        if (held := self.queue.held) and (roomy := [each for each in self._news if each in held and each.has_room]):
+            self.queue.release(roomy)
+        self._news = []
+
+    def _keep_none_waiting(self) -> None:
+        for replica in self._kept_waiting:
+            replica.waiting = 0
+            if replica.name in self._fleet.places:
+                self._fleet.changed(replica)
+        self._kept_waiting = []
 
     @property
     def worth_having(self) -> int:
@@ -146,64 +209,80 @@ class Placing:
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
-    def assign(
-        self, waiting: Iterable[PendingRequest], up: Sequence[Replica], room: int
-    ) -> tuple[dict[Replica, list[PendingRequest]], list[tuple[PendingRequest, EngineError]]]:
+    def _stands_in_line(self, pending: PendingRequest) -> bool:
+        """Whether a request waits until its trajectory has a place; one on trial, which others wait for, does not."""
+        away = pending.tree is not None and pending.tree.home is None and pending.shared < 2
+        return away and not self._avoids(pending)
+
+    def _avoids(self, pending: PendingRequest) -> str:
+        """Return the replica that a request is not to go to again."""
+        another = pending.failures and (self._tries.another_replica or pending.silenced)
+        return pending.replica if another else ""
+
+    def assign(self) -> tuple[dict[Replica, list[PendingRequest]], list[tuple[PendingRequest, EngineError]]]:
         """Return what goes to which replica, in order, as far as there is room; and whom the router has failed."""
         batches: dict[Replica, list[PendingRequest]] = {}
         refused: list[tuple[PendingRequest, EngineError]] = []
-        by_name: dict[str, Replica] = {}
+        fleet, held, placed = self._fleet, list[tuple[PendingRequest, Replica | None]](), False
         if self.residency is not None:
-            waiting, by_name = list(waiting), {replica.name: replica for replica in up}
-            self._admit(self.residency, waiting, by_name)
-            for replica in up:
-                replica.waiting = 0
-        for pending in waiting:
+            self._admit(self.residency)
+            placed = bool(self.residency.memories)  # else no engine says any more how much it holds
+        alone = None if len(self._up) > 1 else self._up[0] if self._up else None
+        room = alone is not None or fleet.has_room
+        for pending in chain(*self.queue.lanes):
             if not room:
                 break
-            avoids = pending.replica if pending.failures and (self._tries.another_replica or pending.silenced) else ""
-            options = up
-            if pending.tree is not None and not avoids:
-                home = None if pending.tree.home is None else by_name.get(pending.tree.home)
-                if home is not None:
-                    options = [home]
-                # What is on trial waits for no place, as those who have one wait for it; nor does anybody where no
-                # engine says any more how much it holds.
-                elif pending.shared < 2 and self.residency is not None and self.residency.memories:
-                    continue
+            if placed and pending.tree is not None and pending.tree.home is None and self._stands_in_line(pending):
+                held.append((pending, None))  # its replica has gone
+                continue
+            avoids = pending.failures and self._avoids(pending)
+            home = None if pending.tree is None or avoids else fleet.named(pending.tree.home)
             try:
-                chosen = choose(self._router, pending.request, options, avoids) if len(options) > 1 else options[0]
+                chosen = home or alone or choose(self._router, pending.request, fleet, avoids or "")
             except EngineError as error:
                 refused.append((pending, error))
                 continue
             if chosen.in_flight < chosen.allowed:
                 batches.setdefault(chosen, []).append(pending)
                 chosen.in_flight += 1
-                room -= 1
+                if alone is None:
+                    fleet.changed(chosen)
+                room = chosen.in_flight < chosen.allowed or (alone is None and fleet.has_room)
+            elif home is not None:
+                held.append((pending, home))
             else:
-                chosen.waiting += 1
+                self._keep_waiting(chosen)
+        for pending, replica in held:
+            self.queue.hold(pending, replica)
         return batches, refused
 
-    def _admit(self, residency: Residency, waiting: list[PendingRequest], by_name: dict[str, Replica]) -> None:
+    def _keep_waiting(self, replica: Replica) -> None:
+        replica.waiting += 1
+        self._kept_waiting.append(replica)
+        self._fleet.changed(replica)
+
+    def _admit(self, residency: Residency) -> None:
         """Let those in the line be resident where there is room."""
-        if (tree := residency.first()) is None:
-            if self._timer is None and residency.waits:
-                most = max([memory.capacity for memory in residency.memories.values()], default=0)
-                after = max(MARK_LEAST, MARK_EVERY * self.unit * self.share * most)
-                self._timer = asyncio.get_running_loop().call_later(after, self._mark)
-            return
-        requests: dict[Tree | None, Request] = {}
-        for pending in waiting:
-            requests.setdefault(pending.tree, pending.request)
-        while tree is not None:
-            takers = [by_name[name] for name in residency.takers(tree)]
+        held, admitted = self.queue.held, list[Tree]()
+        if not residency.memories and held:
+            self.queue.release(list(held))
+        while (tree := residency.first()) is not None:
+            takers = self._fleet.among(residency.takers(tree))
             taker = takers[0]
-            if len(takers) > 1 and tree in requests and any(replica.has_room for replica in takers):
+            if len(takers) > 1 and tree in held and takers.has_room:
+                asked = min(held[tree], key=attrgetter("lane", "place"))
                 with suppress(EngineError):  # whoever asks it again, for a request, hears why
-                    taker = choose(self._router, requests[tree], takers)
+                    taker = choose(self._router, asked.request, takers)
             residency.admit(tree, taker.name)
-            taker.waiting += 1  # so that the next one is not sent there too
-            tree = residency.first()
+            admitted.append(tree)
+            self._keep_waiting(taker)  # so that the next one is not sent there too
+        if admitted:
+            self.queue.release(admitted)
+            self._keep_none_waiting()
+        if self._timer is None and residency.waits:
+            most = max([memory.capacity for memory in residency.memories.values()], default=0)
+            after = max(MARK_LEAST, MARK_EVERY * self.unit * self.share * most)
+            self._timer = asyncio.get_running_loop().call_later(after, self._mark)
 
 
 def _end(keeper: SessionKeeper, sessions: list[str]) -> None:

@@ -3,9 +3,8 @@
 Invariant: every request ends exactly once, whatever the replicas do, and holds every token that was streamed for it, in
 order. One is at one replica, or waits in the queue until one has room, or between two tries. All that can be sent in
 one pass of the event loop goes to each replica in one call (a *dispatch*), and so do all aborts; no request waits for
-another's end. Of what waits for room, that which goes on comes first, then turns of trajectories that have had others,
-then first turns; in each of these lanes who came first. Only the pool tries requests again: one that failed, or that
-was lost with its replica, goes on from the tokens already streamed.
+another's end. In what order they wait says :mod:`fsm_rollout.engines.request_queue`. Only the pool tries requests
+again: one that failed, or that was lost with its replica, goes on from the tokens already streamed.
 
 A request is given up only for failures of its own. What fails together is tried again together, then in parts
 (:mod:`fsm_rollout.engines.retries`), until the one is found that fails by itself. Which replicas there are is
@@ -20,7 +19,6 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 
 from fsm_rollout.concurrency.cancellation import being_cancelled
 from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
@@ -76,7 +74,7 @@ class EnginePool:
         self._begin_anew()
         if placement.restarts:
             self._lives.start_in_thread()
-        self.placing.look(self._lives.open, count == 1)
+        self.placing.look(self._lives.open, count == 1, 0.0)
         windows = [replica.live.max_context for replica in self.replicas]
         self.facts: EngineFacts = replace(facts_of(self.replicas[0].live), max_context=min(windows))
         self.tokenizer = self.facts.tokenizer
@@ -136,7 +134,6 @@ class EnginePool:
         self.placing.begin_anew()
         self._open: dict[PendingRequest, None] = {}  # all that have not ended, in order: also those between two tries
         self.sent: dict[str, PendingRequest] = {}  # those that a replica has, or is about to get, by the present id
-        self._lanes: list[dict[PendingRequest, None]] = [{}, {}, {}]  # those of them that wait for room, by lane
         self._dispatches: dict[asyncio.Task[None], Replica] = {}  # the tasks that pass on what their replicas answer
         self._engine_ids = EngineIds(self._look_at)  # also of requests that a replica did not end in time
         self._retries, self._silence = Retries(self, self.tries), SilenceWatch(self, self._lives)
@@ -153,7 +150,7 @@ class EnginePool:
         if "asleep" in self._lives.held and not (self._sleep_logged or self.sleeps):
             self._sleep_logged = True
             logger.warning("the engine is asleep: generations wait until it is woken")
-        self.requests += 1
+        self.requests = pending.place = self.requests + 1
         self._open[pending] = None
         if self.placing.residency is not None:
             self.placing.ask(pending, label)
@@ -178,7 +175,9 @@ class EnginePool:
             return
         pending.lane = 0 if pending.attempt > 1 or request.sampled else 1 if request.turn else 2
         self.sent[pending.request_id] = pending
-        self._lanes[pending.lane][pending] = None
+        self.placing.queue.lanes[pending.lane][pending] = None
+        if pending.tree is not None:
+            self.placing.hold_in_line(pending)
         self.replicas_changed()
 
     def under_way(self, client: object = None) -> list[PendingRequest]:
@@ -187,8 +186,8 @@ class EnginePool:
 
     def _dispatch(self) -> None:
         """Send what waits, in order, as far as replicas have room: one dispatch per replica."""
-        self._dispatching = False
-        if not any(self._lanes) or self._lives.closed or self._lives.looks:
+        self._dispatching, queue = False, self.placing.queue
+        if not (any(queue.lanes) or queue.held) or self._lives.closed or self._lives.looks:
             return
         # 1. Find the replicas that are up and have room; nothing is sent while it is in doubt which are up.
         for replica in list(self._lives.up):
@@ -197,18 +196,17 @@ class EnginePool:
         if self._lives.looks:
             return
         # 2. Choose, as long as anybody has room.
-        up = self._lives.open
-        room = self.placing.look(up, len(self.replicas) == 1)
-        batches, refused = self.placing.assign(chain(*self._lanes), up, room)
+        loop = asyncio.get_running_loop()
+        self.placing.look(self._lives.open, len(self.replicas) == 1, loop.time())
+        batches, refused = self.placing.assign()
         # 3. Send what was chosen.
         for pending, why in refused:
             self.end(pending, FinishReason.ABORT, why)
         for prepare in self.before_dispatch.values() if batches else ():
             prepare()
-        loop = asyncio.get_running_loop()
         for replica, batch in batches.items():
             for pending in batch:
-                self._lanes[pending.lane].pop(pending, None)
+                queue.lanes[pending.lane].pop(pending, None)
                 pending.at, pending.replica = replica, replica.name or pending.replica
             if replica.in_flight == len(batch):  # it had nothing to do
                 replica.last_active = loop.time()
@@ -234,7 +232,7 @@ class EnginePool:
             self.placing.sent(requests, replica.keeper)
         replica.requests += len(requests)
         self._silence.begin(unfinished.values())
-        if any(self._lanes):
+        if any(self.placing.queue.lanes):
             loop.call_soon(self.replicas_changed)  # asked once, it can say how many more it takes
         # 2. Give every chunk to its request.
         try:
@@ -243,6 +241,8 @@ class EnginePool:
                 if len(self.replicas) > 1:
                     replica.measure_pace(len(chunk.ids), now)
                 replica.tokens, replica.last_active = replica.tokens + len(chunk.ids), now
+                if replica.looked_at:
+                    self.placing.heard(replica)
                 answered = unfinished.get(chunk.request_id)
                 if answered is not None and answered.at is replica and answered.request_id == chunk.request_id:
                     self._take(answered, chunk, now)
@@ -252,7 +252,7 @@ class EnginePool:
                     self._engine_ids.pop(chunk.request_id, None)  # from here on another request may have the id
                     if chunk.error is None:
                         replica.failures = replica.losses = 0  # whatever went wrong before is forgiven
-                if any(self._lanes):
+                if any(self.placing.queue.lanes):
                     self.replicas_changed()
         except (Exception, asyncio.CancelledError) as error:  # whatever an engine raises is the engine's failure
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
@@ -293,13 +293,15 @@ class EnginePool:
         pending.silent_until = None
         if pending.at is not None:
             pending.at.in_flight -= 1
+            if pending.at.looked_at:
+                self.placing.heard(pending.at)
             if pending.at.leaving:
                 self._lives.look_again()
             pending.at = None
-            if any(self._lanes):
+            if any(self.placing.queue.lanes):
                 self.replicas_changed()
         else:
-            self._lanes[pending.lane].pop(pending, None)
+            self.placing.queue.remove(pending)
 
     def end(self, pending: PendingRequest, finish_reason: FinishReason, error: EngineError | None = None) -> None:
         """End a request, wherever it is."""
@@ -343,7 +345,7 @@ class EnginePool:
         for task, at in self._dispatches.items():
             if at is replica and task is not asyncio.current_task():  # from here on others sample what it has
                 task.cancel()
-        returned: list[dict[PendingRequest, None]] = [{}, {}, {}]  # what was taken out of its lane for nothing
+        returned: list[PendingRequest] = []  # what was taken out of the queue for nothing
         for pending in self._at(replica):
             if pending.started:
                 replica.moved += 1
@@ -354,8 +356,8 @@ class EnginePool:
             else:
                 replica.in_flight -= 1
                 pending.at = None
-                returned[pending.lane][pending] = None
-        self._lanes = [before | lane for before, lane in zip(returned, self._lanes, strict=True)]
+                returned.append(pending)
+        self.placing.queue.put_back(returned)
         self.replicas_changed()
 
     def replica_is_silent(self, replica: Replica, seconds: float) -> None:

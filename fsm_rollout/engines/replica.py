@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from fsm_rollout.concurrency.threads import DaemonThreads
 from fsm_rollout.engines.protocol import Load, OverWire, Process, ReplicaLost, SessionKeeper, TokenSource, WeightSource
-from fsm_rollout.engines.router import FIRST, ReplicaView, allowance
+from fsm_rollout.engines.router import FIRST, ReplicaView
 from fsm_rollout.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -196,6 +195,7 @@ class Replica(ReplicaView):
     sampled: float = 0.0
     mixed: frozenset[str] | None = frozenset()  # tensors that it may have of an update that failed; `None`: any
     asked_by: int = 0  # when its present engine was asked how busy it is, so many pools shared it; 0: it was not
+    looked_at: bool = False  # whether nothing has come from it, or has ended there, since it was asked how busy it is
     load_failed: bool = False  # whether it was logged that its engine does not say how busy it is
 
     @property
@@ -233,11 +233,6 @@ class Replica(ReplicaView):
             self.load_failed = True
             logger.warning("the engine does not say how busy it is (%s); it is given few requests at a time", why)
         return Load()
-
-    def may_have(self, load: Load, alone: bool) -> int:
-        """Return how many requests one that has some may have; any number if it is alone, and says nothing of them."""
-        silent = not load.running and not load.waiting
-        return sys.maxsize if alone and silent else allowance(load)
 
     async def open(self, placement: Placement, seconds: float) -> None:
         """Start a new engine in its place, within so many seconds; EngineError if that fails or takes longer."""

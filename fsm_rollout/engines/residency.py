@@ -28,9 +28,13 @@ there.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fsm_rollout.engines.protocol import NO_IDS
 from fsm_rollout.trajectory.tokens import Ids, common_length
@@ -132,6 +136,8 @@ class ReplicaMemory:
 
     capacity: int
     known: Known
+    place: int = 0
+    """That of its replica among all."""
     residents: dict[Tree, None] = field(default_factory=dict)
     own: int = 0
     """The tokens of its residents, without what they share with their groups."""
@@ -144,6 +150,11 @@ class ReplicaMemory:
     def held(self) -> int:
         """The tokens of its residents, each once."""
         return self.own + self.openings - len(self.known.beginning) * max(0, len(self.groups) - 1)
+
+    @property
+    def room(self) -> float:
+        """How much a tree may need to be admitted: anything, where it would be alone."""
+        return ADMIT * self.capacity - self.held if self.residents else math.inf
 
     def share(self, tree: Tree) -> int:
         """Return how many tokens of a tree, a resident or not, no other resident has."""
@@ -158,7 +169,7 @@ class ReplicaMemory:
 
     def takes(self, tree: Tree) -> bool:
         """Whether a tree may be admitted: it fits, or is alone."""
-        return not self.residents or self.held + self.needs(tree) <= ADMIT * self.capacity
+        return self.needs(tree) <= self.room
 
     def add(self, tree: Tree) -> None:
         """Have one resident more."""
@@ -192,6 +203,8 @@ class Residency:
         self._trees: dict[str, Tree] = {}  # by session
         self._line: list[tuple[int, int, Tree]] = []  # a heap; who does not stand in it any more is skipped
         self._came = 0
+        self._order: dict[str, int] = {}  # the places of replicas
+        self._rooms = np.empty(0)  # what each memory has room for, by its place; -inf: it is not known yet
 
     # -- the replicas -------------------------------------------------------------------------------------------------
 
@@ -201,16 +214,26 @@ class Residency:
         Where it has less than before, the smallest are paused as they come to ask for another turn.
         """
         if (memory := self.memories.get(name)) is None:
-            self.memories[name] = ReplicaMemory(capacity, self._known)
-        else:
-            memory.capacity = capacity
+            place = self._order.setdefault(name, len(self._order))
+            memory = self.memories[name] = ReplicaMemory(capacity, self._known, place)
+            self._rooms = np.append(self._rooms, [-math.inf] * (len(self._order) - len(self._rooms)))
+        memory.capacity = capacity
+        self._changed(memory)
 
-    def keep_only(self, names: set[str]) -> None:
-        """Forget the other replicas: their residents stand in the line again, as soon as they ask."""
-        for name in self.memories.keys() - names:
+    def arrange(self, names: Sequence[str]) -> None:
+        """Give replicas their places, those with a memory and others, and forget what is not among them.
+
+        Residents of those that are forgotten stand in the line again, as soon as they ask.
+        """
+        for name in self.memories.keys() - set(names):
             for tree in list(self.memories[name].residents):
                 self.leave(tree)
             del self.memories[name]
+        self._order = {name: place for place, name in enumerate(names)}
+        self._rooms = np.full(len(names), -math.inf)
+        for name, memory in self.memories.items():
+            memory.place = self._order[name]
+            self._changed(memory)
 
     # -- the trees ----------------------------------------------------------------------------------------------------
 
@@ -230,10 +253,9 @@ class Residency:
         self._grow(tree, session, len(ids) + min(most, round(RESERVED * self._known.says.value)))
         if tree.home is not None and not tree.asking:
             memory = self.memories[tree.home]
-            if memory.held > FULL * memory.capacity:
+            if memory.held > (most_held := FULL * memory.capacity):
                 idle = [other for other in memory.residents if not other.asking]
-                enough = lambda: memory.held <= FULL * memory.capacity or len(memory.residents) == 1  # noqa: E731
-                for other in self._pause(memory, idle, enough):
+                for other in self._pause(memory, idle, most_held, least=1):
                     other.paused = True
                     self.given_up += other.contexts
         tree.asking += 1
@@ -267,7 +289,9 @@ class Residency:
     def leave(self, tree: Tree) -> None:
         """Take a tree's place away; if it asks for something, it stands in the line."""
         if tree.home is not None:
-            self.memories[tree.home].remove(tree)
+            memory = self.memories[tree.home]
+            memory.remove(tree)
+            self._changed(memory)
             self.resident -= 1
             tree.home = None
         self._stand_in_line(tree)
@@ -282,7 +306,7 @@ class Residency:
                 heapq.heappop(self._line)
                 tree.queued = False
                 continue
-            return tree if any(memory.takes(tree) for memory in self.memories.values()) else None
+            return tree if self.takers(tree).any() else None
         return None
 
     @property
@@ -308,19 +332,24 @@ class Residency:
                     need = max(need, then.held - staying + then.needs(waiting[0]))
                     then.add(waiting.popleft())
                 if need:
-                    enough = lambda: memory.held + need <= ADMIT * memory.capacity  # noqa: B023, E731  # called here
-                    self._pause(memory, idle, enough)
+                    self._pause(memory, idle, ADMIT * memory.capacity - need)
         for memory in self.memories.values():
             for tree in memory.residents:
                 tree.idle = not tree.asking
 
-    def takers(self, tree: Tree) -> list[str]:
-        """Return the replicas that may admit a tree."""
-        return [name for name, memory in self.memories.items() if memory.takes(tree)]
+    def takers(self, tree: Tree) -> NDArray[np.bool_]:
+        """Return which replicas may admit a tree, by their places."""
+        need = tree.tokens + len(tree.group.opening) - len(self._known.beginning)
+        takes: NDArray[np.bool_] = self._rooms >= need + (GROWTH * self._known.ends.value if tree.paused else 0.0)
+        for home in {other.home for other in tree.group.trees} - {None}:  # where what the group shares is already
+            memory = self.memories[str(home)]
+            takes[memory.place] = memory.takes(tree)
+        return takes
 
     def admit(self, tree: Tree, name: str) -> None:
         """Give a tree that stands in the line its place."""
         self.memories[name].add(tree)
+        self._changed(self.memories[name])
         self.resident += 1
         tree.home = name
 
@@ -333,8 +362,10 @@ class Residency:
         self._places[name] = place  # the last to be forgotten
         if len(self._places) > REMEMBERED:
             del self._places[next(iter(self._places))]
-        alike = common_length(self._known.beginning, ids) if self._groups else len(ids)
-        self._known.beginning = ids[:alike]
+        if self._groups:
+            self._begin_alike(common_length(self._known.beginning, ids))
+        else:
+            self._known.beginning = ids
         group = self._groups[name] = TreeGroup(name, place, ids)
         return group
 
@@ -342,13 +373,22 @@ class Residency:
         """Let an opening be so long; what a tree has beyond is its own."""
         if (cut := len(group.opening) - length) == 0:
             return
-        group.opening, self._known.beginning = group.opening[:length], self._known.beginning[:length]
+        group.opening = group.opening[:length]
         for memory in self.memories.values():
             memory.openings -= cut if group in memory.groups else 0
+            self._changed(memory)
+        self._begin_alike(length)
         for tree in group.trees:
             for session, begins in tree.begins.items():
                 tree.begins[session] = min(begins, length)
                 self._grow(tree, session, tree.contexts[session] + begins)
+
+    def _begin_alike(self, length: int) -> None:
+        """Learn that all openings begin with so much at most of what they were known to begin with."""
+        if length < len(self._known.beginning):
+            self._known.beginning = self._known.beginning[:length]
+            for memory in self.memories.values():
+                self._changed(memory)
 
     def _stand_in_line(self, tree: Tree) -> None:
         if tree.home is None and tree.asking and not tree.queued:
@@ -358,13 +398,21 @@ class Residency:
     def _grow(self, tree: Tree, session: str, tokens: int) -> None:
         more = tree.grow(session, tokens)
         if tree.home is not None:
-            self.memories[tree.home].own += more
+            memory = self.memories[tree.home]
+            memory.own += more
+            self._changed(memory)
 
-    def _pause(self, memory: ReplicaMemory, idle: list[Tree], enough: Callable[[], bool]) -> list[Tree]:
-        """Pause some of those who stand at a boundary, the smallest first, until it is enough, and return them."""
+    def _changed(self, memory: ReplicaMemory) -> None:
+        self._rooms[memory.place] = memory.room
+
+    def _pause(self, memory: ReplicaMemory, idle: list[Tree], most: float, least: int = 0) -> list[Tree]:
+        """Pause some of those who stand at a boundary, the smallest first, and return them.
+
+        That is until the others hold so many tokens at ``most``, or until so many are left.
+        """
         gone: list[Tree] = []
         for tree in sorted(idle, key=lambda tree: (memory.share(tree), -tree.number)):
-            if enough():
+            if memory.held <= most or len(memory.residents) <= least:
                 break
             self.paused += 1
             self.leave(tree)

@@ -11,10 +11,14 @@ A router of one's own is a class with :meth:`Router.choose`, named by ``engine: 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fsm_rollout.engines.protocol import Load, Request
 from fsm_rollout.errors import EngineError
@@ -47,34 +51,84 @@ class ReplicaView:
 V = TypeVar("V", bound=ReplicaView)
 
 
+class Fleet(Sequence[V]):
+    """Replicas in a fixed order, by name, and the least busy of them at hand.
+
+    Invariant: it knows what they have to do as of when :meth:`changed` was last called for each. So a choice looks at
+    numbers side by side and not at replicas, and costs as much with a thousand of them as with one.
+
+    Args:
+        replicas: they.
+        loads: how much each has to do, and infinity where it has no room; default: they are asked.
+    """
+
+    def __init__(self, replicas: Sequence[V], loads: NDArray[np.float64] | None = None) -> None:
+        self._replicas = replicas
+        self.places = {replica.name: place for place, replica in enumerate(replicas)}
+        own = (replica.in_flight + replica.waiting if replica.has_room else math.inf for replica in replicas)
+        self._loads = np.fromiter(own, float) if loads is None else loads
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._replicas[place]
+
+    def changed(self, replica: V) -> None:
+        """Learn that one of them has more or less to do, or may have."""
+        room = replica.allowed - replica.in_flight
+        self._loads[self.places[replica.name]] = replica.in_flight + replica.waiting if room > 0 else math.inf
+
+    def named(self, name: str | None) -> V | None:
+        """Return the one of that name, if it is there."""
+        place = None if name is None else self.places.get(name)
+        return None if place is None else self._replicas[place]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any of them has."""
+        return bool(np.isfinite(self._loads).any())
+
+    @property
+    def least(self) -> V:
+        """The least busy with room, of equals the first."""
+        return self._replicas[int(self._loads.argmin())]
+
+    def among(self, which: NDArray[np.bool_]) -> Fleet[V]:
+        """Return some of them, as they are now, by their places."""
+        if which.all():
+            return self
+        places = np.flatnonzero(which).tolist()
+        return Fleet([self._replicas[place] for place in places], self._loads[places])
+
+
 @runtime_checkable
 class Router(Protocol):
     """Chooses replicas. It may remember what it chose; equal calls in equal order must give equal choices."""
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+    def choose(self, request: Request, replicas: Fleet[Any]) -> ReplicaView:
         """Return one of ``replicas``: those that are up, in a fixed order, at least one of them with room.
 
         When the chosen one has no room, the request waits and is asked for again when there is news.
         """
 
 
-def choose(router: Router, request: Request, replicas: Sequence[V], avoids: str = "") -> V:
+def choose(router: Router, request: Request, replicas: Fleet[V], avoids: str = "") -> V:
     """Return the replica that the router chooses, another than ``avoids`` if one has room.
 
     Raises:
         EngineError: ("RouterFailed") it fails, or returns none of them.
     """
     name = type(router).__name__
-    others = [replica for replica in replicas if replica.name != avoids]
-    if any(replica.has_room for replica in others):
-        replicas = others
+    if avoids:
+        others = Fleet([replica for replica in replicas if replica.name != avoids])
+        replicas = others if others.has_room else replicas
     try:
         chosen = router.choose(request, replicas)
     except Exception as error:  # a router may be the user's
         raise EngineError(f"router {name} failed: {type(error).__name__}: {error}", kind="RouterFailed") from error
-    for view in replicas:
-        if view is chosen:
-            return view
+    if isinstance(chosen, ReplicaView) and (view := replicas.named(chosen.name)) is chosen:
+        return view
     hint = ""
     if inspect.iscoroutine(chosen):
         chosen.close()  # or Python warns that nobody awaited it
@@ -110,14 +164,13 @@ class StickyRouter:
         # The replica of each session, and of each group's latest request.
         self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+    def choose(self, request: Request, replicas: Fleet[Any]) -> ReplicaView:
         """Return the replica of the request's session, else of its group, unless that breaks the bound."""
-        least = min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)
+        least: ReplicaView = replicas.least
         keys = [("session", request.session)] if request.session else []
         keys += [("group", request.group_id)] if request.group_id else []
-        name = next((self._pins[key] for key in keys if key in self._pins), None)
-        pinned = next((replica for replica in replicas if replica.name == name), None)
-        chosen = pinned if pinned is not None and self._worth_it(pinned, least) else least
+        pinned = replicas.named(next((self._pins[key] for key in keys if key in self._pins), None))
+        chosen: ReplicaView = pinned if pinned is not None and self._worth_it(pinned, least) else least
         for key in keys:
             self._pins[key] = chosen.name
             self._pins.move_to_end(key)
@@ -133,6 +186,7 @@ class StickyRouter:
 class LeastLoadedRouter:
     """Always the replica with the least to do: for engines without a prefix cache."""
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView]) -> ReplicaView:
+    def choose(self, request: Request, replicas: Fleet[Any]) -> ReplicaView:
         """Return the least busy replica with room; of equals, the first."""
-        return min((replica for replica in replicas if replica.has_room), key=lambda replica: replica.load)
+        least: ReplicaView = replicas.least
+        return least

@@ -32,6 +32,7 @@ class Asked:
     n: int | None = None
     memory: int | None = None
     window: int = WINDOW
+    turns: int | None = None
     seed: int = 0
     target: int | None = None
     staleness: int = STALENESS
@@ -86,8 +87,10 @@ def workload_of(config: RunConfig | None, asked: Asked, replicas: int, window: i
     n = asked.n or (SIZE if config is None else config.n)
     groups = asked.groups or (None if config is None else config.limit)
     if asked.lengths is None:
-        return drawn(asked.workload, groups or max(GROUPS, GROUPS_OF_REPLICA * replicas), n, window, asked.seed)
-    workload = recorded(asked.lengths, window)
+        count = groups or max(GROUPS, GROUPS_OF_REPLICA * replicas)
+        workload = drawn(asked.workload, count, n, window, asked.seed)
+    else:
+        workload = recorded(asked.lengths, window)
     numbers = [number % len(workload.groups) for number in range(groups or len(workload.groups))]
-    again = tuple(workload.groups[number] for number in numbers)
+    again = tuple(tuple(life[: asked.turns] for life in workload.groups[number]) for number in numbers)
     return Workload(workload.name, again, workload.system, tuple(workload.prompts[number] for number in numbers))

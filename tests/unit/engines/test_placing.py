@@ -1,6 +1,7 @@
 """Where requests go: by the router, and as far as the replicas have room. In virtual time."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,8 +160,8 @@ def test_shards_of_a_server_give_way_to_its_other_users_and_take_one_another_for
 
     engine, theirs = Used([Turn(text=TEXT)], tokenizer=tokenizer()), int(beside * capacity / 2)
     pool = EnginePool(LocalPlacement(lambda name: engine))
-    pool.placing.share, parts = shards, [0] * shards
-    pool.placing.look(pool.replicas, True)
+    pool.placing.share, parts, seconds = shards, [0] * shards, itertools.count(1)
+    pool.placing.look(pool.replicas, True, next(seconds))
     assert pool.placing.residency is not None
     (memory,) = pool.placing.residency.memories.values()
     assert memory.capacity == capacity // shards, "before anything of ours runs there"
@@ -168,7 +169,7 @@ def test_shards_of_a_server_give_way_to_its_other_users_and_take_one_another_for
     for held in (0, theirs):
         for turn in range(40 * shards):  # each fills its part, and looks again
             engine.others = held + sum(parts) - parts[turn % shards]
-            pool.placing.look(pool.replicas, True)
+            pool.placing.look(pool.replicas, True, next(seconds))
             parts[turn % shards] = memory.capacity
         assert max(parts) - min(parts) <= shards
         assert sum(parts) == pytest.approx(capacity - held * shards / (2 * shards - 1), abs=2 * shards)

@@ -73,7 +73,10 @@ class Engine:
             # Nobody of an earlier group, or who came earlier within the group, waits for a place.
             line = [other for other in residency.trees.values() if other.home is None and other.asking]
             assert (tree.group.place, tree.number) == min((other.group.place, other.number) for other in line)
-            name = self.random.choice(residency.takers(tree))
+            takes = residency.takers(tree)
+            fits = [memory.takes(tree) for memory in residency.memories.values()]
+            assert [takes[memory.place] for memory in residency.memories.values()] == fits, "as each says that is asked"
+            name = self.random.choice([name for name, memory in residency.memories.items() if takes[memory.place]])
             residency.admit(tree, name)
             memory = residency.memories[name]
             assert len(memory.residents) == 1 or memory.held <= ADMIT * self.capacity[name]
@@ -153,7 +156,7 @@ def context(key: str, tokens: int) -> Ids:
 def placed(residency: Residency, key: str, tokens: int) -> Tree:
     tree = residency.ask(key, key, f"{key}/main", context(key, tokens))
     while (first := residency.first()) is not None:
-        residency.admit(first, residency.takers(first)[0])
+        residency.admit(first, next(name for name, memory in residency.memories.items() if memory.takes(first)))
     return tree
 
 
@@ -206,12 +209,12 @@ def test_residents_of_a_replica_that_is_lost_stand_in_the_line_again() -> None:
     residency.resize("s", 100)
     asks, idle = placed(residency, "a", 60), placed(residency, "b", 60)
     residency.answer(idle, "b/main", 60)
-    residency.keep_only({"s"})
+    residency.arrange(["s"])
     assert [tree.home for tree in (asks, idle)].count(None) >= 1
     lost = asks if asks.home is None else idle
     assert residency.resident == 1
     assert residency.memories["s"].held == 60
-    residency.keep_only(set())
+    residency.arrange([])
     assert residency.resident == 0
     residency.resize("t", 500)
     assert residency.first() is asks

@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from fsm_rollout.engines.placing import Placing
 from fsm_rollout.engines.protocol import Load
+from fsm_rollout.engines.router import Fleet
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import load_run
@@ -30,6 +32,7 @@ from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cu
 from fsm_rollout.trajectory.tokens import as_ids
 from tests.cases import cases
 
+ASSIGN = Placing.assign
 AUTO, TODAY = Policy.of("auto"), Policy.of("today")
 
 
@@ -116,6 +119,45 @@ def test_who_is_there_gives_way_to_other_users_of_a_server_and_comes_back_when_t
     assert max(share for at, share in zip(course.times, course.held, strict=True) if 65 < at < 200) > 0.85
     assert found[True].twice < found[False].twice / 2
     assert found[True].makespan < found[False].makespan
+
+
+@settings(max_examples=8)
+@given(
+    name=st.sampled_from(["search", "tools_many", "coding_short", "users"]),
+    seed=st.integers(0, 1000),
+    replicas=st.integers(2, 5),
+    policy=st.sampled_from([AUTO, TODAY, Policy.of("count:12")]),
+    tokens=st.sampled_from([20_000, 60_000]),
+)
+def test_what_goes_where_is_as_if_all_replicas_were_looked_at_again_each_time(
+    name: str, seed: int, replicas: int, policy: Policy, tokens: int
+) -> None:
+    """Equal to a plain scan of what they are known to do: nothing that is kept at hand is ever behind."""
+
+    def assign(placing: Placing) -> Any:
+        fleet, residency = Fleet(placing._up), placing.residency
+        behind.extend(
+            name for name, place in fleet.places.items() if placing._fleet._loads[place] != fleet._loads[place]
+        )
+        placing._fleet = fleet
+        if residency is not None:
+            rooms = {name: residency._rooms[memory.place] for name, memory in residency.memories.items()}
+            behind.extend(name for name, memory in residency.memories.items() if rooms[name] != memory.room)
+        placing.queue.release([*placing.queue.held])  # and all that waits is looked at
+        for pending in [pending for lane in placing.queue.lanes for pending in lane if pending.tree is not None]:
+            placing.hold_in_line(pending)
+        return ASSIGN(placing)
+
+    behind: list[str] = []
+    workload, server = small(name, 4, 3, seed), ServerCosts(tokens=tokens, max_running=2)
+    found = simulate(workload, server, replicas, policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Placing, "assign", assign)
+        scanned = simulate(workload, server, replicas, policy)
+    assert not behind
+    assert (found.makespan, found.order, found.filled, found.later_waits) == (
+        scanned.makespan, scanned.order, scanned.filled, scanned.later_waits,
+    )  # fmt: skip
 
 
 def test_it_is_a_function_of_its_arguments() -> None:
