@@ -1,19 +1,22 @@
 """Agents from text and from mappings, and tools that are functions: nothing has to be a file."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph, ToolSpec
+from fsm_rollout.agent.graph import AgentGraph, Predicate, StateSpec, ToolSpec, TransitionSpec
 from fsm_rollout.agent.loader import dump, load_agent, loads
 from fsm_rollout.agent.verify import verify
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.names import objects
 from fsm_rollout.names.objects import load_object, path_of
 from fsm_rollout.tools.bound_tools import tool_schema_of
+from fsm_rollout.trajectory.settings import Limits, Sampling
 from tests.cases import FILES
 from tests.embedded import tokenizer
 
@@ -132,3 +135,60 @@ def test_an_agent_is_loaded_from_text_from_a_mapping_and_from_a_file(tmp_path: P
         load_agent({"agent": "x", "transitions": []})
     with pytest.raises(ConfigError, match=r"<text>:2: "):
         load_agent(TEXT.replace("tool_calls: 4", "tool_cals: 4"))
+
+
+def test_an_agent_built_in_python_takes_what_a_yaml_takes() -> None:
+    built = AgentGraph(
+        agent="solver",
+        limits={"assistant_turns": 2},
+        tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}},
+        states={"PENDING": None, "GENERATING": {"timeout": 1}, "PROCESSING_TOOLS": {"timeout": 1}},
+        transitions=[
+            {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
+            {
+                "trigger": "generated",
+                "source": "GENERATING",
+                "dest": "PROCESSING_TOOLS",
+                "conditions": "has_tool_calls",
+                "unless": [{"text_contains": "DONE"}, "all_calls_bad"],
+            },
+            TransitionSpec(
+                trigger="generated", source="GENERATING", dest="TERMINATED", conditions={"text_contains": "STOP"}
+            ),
+            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
+            {"trigger": "tools_done", "source": ["PROCESSING_TOOLS"], "dest": "GENERATING"},
+        ],
+    )
+    first, second = built.transitions[1], built.transitions[2]
+    assert first.conditions == (Predicate(name="has_tool_calls"),)
+    assert first.unless == (Predicate(name="text_contains", argument="DONE"), Predicate(name="all_calls_bad"))
+    assert second.conditions == (Predicate(name="text_contains", argument="STOP"),)
+    assert loads(json.dumps(yaml.safe_load(dump(built)))) == built
+
+
+def test_a_custom_state_built_in_python_takes_its_own_keys() -> None:
+    state = StateSpec(handler="mine:Grade", timeout=3, depth=4, options={"wide": True})
+    assert state == StateSpec(handler="mine:Grade", timeout=3, options={"depth": 4, "wide": True})
+    with pytest.raises(ConfigError, match=r"^StateSpec: unknown key 'tiemout'; did you mean 'timeout'\?$"):
+        StateSpec(handler="generate", tiemout=3)
+
+
+def graph_of(**keys: Any) -> AgentGraph:
+    return AgentGraph(**{"agent": "a", "states": {}, "transitions": [], **keys})
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: graph_of(agnet="a"), "AgentGraph: unknown key 'agnet'; did you mean 'agent'?"),
+        (lambda: graph_of(states={"A": {"tiemout": 1}}), "state 'A': unknown key 'tiemout'"),
+        (lambda: graph_of(transitions=[{"triger": "x"}]), "transition 1: unknown key 'triger'; did you"),
+        (lambda: Sampling(temprature=1), "Sampling: unknown key 'temprature'; did you mean 'temperature'?"),
+        (lambda: Limits(tool_calls=-1), "Limits: tool_calls should be greater than or equal to 0, got -1"),
+        (lambda: Sampling(0.5), "Sampling takes its keys by name: Sampling(temperature=…), got 0.5"),
+    ],
+)
+def test_typos_in_python_are_told_as_those_in_a_yaml(build: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert says in str(caught.value)

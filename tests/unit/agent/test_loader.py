@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from fsm_rollout.agent.graph import AgentGraph, Predicate, StateSpec, TransitionSpec
+from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.json_schema import agent_schema
 from fsm_rollout.agent.loader import load_agent, loads, read_agent
 from fsm_rollout.agent.yaml import source
@@ -24,7 +24,6 @@ from fsm_rollout.agent.yaml.source import SourceMap, read_yaml
 from fsm_rollout.cli import app
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.trajectory import config_errors
-from fsm_rollout.trajectory.settings import Limits, Sampling
 from tests.cases import says, table
 from tests.graphs import graphs, texts, values
 from tests.kit import ROOT
@@ -385,66 +384,6 @@ def test_reading_says_where_everything_stands(tmp_path: Path) -> None:
     assert reading.graph == loads(AGENT)
     assert reading.problems == ()
     assert reading.source.locate(("states", "GENERATING", "timeout")) == (str(tmp_path / "a.yaml"), 7)
-
-
-# -- built in Python
-
-
-def test_an_agent_built_in_python_takes_what_a_yaml_takes() -> None:
-    built = AgentGraph(
-        agent="solver",
-        limits={"assistant_turns": 2},
-        tools={"calculate": {"use": "fsm_rollout.tools.calculator:calculate", "timeout": 5}},
-        states={"PENDING": None, "GENERATING": {"timeout": 1}, "PROCESSING_TOOLS": {"timeout": 1}},
-        transitions=[
-            {"trigger": "prompted", "source": "PENDING", "dest": "GENERATING"},
-            {
-                "trigger": "generated",
-                "source": "GENERATING",
-                "dest": "PROCESSING_TOOLS",
-                "conditions": "has_tool_calls",
-                "unless": [{"text_contains": "DONE"}, "all_calls_bad"],
-            },
-            TransitionSpec(
-                trigger="generated", source="GENERATING", dest="TERMINATED", conditions={"text_contains": "STOP"}
-            ),
-            {"trigger": "generated", "source": "GENERATING", "dest": "TERMINATED"},
-            {"trigger": "tools_done", "source": ["PROCESSING_TOOLS"], "dest": "GENERATING"},
-        ],
-    )
-    first, second = built.transitions[1], built.transitions[2]
-    assert first.conditions == (Predicate(name="has_tool_calls"),)
-    assert first.unless == (Predicate(name="text_contains", argument="DONE"), Predicate(name="all_calls_bad"))
-    assert second.conditions == (Predicate(name="text_contains", argument="STOP"),)
-    assert loads(json.dumps(yaml.safe_load(dump(built)))) == built
-
-
-def test_a_custom_state_built_in_python_takes_its_own_keys() -> None:
-    state = StateSpec(handler="mine:Grade", timeout=3, depth=4, options={"wide": True})
-    assert state == StateSpec(handler="mine:Grade", timeout=3, options={"depth": 4, "wide": True})
-    with pytest.raises(ConfigError, match=r"^StateSpec: unknown key 'tiemout'; did you mean 'timeout'\?$"):
-        StateSpec(handler="generate", tiemout=3)
-
-
-def graph_of(**keys: Any) -> AgentGraph:
-    return AgentGraph(**{"agent": "a", "states": {}, "transitions": [], **keys})
-
-
-@pytest.mark.parametrize(
-    ("build", "says"),
-    [
-        (lambda: graph_of(agnet="a"), "AgentGraph: unknown key 'agnet'; did you mean 'agent'?"),
-        (lambda: graph_of(states={"A": {"tiemout": 1}}), "state 'A': unknown key 'tiemout'"),
-        (lambda: graph_of(transitions=[{"triger": "x"}]), "transition 1: unknown key 'triger'; did you"),
-        (lambda: Sampling(temprature=1), "Sampling: unknown key 'temprature'; did you mean 'temperature'?"),
-        (lambda: Limits(tool_calls=-1), "Limits: tool_calls should be greater than or equal to 0, got -1"),
-        (lambda: Sampling(0.5), "Sampling takes its keys by name: Sampling(temperature=…), got 0.5"),
-    ],
-)
-def test_typos_in_python_are_told_as_those_in_a_yaml(build: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build()
-    assert says in str(caught.value)
 
 
 # -- what is too much
