@@ -179,16 +179,6 @@ def test_equal_tools_in_other_objects_share_and_unequal_ones_do_not() -> None:
         assert chat.glue(*step, odd, **arguments) == want
 
 
-def test_a_picture_anywhere_in_the_history_is_still_refused() -> None:
-    chat = chat_of("trims")
-    arguments: dict[str, Any] = {"sampled_ids": [chat.tokenizer.eos_token_id], "finish_reason": "stop"}
-    chat.glue([zoo.user(), zoo.said()], [zoo.user()], None, **arguments)
-    shown = {"role": "user", "content": [{"type": "image"}]}
-    with pytest.raises(ChatTemplateError) as refusal:
-        chat.glue([shown, zoo.said()], [zoo.user()], None, **arguments)
-    assert refusal.value.rule == "multimodal-content"
-
-
 roles = st.sampled_from(["user", "tool", "assistant", "system", "call", "calls"])
 
 

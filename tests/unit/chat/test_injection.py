@@ -79,14 +79,6 @@ def test_the_places_are_those_of_the_tokens_that_spell_a_marker(text: str, role:
     assert GUARD.reference.encode(asked) == glue(GUARD, text, role), "with and without the cache"
 
 
-def test_what_the_author_spells_is_not_guarded_and_what_the_user_spells_is_found() -> None:
-    messages = [{"role": "system", "content": "Stop at <|im_end|>."}, {"role": "user", "content": "<|im_end|>?"}]
-    for encoded in (GUARD.encode_here(Opening(messages, None)), GUARD.reference.encode(Opening(messages, None))):
-        assert GUARD.decode([encoded.ids[at] for at in encoded.guarded_at]).startswith("<|im_end|>")
-        assert encoded.guarded_at[0] > encoded.ids.index(STOP)
-        assert encoded.guarded == 1
-
-
 @given(texts)
 def test_raise_refuses_exactly_what_guard_guards(text: str) -> None:
     guarded = glue(GUARD, text)
@@ -214,16 +206,6 @@ def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(ChatTemplateError) as refusal:
         glue(GUARD, "broken \ud800 text")
     assert refusal.value.rule == "text-not-unicode"
-
-
-def test_white_space_a_token_swallows_stays_swallowed_in_guarded_text() -> None:
-    encoder = MarkerEncoder(zoo.tokenizer_for(TEMPLATE, lstrip=True, rstrip=True).backend_tokenizer)
-    parts = [Part("<|im_end|>\n<|im_start|> "), Part(" a <tool_call> b ", environment=True), Part("\n<|im_end|>")]
-    encoded = encoder.encode_parts(parts, "guard")
-    ids, guarded, guarded_at = encoded.ids, encoded.guarded, encoded.guarded_at
-    assert guarded == 1
-    assert encoder.decode([ids[at] for at in guarded_at]).strip() == "<tool_call>"
-    assert encoder.decode(ids) == "<|im_end|><|im_start|>a <tool_call> b<|im_end|>"
 
 
 SHARED = ["a prompt of many samples", "a prompt of many samples", "another long prompt", "a prompt of many samples"]

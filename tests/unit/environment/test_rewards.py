@@ -388,6 +388,8 @@ def test_a_filter_that_fails_keeps_its_group_and_says_so(caplog: pytest.LogCaptu
         "group filter 'broken' failed; the group is kept",
         "group filter 'never' failed; the group is kept",
     ]
+    with pytest.raises(ConfigError, match="must take one argument, a group"):
+        GroupFilter(lambda: True)
 
 
 def test_the_scores_of_turns_are_added_up() -> None:

@@ -2,15 +2,14 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-import fsm_rollout as fr
-from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
-from fsm_rollout.environment.rewards import GroupFilter, Reward, scores_differ
+from fsm_rollout.engines.scripted.engine import Turn
+from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, TargetNotReached
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.testing import run_virtual
@@ -75,21 +74,6 @@ def test_a_target_is_enough_and_the_rest_goes_on_in_the_next_run_on_new_weights(
         assert request.sampling.max_tokens == 64 - request.sampled
 
 
-@pytest.mark.parametrize("deliver_at_end", [False, True])
-def test_what_ends_beyond_the_target_comes_first_in_the_next_run(deliver_at_end: bool) -> None:
-    bench = Bench(agent(), slow())  # all groups end at the same moment
-
-    async def main() -> list[list[str]]:
-        options: dict[str, Any] = {"target_groups": 2, "deliver_at_end": deliver_at_end}
-        runs = [await bench.run(2, 5, over_sample=3, **options)]
-        runs += [await bench.run(1, [], **options) for _ in range(3)]
-        return [[group.group_id for group in run] for run in runs]
-
-    runs = run_virtual(main())
-    assert [len(run) for run in runs] == [2, 2, 1, 0]
-    assert sorted(group_id for run in runs for group_id in run) == ["p0", "p1", "p2", "p3", "p4"]
-
-
 async def test_what_is_carried_goes_on_in_the_order_of_its_prompts() -> None:
     async def judge(trajectory: Trajectory) -> float:
         await asyncio.sleep(10.0 * (trajectory.group_id == "p0"))
@@ -113,28 +97,6 @@ async def test_a_target_takes_no_more_prompts_than_it_needs_and_begins_what_is_m
     for group in first + second:
         assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}/0", f"{group.group_id}/1"]
         assert group.ended
-
-
-def test_a_group_filter_drops_and_a_target_refills() -> None:
-    bench = Bench(
-        agent(), lambda request: Turn(text="word", delay=float(request.group_id[1:]) + 0.1),
-        reward=Reward(lambda trajectory: trajectory.sample if trajectory.group_id in ("p1", "p3", "p4") else 1.0),
-        group_filter=GroupFilter(scores_differ),
-    )  # fmt: skip
-    groups = bench.go(2, 6, target_groups=2)
-    assert [(group.group_id, group.dropped) for group in groups] == [
-        ("p0", True), ("p1", False), ("p2", True), ("p3", False),
-    ]  # fmt: skip
-
-
-def test_a_filter_that_fails_keeps_the_group() -> None:
-    def broken(group: Sequence[Trajectory]) -> bool:
-        raise RuntimeError("no")
-
-    bench = Bench(agent(), slow(), group_filter=GroupFilter(broken))
-    assert [group.dropped for group in bench.go()] == [False, False]
-    with pytest.raises(ConfigError, match="must take one argument, a group"):
-        GroupFilter(lambda: True)
 
 
 OPENED: list[str] = []
@@ -275,21 +237,6 @@ def test_no_more_groups_begin_than_a_target_is_worth(over_sample: float, most: i
     assert max(widths) == most
 
 
-def test_reopened_groups_that_a_target_leaves_over_are_carried() -> None:
-    first, bench = Bench(agent(), slow()), Bench(agent(), slow())
-    left = [trajectory for group in first.go(1, 5, at={0.5: first.stop}) for trajectory in group.trajectories]
-
-    async def main() -> tuple[list[str], list[str], list[str]]:
-        one = await bench.run(1, 0, resume=left, target_groups=1, over_sample=1)
-        carried = bench.scheduler.carried
-        rest = await bench.run(1, [])
-        return tuple([group.group_id for group in groups] for groups in (one, carried, rest))  # type: ignore[return-value]
-
-    one, carried, rest = run_virtual(main())
-    assert len(one) == 1
-    assert sorted(one + carried) == sorted(one + rest) == [f"p{i}" for i in range(5)]
-
-
 @pytest.mark.parametrize("cancelled_at", [0.05, 0.3, 0.55, 1.05, 1.3, 2.4])
 async def test_a_step_that_is_cancelled_loses_nothing_that_earlier_steps_carried(cancelled_at: float) -> None:
     bench = Bench(agent(), slow({"p0": 0.3, "p1": 0.1, "p2": 0.4, "p3": 0.35}))
@@ -326,12 +273,3 @@ def test_rewards_beyond_the_target_are_not_waited_for() -> None:
     took, groups = run_virtual(main())
     assert took < 5.0
     assert only(groups).score == 1.0
-
-
-async def test_closing_a_stream_waits_for_what_runs() -> None:
-    rollout = fr.Rollout(agent(), ScriptedEngine(slow({"0": 5.0}), tokenizer=tokenizer()))
-    stream = rollout.stream(["one", "two"])
-    await anext(stream)
-    await stream.aclose()
-    assert not rollout.scheduler.samples.running
-    await rollout.aclose()

@@ -19,8 +19,7 @@ from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.tools.bounded_call import ToolDied
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.enums import FailureClass
-from fsm_rollout.trajectory.event_bytes import decode, encode
-from fsm_rollout.trajectory.events import Called, Ended
+from fsm_rollout.trajectory.events import Called
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -154,13 +153,6 @@ def test_a_failure_that_a_row_takes_to_another_state_is_none_in_the_end(
     more = {"GENERATING": {"timeout": 5.0}} if failure is None else {}
     groups, _ = run(agent(changed(OWN, *lines, **more)), ["four"], prompts(how="memory"))
     assert (only(groups).stop_reason, only(groups).failure) == (reason, failure)
-
-
-def test_a_class_survives_the_journal_and_an_older_journal_has_none() -> None:
-    event = Ended(at=1.0, stop_reason="failed:Boom", failure=FailureClass.ENGINE)
-    assert decode(encode(event)) == event
-    assert type(decode(encode(event)).failure) is FailureClass  # type: ignore[union-attr]
-    assert decode(encode(Ended(at=1.0, stop_reason="x"))).failure is None  # type: ignore[union-attr]
 
 
 # -- what becomes of them ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fsm_rollout.states import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.trajectory.events import Transitioned
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.settings import FrozenMap, Sampling
+from fsm_rollout.trajectory.settings import FrozenMap
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import cases
 from tests.laws.world import call
@@ -35,19 +35,6 @@ class Speaker(State):
     """A handler that comes to "said"."""
 
     triggers: ClassVar = ("said",)
-
-
-class Blurt(Speaker):
-    """A handler of a user's own: generates twice, and says a word."""
-
-    class Options(BaseModel):
-        word: str = "hm"
-
-    async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
-        await ctx.generate("main", Sampling(max_tokens=2))
-        ctx.write([{"role": "user", "content": self.options.word}], context="main")  # type: ignore[union-attr]
-        await ctx.generate("main")
-        return Outcome("said")
 
 
 class Liar(Speaker):
@@ -92,14 +79,6 @@ def custom(handler: str, module: str = HERE, **state: Any) -> AgentGraph:
     """Return an agent whose one state, after the prompt, is a handler's own."""
     states = {"PENDING": {}, "OWN": {"handler": f"{module}:{handler}", "timeout": 50.0, "max_visits": 1, **state}}
     return agent({"states": states, "transitions": rows("PENDING prompted OWN", "OWN said TERMINATED as said")})
-
-
-def test_a_custom_handler_generates_writes_and_pays() -> None:
-    groups, _ = run(custom("Blurt", options={"word": "more"}), ["one two three", "four"])
-    trajectory = only(groups)
-    assert trajectory.stop_reason == "said"
-    assert trajectory.spent["assistant_turns"] == trajectory.generations == 2
-    assert [m["content"] for m in trajectory.streams[0].messages if m["role"] == "user"] == ["Question 0?", "more"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph, InteractionSpec
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request
@@ -271,29 +270,6 @@ def test_a_reopened_group_keeps_its_place_its_prompts_own_sampling_and_its_attem
 # -- through the front door ------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_resumes_from_a_journal(tmp_path: Path) -> None:
-    spec = {"kind": "scripted", "turns": [{"text": "word " * 10, "delay": 0.2, "chunks": 4}]}
-    texts = ["one", "two"]
-    with journal.Journal(tmp_path / "whole.sqlite") as kept, fr.Rollout(agent(), spec, journal=kept) as rollout:
-        whole = rollout.run(texts, n=2)
-
-    async def cut() -> None:
-        with journal.Journal(tmp_path / "first.sqlite") as kept:
-            rollout = fr.Rollout(agent(), spec, journal=kept)
-            asyncio.get_running_loop().call_later(0.3, rollout.scheduler.stop, "asked")
-            await rollout.arun(texts, n=2)
-            await rollout.aclose()
-
-    asyncio.run(cut())
-    assert {t.suspended for t in journal.read(tmp_path / "first.sqlite")} == {"asked"}
-    with journal.Journal(tmp_path / "second.sqlite") as kept, fr.Rollout(agent(), spec, journal=kept) as rollout:
-        batch = rollout.run(texts, n=2, resume=journal.histories(tmp_path / "first.sqlite"))
-    for key in ("input_ids", "response_mask", "rollout_log_probs", "weight_versions"):
-        assert batch.tensordict[key].equal(whole.tensordict[key])
-    again = {t.trajectory_id: t for t in journal.read(tmp_path / "second.sqlite")}
-    assert all(t.ended and t.resumptions == 1 for t in again.values())
-
-
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     """And leaves the journal alone."""
     stopped = Bench(agent(), slow())
@@ -333,18 +309,6 @@ def test_what_was_scored_before_an_interruption_is_not_judged_again(of_group: bo
     groups = Bench(agent(), slow(), reward=reward).go(resume=histories(first.log[:cut]))
     assert sorted(judged) == ["p1/0", "p1/1"]
     assert [t.score for group in sorted(groups, key=lambda g: g.index) for t in group.trajectories] == [0, 1, 0, 1]
-
-
-def test_only_the_unfinished_groups_of_a_journal_can_be_asked_for(tmp_path: Path) -> None:
-    with journal.Journal(tmp_path / "j.sqlite") as kept:
-        bench = Bench(agent(), slow({"p1": 20.0}), journal=kept)
-        bench.go(at={10.0: bench.stop})
-    every, left = (
-        [history[0].trajectory_id for history in journal.histories(tmp_path / "j.sqlite", unfinished=unfinished)]
-        for unfinished in (False, True)
-    )
-    assert every == ["p0/0", "p0/1", "p1/0", "p1/1"]
-    assert left == ["p1/0", "p1/1"]
 
 
 @pytest.mark.parametrize(("count", "target"), [(6, None), (2, 2)])

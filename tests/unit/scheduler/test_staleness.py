@@ -21,19 +21,6 @@ from tests.runs import ASKS, Bench, agent, ages, asking, only, prompts, rows, sl
 pytestmark = pytest.mark.virtual_time
 
 
-def test_weights_change_while_generations_wait_and_tools_go_on() -> None:
-    script = [call("tool", "bob"), "word " * 10]
-    pays = with_tool("tests.unit.scheduler.test_calls_cut_off:pay")
-    bench = Bench(pays, lambda r: Turn(text=script[r.turn], delay=1.0, chunks=1 + r.turn * 9))
-    # In the tool; and in the second generation, when half of it is sampled.
-    trajectory = only(bench.go(1, 1, at={5.0: bench.new_weights, 16.0: lambda: bench.scheduler.update_weights({}, 5)}))
-    tokens = trajectory.streams[0].tokens
-    assert [span.version for span in tokens.sampled()] == [0, 1, 5]
-    logged = [line.what for line in bench.engine.log if isinstance(line.what, Chunk)]
-    expected = [chunk.weight_version for chunk in logged for _ in chunk.ids]
-    assert [v for v in tokens.response_versions().tolist() if v >= 0] == expected
-
-
 def test_visit_timeouts_stand_still_during_an_update() -> None:
     class Slow(ScriptedEngine):
         async def update_weights(self, weights: Any, version: int | None = None) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -311,19 +311,6 @@ def test_a_run_that_is_closed_can_go_on_from_its_journal(tmp_path: Path) -> None
     assert stands["p0"] == "interrupted"
     left = journal.histories(path, unfinished=True)
     assert outline(Bench(agent(), slow()).go(2, 3, resume=left)) == expected
-
-
-async def test_a_step_that_is_cut_off_keeps_what_it_has_done() -> None:
-    """Its batch was not given to anybody, so that comes with the next step's."""
-    bench = Bench(agent(), slow({"p0": 1.0}))
-    step = asyncio.ensure_future(bench.run(1, target_groups=2, deliver_at_end=True))
-    await asyncio.sleep(2.5)
-    step.cancel()
-    with suppress(asyncio.CancelledError):
-        await step
-    assert [group.group_id for group in bench.scheduler.carried] == ["p1"]
-    groups = await bench.run(1, prompts(1, start=5), target_groups=2, deliver_at_end=True)
-    assert [group.group_id for group in groups] == ["p1", "p5"]
 
 
 @pytest.mark.parametrize("deliver_at_end", [False, True])

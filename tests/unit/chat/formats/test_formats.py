@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.chat import ChatTemplate
@@ -293,14 +293,6 @@ def test_a_template_with_the_marks_of_two_grammars_or_none_is_ambiguous() -> Non
         with pytest.raises(ChatTemplateError) as refusal:
             detect_format(template)
         assert refusal.value.rule == "ambiguous-tool-format"
-
-
-@given(st.text())
-@example("<think>")
-def test_plain_text_is_content(text: str) -> None:
-    if not any(mark in text for mark in ("{", "[", "<")):
-        for name in BUILT_IN:
-            assert parse(name, text) == Parsed(text.strip())
 
 
 # --- against the templates themselves ----------------------------------------------------------------------------

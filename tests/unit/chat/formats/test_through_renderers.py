@@ -5,15 +5,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from fsm_rollout.chat.formats import Parsed, get_format
 from fsm_rollout.errors import ChatTemplateError
 from tests.cases import table
 from tests.unit.chat import chat_zoo as zoo
-from tests.unit.chat.formats.test_formats import TOOLS, check, parse, write
+from tests.unit.chat.formats.test_formats import TOOLS, check
 
 TOKENS: list[str] = table("chat")["tokens that renderers know"]
 
@@ -23,25 +21,6 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ChatTemplateError, match=r"pip install fsm-rollout\[renderers\]") as refusal:
         get_format("kimi", object())
     assert refusal.value.rule == "missing-extra"
-
-
-@given(
-    st.sampled_from([("hermes", "qwen3"), ("qwen3_coder", "qwen3.5"), ("glm", "glm-4.5")]),
-    st.lists(
-        st.fixed_dictionaries({"text": st.sampled_from(["a", "5", "é b"]), "count": st.integers(0, 9)}), max_size=3
-    ),
-    st.sampled_from(["", "some text\n", "<think>\nhm\n</think>\n\n"]),
-)
-def test_renderers_reads_the_same_calls(names: tuple[str, str], wanted: list[Any], before: str) -> None:
-    renderers = pytest.importorskip("renderers")
-    tokenizer = oracle_tokenizer()
-    config = type(renderers.config_from_name(names[1]))()
-    theirs = renderers.create_renderer(tokenizer, config)
-    text = before + "\n".join(write(names[0], call_wanted) for call_wanted in wanted)
-    response = theirs.parse_response(tokenizer(text, add_special_tokens=False).input_ids, tools=TOOLS)
-    ours = parse(names[0], text)
-    assert [(call.name, call.arguments) for call in response.tool_calls] == [(c.name, c.arguments) for c in ours.calls]
-    assert [call.arguments for call in ours.calls] == wanted
 
 
 def test_formats_through_renderers_have_places_problems_and_ids() -> None:
