@@ -74,17 +74,6 @@ def said(content: str | None, **more: Any) -> Message:
     return {"role": "assistant", "content": content, **more}
 
 
-def test_a_script_is_said_in_order_and_judged():
-    extra = {"answer": "4"}
-    script = build_interaction(SCRIPTED, {"turns": ["Add 1.", "Add 2."], "answers": ["5", "7"]})
-    history = [user("2+2?"), said("The answer is 4.")]
-    assert reply(script, history, extra=extra) == Reply("Add 1.", 1.0)
-    history += [user("Add 1."), said("The answer is 6.")]
-    assert reply(script, history, ctx=2, extra=extra) == Reply("Add 2.", 0.0)
-    history += [user("Add 2."), said("The answer is 7.")]
-    assert reply(script, history, ctx=3, extra=extra) == Reply(None, 1.0, done=True)
-
-
 def test_a_script_goes_on_where_a_resumed_trajectory_stands():
     """Where it stands is known from the trajectory, not from the instance: a new one says the same."""
     for ctx, expected in enumerate(["a", "b", None], start=1):

@@ -17,7 +17,6 @@ from fsm_rollout.report.show import show
 from fsm_rollout.report.spans import Interval, intervals_of, packed
 from fsm_rollout.report.trace import trace
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Prompted, Transitioned, UserReplied
-from fsm_rollout.trajectory.wall_time import covered
 from tests.histories import several_event_sequences
 from tests.unit.report.recorded_runs import history, write_run
 
@@ -137,25 +136,6 @@ def test_equal_values_are_one_bar() -> None:
     chart = histogram([0.5, 0.5, math.inf])
     assert chart is not None
     assert (chart.counts, chart.mean) == ((2,), 0.5)
-
-
-def test_time_is_read_off_the_events() -> None:
-    events = history()
-    intervals = list(intervals_of(events))
-    assert [(s.state, s.seconds, s.trigger) for s in intervals if s.kind == "visit"] == [
-        ("PENDING", 0.0, "prompted"),
-        ("GENERATING", 3.0, "generated"),
-        ("PROCESSING_TOOLS", 2.0, "tools_done"),
-        ("GENERATING", 3.0, "generated"),
-        ("INTERACTING", 2.0, "interaction_done"),
-        ("TERMINATED", 0.0, None),
-    ]
-    seconds: Counter[str] = Counter()
-    inside = [interval for interval in intervals if interval.kind != "visit"]
-    for interval in inside:
-        seconds[interval.kind] += interval.seconds
-    assert seconds == {"queue": 0.5 + 0.5, "generate": 4.5, "tool": 2.0, "interact": 1.0}
-    assert covered([interval.times for interval in inside]) == 8.5
 
 
 def test_lanes_are_shared_by_what_follows_and_not_by_what_overlaps() -> None:

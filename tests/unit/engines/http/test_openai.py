@@ -16,7 +16,6 @@ from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Request, SamplingParams
 from fsm_rollout.engines.replica import Placement
-from fsm_rollout.engines.retries import Tries
 from fsm_rollout.engines.updating import updating
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.model import embedded_model
@@ -189,23 +188,6 @@ def test_a_spec_builds_a_pool_of_them_and_a_run_gives_exact_rows(server: VLLMSta
     assert all(len(each.bodies(each.generate)) > 3 for each in (server, second))
     with pytest.raises(ConfigError, match="'urls' is missing"):
         build_engine({"kind": "openai"}, Path())
-
-
-async def test_the_client_goes_on_from_the_tokens_of_a_refused_answer(server: VLLMStandIn) -> None:
-    async with aclosing(OpenAIEngine(server.url)) as engine:
-        client, probes = (
-            EngineClient(EnginePool(Placement(engine), tries=Tries(backoff=0.0))),
-            len(server.bodies(server.generate)),
-        )
-        choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-1.0]}}
-        server.next_events = [{"choices": [choice], "usage": {"prompt_tokens": 3}}, {"error": "no memory"}]
-        pending = client.submit(request(max_tokens=4, ignore_eos=True))
-        await pending.done.wait()
-        assert pending.error is None
-        assert (pending.ids[0], len(pending.ids)) == (21, 4)
-        asked = server.bodies(server.generate)[probes:]
-        assert [body["prompt"] for body in asked] == [PROMPT, [*PROMPT, 21]]
-        await client.drain()
 
 
 DEVELOPMENT: dict[str, Any] = {

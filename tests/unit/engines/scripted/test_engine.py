@@ -42,14 +42,6 @@ def test_it_is_an_engine(tokenizer: Any):
     assert isinstance(ScriptedEngine([], tokenizer=tokenizer), Engine)
 
 
-def test_pieces_come_after_their_delays(tokenizer: Any):
-    engine = ScriptedEngine([Turn(text="abcde", chunks=3, delay=2.0)], tokenizer=tokenizer)
-    chunks = run_virtual(collect(engine, request("r")))
-    assert shape(chunks) == [(0, 0, None), (2, 2, None), (4, 2, None), (6, 2, "stop")]
-    ids = [token for _, chunk in chunks for token in chunk.ids]
-    assert ids == [*tokenizer.encode("abcde"), tokenizer.eos_token_id]
-
-
 @pytest.mark.parametrize(
     ("script", "warnings"), [(["a", "b"], 1), ({"main": ["a", "b"], "critic": ["c", "d"]}, 0), (lambda request: "x", 0)]
 )
@@ -65,12 +57,6 @@ def test_one_list_of_turns_that_begins_again_in_another_context_is_told_once(
     assert all("{'solver/main': [...], 'solver/critic': [...]}" in message for message in caplog.messages)
 
 
-async def test_requests_run_at_the_same_time(tokenizer: Any):
-    engine = ScriptedEngine(lambda r: Turn(text="x", delay=float(r.request_id)), tokenizer=tokenizer)
-    answers = await asyncio.gather(*(collect(engine, request(name)) for name in ("3", "1", "2")))
-    assert [(chunks[-1][0], chunks[-1][1].request_id) for chunks in answers] == [(3, "3"), (1, "1"), (2, "2")]
-
-
 async def test_a_full_engine_admits_in_order(tokenizer: Any):
     engine = ScriptedEngine([Turn(text="x", delay=5)], tokenizer=tokenizer, max_running=2)
     stream = engine.generate([request(name) for name in "abcd"])
@@ -83,30 +69,6 @@ async def test_a_full_engine_admits_in_order(tokenizer: Any):
         (5, "c"),
         (5, "d"),
     ]
-
-
-def test_an_error_belongs_to_one_request(tokenizer: Any):
-    engine = ScriptedEngine(
-        lambda r: Turn(text="ab", error="Lost: the cable") if r.request_id == "bad" else "fine", tokenizer=tokenizer
-    )
-    chunks = [chunk for _, chunk in run_virtual(collect(engine, request("bad"), request("good")))]
-    last = {chunk.request_id: (chunk.finish_reason, chunk.error) for chunk in chunks if chunk.finish_reason}
-    assert last == {"bad": ("abort", "Lost: the cable"), "good": ("stop", None)}
-    assert sum(len(chunk.ids) for chunk in chunks if chunk.request_id == "bad") == 2
-
-
-async def test_a_crash_takes_the_dispatch_with_it_and_no_other(tokenizer: Any):
-    engine = ScriptedEngine(
-        lambda r: Turn(crash="out of memory", delay=1) if r.request_id == "bad" else Turn(text="x", delay=2),
-        tokenizer=tokenizer,
-    )
-    other = asyncio.create_task(collect(engine, request("other")))
-    seen: list[str] = []
-    with pytest.raises(EngineError, match="out of memory"):
-        await listen(engine.generate([request("bad"), request("beside")]), seen)
-    chunks = await other
-    assert engine.load().running == 0
-    assert (seen, [chunk.finish_reason for _, chunk in chunks]) == (["bad", "beside", "bad"], [None, "stop"])
 
 
 async def test_failing_tries_are_counted_per_turn_of_a_trajectory(tokenizer: Any):
@@ -138,17 +100,6 @@ def test_a_prompt_that_is_too_long_fails_alone(tokenizer: Any):
     last = {chunk.request_id: chunk for _, chunk in chunks if chunk.finish_reason}
     assert str(last["long"].error).startswith("PromptTooLong: 10 tokens and one to sample do not fit into")
     assert (last["fits"].error, len(last["fits"].ids)) == (None, 1)
-
-
-def test_a_hanging_turn_ends_only_by_abort_and_keeps_its_tokens(tokenizer: Any):
-    async def main() -> tuple[list[int], float]:
-        engine = ScriptedEngine([Turn(text="abc", hang=True)], tokenizer=tokenizer)
-        asyncio.get_running_loop().call_later(1e6, asyncio.ensure_future, engine.abort(["r"]))
-        chunks = await collect(engine, request("r"))
-        assert chunks[-1][1].finish_reason == "abort"
-        return [token for _, chunk in chunks for token in chunk.ids], chunks[-1][0]
-
-    assert run_virtual(main(), leaks="ignore") == (tokenizer.encode("abc"), 1e6)
 
 
 async def test_a_pause_lengthens_what_is_under_way_by_its_own_length(tokenizer: Any):
@@ -235,12 +186,6 @@ def test_the_log_holds_every_request_and_chunk_in_order(tokenizer: Any):
     assert [(line.at, line.what) for line in engine.log] == [(0, asked), *chunks]
     with pytest.raises(EngineError, match="log=True"):
         _ = ScriptedEngine([], tokenizer=tokenizer).log
-
-
-async def test_ten_thousand_requests_at_once(tokenizer: Any):
-    engine = ScriptedEngine([Turn(text="abcdef", chunks=2, delay=0.5)], tokenizer=tokenizer)
-    chunks = await collect(engine, *(request(str(index)) for index in range(10_000)))
-    assert (sum(chunk.finish_reason == "stop" for _, chunk in chunks), chunks[-1][0]) == (10_000, 1.0)
 
 
 def test_an_engine_that_is_gone_keeps_no_tokenizer() -> None:

@@ -137,18 +137,6 @@ def test_a_model_with_adapters_is_decoded_with_them(model: Any):
     assert logprobs_of(chunks) == pytest.approx(expected, rel=CLOSE, abs=CLOSE)  # seen: 1.03e-5 of 3.3
 
 
-def test_greedy_is_the_models_own_greedy(model: Any):
-    prompts = [prompt(i, length) for i, length in enumerate((3, 17, 40, 90))]
-    requests = [Request(str(i), as_ids(ids), SamplingParams(30, temperature=0.0)) for i, ids in enumerate(prompts)]
-    answers = run(loop_of(model), {0: requests})
-    for index, ids in enumerate(prompts):
-        expected = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), max_new_tokens=30,
-            do_sample=False, eos_token_id=[], pad_token_id=0,
-        )[0, len(ids) :].tolist()  # fmt: skip
-        assert ids_of(answers[str(index)]) == expected
-
-
 def test_a_stop_token_ends_a_request_and_is_its_last_token(model: Any):
     (free,) = run(loop_of(model), {0: [Request("r", as_ids([5, 6]), SamplingParams(20, seed=3))]}).values()
     stop = ids_of(free)[7]
@@ -211,14 +199,6 @@ def test_after_new_weights_logprobs_are_theirs_over_the_whole_prefix(model: Any,
         assert logprobs_of(before) == pytest.approx(plain_logprobs(model, context, ids_of(before), 1.0), abs=CLOSE)
         context = context + ids_of(before)
         assert logprobs_of(after) == pytest.approx(plain_logprobs(other_model, context, ids_of(after), 1.0), abs=CLOSE)
-
-
-def test_a_continued_request_samples_the_same_tokens(model: Any):
-    request = Request("r", as_ids(prompt(1, 11)), SamplingParams(16, seed=99))
-    whole = ids_of(run(loop_of(model), {0: [request]})["r"])
-    for cut in (1, 7, 15):
-        rest = request.continued(as_ids(whole[:cut]), "rest")
-        assert ids_of(run(loop_of(model), {0: [rest]})["rest"]) == whole[cut:]
 
 
 def test_every_position_has_its_own_random_number(model: Any):

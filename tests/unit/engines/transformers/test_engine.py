@@ -62,13 +62,6 @@ def test_an_engine_that_is_dropped_leaves_no_thread(model: Any, tokenizer: Any):
     assert not threads()
 
 
-def test_it_serves_one_event_loop_after_another(model: Any, tokenizer: Any):
-    engine = TransformersEngine(model, tokenizer)
-    answers = [asyncio.run(collect(engine, request("r", seed=4))) for _ in range(2)]
-    assert [c.ids for c in answers[0]] == [c.ids for c in answers[1]]
-    asyncio.run(engine.aclose())
-
-
 def test_a_loop_that_is_closed_on_its_requests_hurts_nobody(model: Any, tokenizer: Any):
     async def leave(engine: TransformersEngine) -> None:
         await engine.pause()
@@ -126,20 +119,6 @@ async def test_weights_are_replaced_between_steps_and_tokens_say_so(tokenizer: A
     versions = [chunk.weight_version for chunk in chunks for _ in chunk.ids]
     assert versions == [0] * 11 + [1] * 19
     check_logprobs(chunks, {0: make_model(0), 1: other_model})
-
-
-def test_weights_may_come_from_a_folder(tokenizer: Any, other_model: Any, tmp_path: Path):
-    other_model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-
-    async def main() -> list[Chunk]:
-        engine = TransformersEngine(make_model(0), tokenizer)
-        assert await engine.update_weights(tmp_path, 11) == 11
-        chunks = await collect(engine, request("r", 10))
-        await engine.aclose()
-        return chunks
-
-    check_logprobs(asyncio.run(main()), {11: other_model})
 
 
 async def test_a_part_of_new_weights_is_made_whole_by_the_same_tensors_only(tokenizer: Any, tmp_path: Path):
@@ -317,22 +296,6 @@ def test_models_that_cannot_be_decoded_exactly_are_refused(config: dict[str, Any
     vars(made).update(config)
     with pytest.raises(EngineError, match=r"full attention only|load it with 'sdpa'"):
         check_supported(SimpleNamespace(config=made))
-
-
-@pytest.mark.parametrize("name", ["embedded", "embedded:early"])
-def test_the_embedded_model_speaks(name: str):
-    async def main() -> list[Chunk]:
-        engine = TransformersEngine(name)
-        ids = engine.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "What is 3 + 4?"}], add_generation_prompt=True, return_dict=False
-        )
-        sampling = SamplingParams(60, temperature=0.0, stop_ids=engine.eos_ids)
-        try:
-            return await collect(engine, Request("r", as_ids(ids), sampling))
-        finally:
-            await engine.aclose()
-
-    assert asyncio.run(main())[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("when", ["filling", "decoding"])
