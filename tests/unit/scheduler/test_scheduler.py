@@ -154,6 +154,21 @@ def test_cancelling_the_parent_ends_the_child_too() -> None:
     assert bench.engine.load().running == 0
 
 
+def test_timeouts_stand_still_while_the_engine_is_paused_and_tokens_carry_their_weights() -> None:
+    async def pause(bench: Bench) -> None:
+        dispatcher = bench.scheduler.clients["policy"]
+        await dispatcher.pause()
+        await asyncio.sleep(1e5)
+        await bench.engine.update_weights("new", 7)
+        await dispatcher.resume()
+
+    trajectory = only(run(agent(limits={"assistant_turns": 1}), [SLOW], at={15.0: pause})[0])
+    assert trajectory.stop_reason == "answered"
+    versions = trajectory.streams[0].tokens.response_versions().tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 7}
+
+
 @pytest.mark.parametrize(
     ("limits", "turn", "reason"),
     [
