@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 LARGE = 2**22  # bytes: the C library keeps less than that by itself; NumPy asks for huge pages from here on, too
-KEPT = 2**29  # so many bytes wait for the next batch: a process may never make one again
+KEPT = 2**31  # so many bytes wait for the next batch at most: a process may never make one again
 _waiting: dict[int, npt.NDArray[np.uint8]] = {}  # what has come first is first
 
 

@@ -7,7 +7,7 @@ the order of the groups' prompts, and numbers are added up. As bytes a part is p
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, get_args
@@ -18,6 +18,7 @@ import numpy as np
 from fsm_rollout.batch.advantages import SampleScore
 from fsm_rollout.batch.columns import FURTHER, MEDIA, PER_TOKEN, RAGGED, TAUGHT, Along
 from fsm_rollout.batch.fitting import Overflow, fitting, why_untrainable
+from fsm_rollout.batch.memory import room
 from fsm_rollout.batch.rows import Array, FlatRows, RowId, flat_rows, trained_streams
 from fsm_rollout.errors import BatchError
 from fsm_rollout.scheduler.group import Group
@@ -210,6 +211,13 @@ def joined_parts(
         names = (*dict.fromkeys(state_names), *sorted(seen.difference(state_names)))
     shapes = _shapes(parts)
     ends = {along: [np.append(0, np.cumsum(part.rows.lengths[along])).tolist() for part in parts] for along in RAGGED}
+    lengths = {
+        along: np.concatenate(
+            [np.zeros(0, np.int64), *(parts[number].rows.lengths[along][first:end] for number, first, end in stretches)]
+        )
+        for along in RAGGED
+    }
+    total = {along: int(of_rows.sum()) for along, of_rows in lengths.items()}
     arrays: dict[str, Array] = {}
     for column in PER_TOKEN.values():
         if name := column.field:
@@ -221,13 +229,9 @@ def joined_parts(
                     pieces[number] = _filled(name, part.rows, shapes[name], processor)
             at = ends[column.along]
             taken = (pieces[number][at[number][first] : at[number][end]] for number, first, end in stretches)
-            arrays[name] = np.concatenate([np.zeros((0, *shapes.get(name, ())), column.row_dtype), *taken])
-    lengths = {
-        along: np.concatenate(
-            [np.zeros(0, np.int64), *(parts[number].rows.lengths[along][first:end] for number, first, end in stretches)]
-        )
-        for along in RAGGED
-    }
+            further = shapes.get(name, ())
+            arrays[name], _ = room((total[column.along], *further), np.dtype(column.row_dtype), filled=True)
+            np.concatenate([np.zeros((0, *further), column.row_dtype), *taken], out=arrays[name])
     row_facts = [parts[number].rows.facts[place] for _, number, place in rows]
     return BatchPart(FlatRows(lengths, arrays, row_facts, names), {name: facts[name] for name in order})
 
@@ -282,7 +286,7 @@ def part_from_bytes(data: bytes, of: Collection[str]) -> BatchPart:
             row[MEDIA] = [MediaSpan.of_plain(plain, shown) for plain in row[MEDIA]]
     rows = FlatRows(
         {Along(along): np.frombuffer(of, np.int64) for along, of in lengths.items()},
-        {name: _unpacked(*packed) for name, packed in arrays.items()},
+        _Unpacked(arrays),
         facts,
         tuple(names),
     )
@@ -297,6 +301,22 @@ def _packed(array: Array) -> tuple[Any, ...]:
         if RUNS * len(ends) < len(array):
             return array.dtype.str, array.shape, array[ends - 1].tobytes(), np.diff(ends, prepend=0).tobytes()
     return array.dtype.str, array.shape, array.tobytes(), None
+
+
+class _Unpacked(Mapping[str, Array]):
+    """Arrays by name, each unpacked when it is asked for: all at once would need memory for every token's values."""
+
+    def __init__(self, packed: Mapping[str, Sequence[Any]]) -> None:
+        self._packed = packed
+
+    def __getitem__(self, name: str) -> Array:
+        return _unpacked(*self._packed[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
 
 
 def _unpacked(kind: str, shape: Sequence[int], values: bytes, lengths: bytes | None) -> Array:
