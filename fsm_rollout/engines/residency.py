@@ -217,6 +217,8 @@ class Residency:
             place = self._order.setdefault(name, len(self._order))
             memory = self.memories[name] = ReplicaMemory(capacity, self._known, place)
             self._rooms = np.append(self._rooms, [-math.inf] * (len(self._order) - len(self._rooms)))
+        elif memory.capacity == capacity:
+            return
         memory.capacity = capacity
         self._changed(memory)
 
