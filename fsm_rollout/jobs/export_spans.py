@@ -7,9 +7,8 @@ changes nothing. Every trajectory is sent, whatever share of them the run was to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from fsm_rollout.trajectory.journal import JournalFolder, Report, histories, met
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 AT_ONCE = 512  # spans in a request, as OpenTelemetry's own batches have
 
@@ -39,12 +37,7 @@ class Sent:
 
 
 def send_spans(
-    folder: Path,
-    changes: dict[str, Any] | None = None,
-    *,
-    report: Report,
-    watch: Watch = lambda items, total: items,
-    make_exporter: Callable[[Tracing], tuple[SpanExporter, str]] | None = None,
+    folder: Path, changes: dict[str, Any] | None = None, *, report: Report, watch: Watch = lambda items, total: items
 ) -> Sent:
     """Send the spans of all trajectories of a run, in the order in which these began.
 
@@ -53,7 +46,6 @@ def send_spans(
         changes: what of the run's own ``tracing`` is otherwise: its ``endpoint`` and ``content``, say.
         report: is told what is damaged.
         watch: shows the progress.
-        make_exporter: makes what takes the spans; by default OTLP over HTTP.
 
     Raises:
         ConfigError: nothing says where to send them, the journal alone says where headers go, or OpenTelemetry is not
@@ -71,15 +63,14 @@ def send_spans(
     facts = metadata(folder, report)
     run = facts.get("run") or {}
     own = (json.loads(run) if isinstance(run, str) else run).get("tracing") or {}
-    if (changes or {}).get("use", own.get("use")) != own.get(
-        "use"
-    ):  # one's address, headers, project are not another's
+    if (changes or {}).get("use", own.get("use")) != own.get("use"):
+        # One's address, headers and project are not another's.
         own = {key: value for key, value in own.items() if key in ("content", "experiment")}
     if own.get("endpoint") and (own.get("use") or own.get("headers")) and "endpoint" not in (changes or {}):
         # The folder may come from elsewhere, and these may hold secrets of the present environment.
         raise ConfigError(f"the run sent headers to {own['endpoint']}; say that they may go there: --endpoint URL")
     tracing = Tracing(**{**own, **(changes or {}), "sample": 1.0})
-    made, where = (make_exporter or partial(tracer.exporter_of, later=True))(tracing)
+    made, where = tracer.exporter_of(tracing, later=True)
     exporter = Silent(made)
     maker = tracer.maker_of(tracing, str(facts.get("run_id", "")), facts, JournalFolder(folder).folder)
     # 2. Its spans; that of the run comes last.

@@ -8,11 +8,13 @@ import urllib.request
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fsm_rollout.jobs.export_spans import send_spans
+from fsm_rollout.report import tracer
 from tests.integration.chromium import NEEDED
 from tests.programs import fsm_rollout
 from tests.readers.seen import Seen, check
@@ -77,8 +79,8 @@ def seen(server: Server, name: str) -> dict[str, Seen]:
 
 def taken(server: Server, name: str, run: Path) -> dict[str, Any]:
     """Return what it says of a project as soon as it has written, behind its answers, the spans of a run."""
-    settings, nowhere = {"endpoint": server.url}, (InMemorySpanExporter(), "nowhere")
-    spans = send_spans(run, settings, report=print, make_exporter=lambda _: nowhere).spans
+    with mock.patch.object(tracer, "exporter_of", return_value=(InMemorySpanExporter(), "nowhere")):
+        spans = send_spans(run, {"endpoint": server.url}, report=print).spans
     until(lambda: project(server, name)["recordCount"] >= spans, f"{name} has {spans} spans")
     return project(server, name)
 
