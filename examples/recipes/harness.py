@@ -17,11 +17,13 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -41,10 +43,40 @@ async def installed(name: str, packages: tuple[str, ...], *, npm: bool = False) 
 
     What comes from PyPI has an environment of its own there, for the Python that runs this.
     """
-    return await asyncio.get_running_loop().run_in_executor(_installer, _installed, name, packages, npm)
+    steps = Steps(name)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_installer, _installed, name, packages, npm, steps)
+    finally:
+        steps.end()
 
 
-def _installed(name: str, packages: tuple[str, ...], npm: bool) -> Path:
+class Steps:
+    """Carries out the steps of an installation, each a process in a session of its own, until it is ended."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._ended = name, False
+        self._process: subprocess.Popen[str] | None = None
+
+    def do(self, words: list[str]) -> None:
+        """Carry out a step; ToolError says why it could not be done."""
+        self._process = process = subprocess.Popen(
+            words, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+        if self._ended:
+            self.end()
+        _, errors = process.communicate()
+        if process.returncode:
+            raise ToolError(f"{self._name} could not be installed ({' '.join(words)}): {errors.strip()[-600:]}")
+
+    def end(self) -> None:
+        """Kill what is under way, with all that it has started: nobody waits for it any more."""
+        self._ended = True
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _installed(name: str, packages: tuple[str, ...], npm: bool, steps: Steps) -> Path:
     folder = HARNESSES / name
     if not (folder / "installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,18 +87,11 @@ def _installed(name: str, packages: tuple[str, ...], npm: bool) -> Path:
                 raise ToolError(f"{name} comes from npm, which is not installed; install Node.js, or take another")
             words = [program, "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
         else:
-            _do(name, [sys.executable, "-m", "venv", str(folder)])
+            steps.do([sys.executable, "-m", "venv", str(folder)])
             words = [str(folder / "bin/python"), "-m", "pip", "install", "--progress-bar", "off", "-q", *packages]
-        _do(name, words)
+        steps.do(words)
         (folder / "installed").touch()
     return folder
-
-
-def _do(name: str, words: list[str]) -> None:
-    """Carry out one step of an installation."""
-    done = subprocess.run(words, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
-    if done.returncode:
-        raise ToolError(f"{name} could not be installed ({' '.join(words)}): {done.stderr.strip()[-600:]}")
 
 
 def program_in(folder: Path, name: str) -> str:

@@ -113,19 +113,29 @@ async def _carry_out(rollout: Rollout, order: Order) -> OrderAnswer:
     return OrderAnswer(name=name, rows=rows)
 
 
-def with_orders(config: RunConfig, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Return a run's config with the replicas that orders have left, as its journal's metadata say.
+def orders_left(
+    config: RunConfig, recorded: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return the replicas that orders have left, as a journal's metadata say: keys of engines, by their names.
 
-    What its YAML says otherwise than when it began, or ``overrides`` name, stays.
+    What the run's YAML says otherwise than when it began, or ``overrides`` name, is no longer an order's.
     """
     run, given = json.loads(recorded["run"]), {override.partition("=")[0] for override in overrides}
     began, specs = {POLICY: run["engine"], **run["engines"]}, {POLICY: config.engine, **config.engines}
+    left = {}
     for name, keys in recorded.get(REPLICAS, {}).items():
         at, first, spec = "engine" if name == POLICY else f"engines.{name}", began.get(name, {}), specs.get(name)
         if spec is None or spec.get("replicas") == "auto" or given & {at, *(f"{at}.{key}" for key in COUNTED)}:
             continue
         if all(spec.get(key) == first.get(key) for key in COUNTED):
-            specs[name] = {**spec, **{key: keys[key] for key in COUNTED if key in keys}}
+            left[name] = keys
+    return left
+
+
+def with_orders(config: RunConfig, left: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Return a run's config with the replicas of :func:`orders_left`."""
+    specs = {POLICY: config.engine, **config.engines}
+    specs = {name: {**spec, **left.get(name, {})} for name, spec in specs.items()}
     return config.model_copy(update={"engine": specs.pop(POLICY), "engines": specs})
 
 

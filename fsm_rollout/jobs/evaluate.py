@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from fsm_rollout.agent.yaml.source import SourceMap, read_text, read_yaml
 from fsm_rollout.errors import ConfigError, Problem
 from fsm_rollout.jobs.run_config import RunConfig, load_run, run_of_agent
-from fsm_rollout.jobs.run_folder import SUMMARY
 from fsm_rollout.jobs.runner import Progress, execute, resume
 from fsm_rollout.jobs.summary import Summary
 from fsm_rollout.trajectory.journal import JournalFolder, metadata
@@ -59,9 +56,4 @@ def evaluate(config: RunConfig, progress: Progress, *, replace: bool, say: Calla
     begun = JournalFolder(config.out).first.is_file() and metadata(config.out).get("run") == config.to_json()
     if replace or not begun:
         return execute(config, progress, replace=replace)
-    try:
-        summary: Summary = msgspec.json.decode((config.out / SUMMARY).read_bytes())
-    except FileNotFoundError:
-        return resume(config.out, [], progress, own=config, say=say)
-    say(f"{config.out.name}: finished before, under the same configuration")
-    return summary
+    return resume(config.out, [], progress, own=config, say=say)

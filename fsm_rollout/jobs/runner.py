@@ -29,7 +29,7 @@ from fsm_rollout.engines.specs import faults
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import BatchError, ConfigError, Problem, RolloutError, describe
 from fsm_rollout.files import written_whole
-from fsm_rollout.jobs.control import REPLICAS, taking_orders, with_orders
+from fsm_rollout.jobs.control import REPLICAS, orders_left, taking_orders, with_orders
 from fsm_rollout.jobs.looks import Looks
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, recorded_run
@@ -107,7 +107,8 @@ def resume(
             f"'{folder}' holds what a trainer elsewhere has asked for, and goes on when that asks again: start the "
             f"service (fsm-rollout serve --training {run_file} serve.out={folder}), then the trainer"
         )
-    config = with_orders(recorded_config(folder, recorded, overrides, file, say, own), recorded, overrides)
+    config = recorded_config(folder, recorded, overrides, file, say, own)
+    config = with_orders(config, orders_left(config, recorded, overrides))
     with interruptible() as main, claimed(config.out):
         # 2. Agents and prompts must be what they were.
         agents, prompts, recorded_events = load_agents(config), prompts_of(config), list(recordings(folder))

@@ -19,7 +19,7 @@ from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.control import taking_orders, with_orders
+from fsm_rollout.jobs.control import REPLICAS, orders_left, taking_orders, with_orders
 from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
 from fsm_rollout.jobs.runner import (
@@ -69,7 +69,8 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
     with interruptible() as main, claimed(serving.out):
         earlier = _earlier(serving.out, TRAINED if training else SERVED, _described(agents))
         # What the journal says stays the YAML's, so that what that says otherwise another time is known.
-        ordered = with_orders(config, metadata(serving.out)) if earlier else config
+        left = orders_left(config, metadata(serving.out)) if earlier else {}
+        ordered = with_orders(config, left)
         if training:
             rollout = training_rollout_of(ordered, agents, progress=False, max_staleness=serving.max_staleness)
             work = _serve_training(rollout, config, keys, ready, append=earlier)
@@ -77,9 +78,8 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
             concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures
             failures = failures.within_trajectories
             rollout = rollout_of(ordered, agents, concurrency=concurrency, failures=failures)
-            work = _serve(
-                rollout, config, keys, list(recordings(serving.out, unfinished=True)) if earlier else None, ready
-            )
+            waits = list(recordings(serving.out, unfinished=True)) if earlier else None
+            work = _serve(rollout, config, left, keys, waits, ready)
         summary, begun = serving.out / SUMMARY, time.monotonic()
         summary.unlink(missing_ok=True)
         try:
@@ -125,11 +125,12 @@ def _earlier(folder: Path, what: str, agents: dict[str, object]) -> bool:
 
 
 async def _serve(
-    rollout: Rollout, config: RunConfig, keys: frozenset[str], recorded: list[Recorded] | None, ready: Ready
-) -> None:
+    rollout: Rollout, config: RunConfig, left: Mapping[str, object], keys: frozenset[str],
+    recorded: list[Recorded] | None, ready: Ready,
+) -> None:  # fmt: skip
     serving = config.serve
     assert serving.out is not None
-    facts = {**rollout.description, SERVED: True, "run": config.to_json(), "file": str(config.file)}
+    facts = {**rollout.description, SERVED: True, "run": config.to_json(), "file": str(config.file), REPLICAS: left}
     try:
         with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
             rollout.journal = journal

@@ -21,6 +21,7 @@ from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external.chat_request import ProtocolError
 from fsm_rollout.states.external.responding import Handler, in_words, key_of_caller
 
+BACKLOG = 1024  # callers that come at once; those beyond are let wait by the kernel for seconds, and some give up
 SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 
 
@@ -71,7 +72,7 @@ class Guarded:
         await runner.setup()
         try:
             with able_to_listen(host, port):
-                await web.TCPSite(runner, host, port).start()
+                await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
             name = f"[{host}]" if ":" in host else host
             yield f"http://{name}:{runner.addresses[0][1]}"
         finally:

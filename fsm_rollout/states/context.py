@@ -39,7 +39,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, Malformed
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream, root_of
 from fsm_rollout.trajectory.trace_ids import reply_key, tries_before, within
-from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT
+from fsm_rollout.trajectory.trajectory import DONE_IN_A_VISIT, INTERACTION
 
 E = TypeVar("E", Called, ModelQueried, events.UserReplied)
 _FOR_HANDLERS = DONE_IN_A_VISIT | {events.PromptExtended}  # what a handler may emit
@@ -391,6 +391,7 @@ class HandlerContext:
             replies=self.active.replies_before(self.state),
         )  # fmt: skip
         started, away_before = self.clock(), self.trajectory.suspended_seconds
+        user, _ = self.active.user_of(self.state)
         if self.active.live_user is None:
             work = self.active.interaction(self.state).reply(conversation)
             if (trace := self.active.trace) is not None:
@@ -404,11 +405,11 @@ class HandlerContext:
             events.UserReplied(
                 at=self.clock(), state=self.state, context=context,
                 seconds=self.clock() - started - (self.trajectory.suspended_seconds - away_before),
-                content=reply.content, score=reply.score, done=reply.done,
+                content=reply.content, score=reply.score, done=reply.done, own=user != INTERACTION,
             )
         )  # fmt: skip
         if state is not None:
-            self.active.keep(self.active.user_of(self.state)[0], state)
+            self.active.keep(user, state)
         return reply
 
     async def ask(self, engine: str, messages: Sequence[Message], sampling: Sampling | None = None) -> str:

@@ -259,6 +259,7 @@ class UserReplied(Event, frozen=True, kw_only=True, tag="interacted"):
     content: str | list[PlainData] | None = None
     score: float | None = None
     done: bool = False
+    own: bool = False  # whether it is that of the state alone, and not the one that states share
 
 
 class LimitCharged(Event, frozen=True, kw_only=True, tag="charged"):

@@ -367,8 +367,8 @@ class Trajectory(msgspec.Struct):
         self.replied[event.state] = self.replied.get(event.state, 0) + 1
         if (stream := self.open_streams.get(event.context)) is not None:
             stream.reply = event.content
-        for name in (f"{INTERACTION}{event.state}", INTERACTION) if self.snapshots else ():
-            self.snapshots.pop(name, None)
+        if self.snapshots:
+            self.snapshots.pop(f"{INTERACTION}{event.state}" if event.own else INTERACTION, None)
 
     def _charged(self, event: events.LimitCharged) -> None:
         self.spent[event.limit] = self.spent.get(event.limit, 0) + event.amount

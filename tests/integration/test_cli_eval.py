@@ -89,6 +89,13 @@ def test_what_is_finished_is_not_done_again_and_what_is_not_goes_on(
     assert (place / "runs/sums-eval/right/summary.json").is_file()
 
 
+def test_prompts_that_have_come_to_the_file_since_are_evaluated_too(place: Path) -> None:
+    prompts = (place / "prompts.jsonl").read_text("utf-8").splitlines(keepends=True)
+    for count in (2, 3):
+        (place / "prompts.jsonl").write_text("".join(prompts[:count]), "utf-8")
+        assert [each["samples"] for each in json.loads(evaluated("run.yaml", "--json"))] == [2 * count, count]
+
+
 def test_an_agents_file_is_enough_with_prompts_and_a_reward(place: Path) -> None:
     agent = str(CONFIGS / "agents/single_turn.yaml")
     engine = 'engine={kind: scripted, turns: ["It is 4."]}'

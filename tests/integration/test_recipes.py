@@ -35,7 +35,8 @@ from tests.kit import ROOT, script
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("foreign")]
 
-LEAVES = "cat given; echo changed > test; ln -s given link; sleep 1000 & ls HOST; echo left > kept"
+LEAVES = "cat given; echo changed > test; ln -s given link; sleep 1000 & ls HOST; echo left > kept; "
+LEAVES += "(setsid sh -c 'sleep 1000 & setsid sleep 1000 &' &)"
 
 
 def test_commands_share_files_and_no_process_and_reach_one_port_alone(tmp_path: Path) -> None:
@@ -75,12 +76,42 @@ def test_commands_share_files_and_no_process_and_reach_one_port_alone(tmp_path: 
     asyncio.run(main())
 
 
-def test_what_cannot_start_says_so() -> None:
+def test_what_cannot_start_says_so_and_what_is_written_is_bounded() -> None:
     (ended,) = asyncio.run(run_enclosed([Command(["no-such-program"])], port=1))
     assert ended.code == 127
     assert "no-such-program could not be started" in ended.output
+    (flood,) = asyncio.run(run_enclosed([Command(["sh", "-c", "yes; exit 3"])], port=1, disk_mb=1))
+    assert (flood.code, flood.output) == (3, "y\n" * 10_000), "the end of it, once there is no more room"
     with pytest.raises(ToolError, match="/etc/x: is not below"):
         asyncio.run(run_enclosed([Command(["true"], files={"/etc/x": ""})], port=1))
+
+
+@pytest.mark.real
+async def test_an_installation_that_nobody_waits_for_any_more_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C cancels who waits: pip, whose index never answers, lets go of the connection."""
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        assert not await reader.read()
+        gone.set()
+        writer.close()
+
+    harness = script("examples/recipes/harness.py")
+    monkeypatch.setattr(harness, "HARNESSES", tmp_path)
+    async with await asyncio.start_server(silent, "127.0.0.1") as index:
+        port = index.sockets[0].getsockname()[1]
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        waits = asyncio.create_task(harness.installed("nobodys", ("nobodys-package",)))
+        await asked.wait()
+        waits.cancel()
+        await gone.wait()
+    assert waits.cancelled()
+    assert not (tmp_path / "nobodys/installed").exists()
 
 
 IN_IMAGE = ["sh", "cat", "ls"]

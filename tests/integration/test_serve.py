@@ -93,17 +93,17 @@ def test_both_protocols_clients_talk_to_it_and_what_was_said_is_kept(tmp_path: P
     assert page.exit_code == 0, page.output
 
 
-def test_replicas_that_orders_left_are_there_whenever_it_is_started_again(tmp_path: Path) -> None:
-    engine = {"kind": "scripted", "turns": ["It is 4."], "replicas": 2}
-    run = tmp_path / "run.yaml"
-    run.write_text(json.dumps({"agent": str(AGENT), "engine": engine, "prompts": "none.jsonl", "out": "out"}), "utf-8")
-    counts = []
-    for start in range(3):
+def test_replicas_that_orders_left_are_there_until_the_yaml_says_otherwise(tmp_path: Path) -> None:
+    run, counts = tmp_path / "run.yaml", []
+    for start, replicas in enumerate([2, 2, 2, 1, 1]):
+        engine = {"kind": "scripted", "turns": ["It is 4."], "replicas": replicas}
+        what = {"agent": str(AGENT), "engine": engine, "prompts": "none.jsonl", "out": "out"}
+        run.write_text(json.dumps(what), "utf-8")
         with serving(tmp_path, run=run):
             if not start:
                 ask(tmp_path / "chat-serve", Order("add"))
             counts.append(len(ask(tmp_path / "chat-serve", Order("list")).rows))
-    assert counts == [3, 3, 3]
+    assert counts == [3, 3, 3, 1, 1]
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -158,6 +158,10 @@ CHANGES = st.builds(
     st.tuples(st.lists(KILLS, max_size=3), st.lists(CHANGES, max_size=4)).map(lambda two: (*two[0], *two[1])),
     st.integers(1, 3),
 )
+@example(
+    (SIMPLEST, Plan(says=({"law/main": (Turn(text="4", delay=9.0),)},))),
+    tuple(Fault(at=at, kind="update_weights") for at in range(1, 5)), 1,
+)  # fmt: skip
 def test_results_do_not_depend_on_which_replicas_come_leave_and_are_lost(
     by: Runner, case: tuple[AgentGraph, Plan], faults: tuple[Fault, ...], replicas: int
 ) -> None:
@@ -336,8 +340,8 @@ def test_the_simplest_plan_is_the_simplest_run(by: Runner) -> None:
 @by_all
 @given(said(failures=False, faults=False), WORKERS, st.lists(st.floats(0, 1.5), min_size=10, max_size=10))
 @example(
-    (SIMPLEST, Plan(prompts=8, says=({"law/main": (Turn(text="4", delay=1.0),)},), schedule=Schedule(concurrency=1))),
-    1, [0.5 + 1.7 * kill for kill in range(10)],
+    (SIMPLEST, Plan(prompts=24, says=({"law/main": (Turn(text="4", delay=1.0),)},), schedule=Schedule(concurrency=1))),
+    1, [0.5 + 2.6 * kill for kill in range(10)],
 )  # fmt: skip
 def test_who_is_killed_at_ten_points_loses_nothing(
     by: Runner, case: tuple[AgentGraph, Plan], workers: int, moments: list[float]

@@ -226,9 +226,11 @@ def _told(request: web.Request, error: Exception) -> ProtocolError:
 
 async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return what a request is answered with; what is wrong is said in the words of its path's protocol."""
+    headers: dict[str, str] = {}
     try:
         return await handler(request)
     except web.HTTPException as error:
+        headers |= {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         message = f"{request.method} {request.path}: {error.reason}"
         if error.status in (404, 405):
             routes = (route for route in request.app.router.routes() if route.resource and route.method != "HEAD")
@@ -243,6 +245,7 @@ async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse
         raise  # the caller has gone
     except Exception as error:
         told = _told(request, error)
-    headers = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
+    if told.retry_after is not None:
+        headers["Retry-After"] = str(told.retry_after)
     body = dialect_of(request.path).failure(told)
     return web.Response(status=told.status, body=body, content_type="application/json", headers=headers)

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.states.bound_agent import CALLERS_TOOLS
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.trajectory.journal import read
 from tests.foreign import CALL
@@ -48,13 +51,16 @@ class Turn(NamedTuple):
 class Caller:
     """Somebody who speaks one protocol, and sends the whole history each time unless the protocol keeps it."""
 
-    def __init__(self, server: Served, way: str, model: str, key: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, server: Served, way: str, model: str = "chatting", key: str = "none",
+        options: Mapping[str, Any] | None = None, client: Any = None,
+    ) -> None:  # fmt: skip
         self.protocol, _, self.how = way.partition(" ")
         self.history: list[Any] = []
         self.previous: str | None = None
         anthropics = partial(anthropic.AsyncAnthropic, base_url=server.url, api_key=key, max_retries=0)
-        self.client: Any = anthropics() if self.protocol == "anthropic" else server.openai(key)
-        self.asked: dict[str, Any] = {"model": model, **options}
+        self.client = client or (anthropics() if self.protocol == "anthropic" else server.openai(key))
+        self.asked: dict[str, Any] = {"model": model, **(options or {})}
 
     async def say(self, text: str) -> Turn:
         return await self._send([{"role": "user", "content": text}])
@@ -167,6 +173,50 @@ async def test_calls_of_a_caller_s_tools_are_handed_to_it_and_the_trajectory_goe
         ]  # fmt: skip
         assert trajectory.spent["tool_calls"] == 5
         assert "null" not in json.dumps(trajectory.extra[CALLERS_TOOLS])
+
+
+SESSIONS, RULES = 256, "Be brief, and work on. " * 1_800  # 40 kB
+
+
+@pytest.mark.real
+async def test_256_sessions_at_once_with_bodies_of_40_kb_are_all_answered() -> None:
+    """All their requests are with the engine before it answers any, twice; nobody hears what was said to another."""
+    tokenizer = embedded_tokenizer()
+
+    def named(request: Request) -> str:
+        (*_, name) = re.findall(r"I am (\w+)", tokenizer.decode(request.ids[-200:]))
+        return f"Hello, {name}: {request.turn}."
+
+    async with served(named, calls=SESSIONS, waiting=SESSIONS) as server, server.openai() as openais:
+        openais.timeout = 600.0  # the callers have the core of the server, and take more of it
+        anthropics = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0, timeout=600)
+        generate, asked, everybody = server.engine.generate, set[str](), [asyncio.Event(), asyncio.Event()]
+
+        async def together(requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+            asked.update(request.request_id for request in requests)
+            for turn, all_there in enumerate(everybody, 1):
+                if len(asked) == turn * SESSIONS:
+                    all_there.set()
+            await everybody[requests[0].turn].wait()
+            async for chunk in generate(requests):
+                yield chunk
+
+        server.engine.generate = together  # type: ignore[method-assign]
+
+        async def talk(name: str, way: str) -> None:
+            client = anthropics if "anthropic" in way else openais
+            options = {"system": RULES} if "anthropic" in way else {"instructions": RULES} if "responses" in way else {}
+            caller = Caller(server, way, options=options, client=client)
+            if "chat" in way:
+                caller.history.append({"role": "system", "content": RULES})
+            assert (await caller.say(f"I am {name}.")).text == f"Hello, {name}: 0."
+            assert (await caller.say("And now?")).text == f"Hello, {name}: 1."
+
+        async with anthropics, asyncio.TaskGroup() as group:
+            for number in range(SESSIONS):
+                group.create_task(talk(f"n{number}", WAYS[number % len(WAYS)]))
+        assert len(server.trajectories) == SESSIONS
+        assert {len(trajectory.streams) for trajectory in server.trajectories.values()} == {1}
 
 
 SAID = st.sampled_from(["yes", "what is 2 + 2?", "é漢字", "<|im_end|>", " a b  c ", CALL])

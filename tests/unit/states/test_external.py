@@ -476,16 +476,29 @@ def test_a_key_opens_its_own_visit_alone_and_bodies_are_limited(monkeypatch: pyt
     for trajectory in trajectories:
         assert trajectory.text == f"for {trajectory.trajectory_id}"
 
-    async def late() -> int:
-        async with aiohttp.ClientSession() as http:
-            try:
-                headers = {"Authorization": f"Bearer {KEYS[0].api_key}"}
-                async with http.get(KEYS[0].base_url + "/models", headers=headers) as answer:
-                    return answer.status
-            except aiohttp.ClientConnectorError:
-                return 401
+    with pytest.raises(aiohttp.ClientConnectorError):
+        asyncio.run(opens(KEYS[0]))
 
-    assert asyncio.run(late()) == 401
+
+async def opens(visit: ForeignVisit) -> int:
+    headers = {"Authorization": f"Bearer {visit.api_key}"}
+    async with aiohttp.ClientSession() as http, http.get(visit.base_url + "/models", headers=headers) as answer:
+        return answer.status
+
+
+async def outlives_another(visit: ForeignVisit) -> None:
+    KEYS.append(visit)
+    while len(KEYS) < 2 or (visit is KEYS[0] and not SEEN):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    async with asyncio.timeout(600):
+        while visit is KEYS[1] and SEEN[-1:] != [401]:
+            SEEN.append(await opens(KEYS[0]))
+
+
+def test_a_key_is_worth_nothing_once_its_visit_has_ended_while_others_go_on() -> None:
+    KEYS.clear()
+    run("outlives_another", "yes", n=2)
+    assert (SEEN[0], SEEN[-1]) == (200, 401)
 
 
 async def raises(visit: ForeignVisit) -> None:

@@ -30,8 +30,9 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.trajectory.journal.reader import blobs
 from fsm_rollout.trajectory.outcome import Outcome
-from fsm_rollout.trajectory.trajectory import Trajectory
+from fsm_rollout.trajectory.trajectory import INTERACTION, Trajectory
 from tests.cases import cases
+from tests.events import prompted
 from tests.laws.world import call
 from tests.runs import ASKS, TOOLS, Bench, agent, asking, histories, only, results, rows, with_tool
 from tests.vision import gemma3_with_tools
@@ -383,6 +384,15 @@ def test_a_user_goes_on_where_it_was_whenever_the_trajectory_was_cut_off(
     if use == "Counting":
         told = "has no `snapshot` and `restore`, and does not say `resumable = True`"
         assert told in caplog.text
+
+
+def test_what_a_state_s_own_user_says_outdates_nothing_of_the_one_that_states_share() -> None:
+    told = Trajectory.fold([prompted()])
+    for user in (INTERACTION, f"{INTERACTION}OWN"):
+        told.apply(Snapshotted(at=0.0, tool=user, blob="kept"))
+    for state, own in (("OWN", True), ("A", False)):
+        told.apply(UserReplied(at=1.0, context="main", state=state, seconds=0.0, own=own))
+        assert list(told.snapshots) == ([INTERACTION] if own else [])
 
 
 @pytest.mark.virtual_time

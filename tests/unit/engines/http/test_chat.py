@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.resources import Resource
 
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
@@ -27,11 +28,13 @@ from fsm_rollout.jobs.samples import read_samples
 from fsm_rollout.jobs.stats import stats_of
 from fsm_rollout.model import embedded_model
 from fsm_rollout.model.folders import load_tokenizer
-from fsm_rollout.report.spans import Fold
+from fsm_rollout.report.run_spans import SpanMaker
+from fsm_rollout.report.telemetry import spans_of
 from fsm_rollout.trajectory.enums import FailureClass
 from fsm_rollout.trajectory.events import Called, MalformedCall
-from fsm_rollout.trajectory.journal import Journal, histories, read
+from fsm_rollout.trajectory.journal import Journal, histories, metadata, read
 from fsm_rollout.trajectory.tokens import as_ids
+from fsm_rollout.trajectory.trace_ids import TraceIds
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import FILES
 from tests.unit.engines.http.stand_ins import ChatStandIn
@@ -347,9 +350,9 @@ async def test_a_recorded_run_is_read_resumed_and_replayed(
     assert (replayed.response_tokens, replayed.stop_reason, replayed.cost) == (whole.response_tokens, "answered", None)
     # 3. Cut off after its first answer, it goes on with the second alone.
     (history,) = histories(place)
-    fold = Fold(in_parts=True)
-    spans = [interval for event in history for interval in fold.take(event) if interval.kind == "generate"]
-    counted = [(span.input_tokens, span.tokens) for span in spans]
+    maker = SpanMaker.of(TraceIds("run", 1.0), Resource({}), "run", metadata(place))
+    said = [dict(span.attributes or {}) for span in spans_of(maker, history) if span.name.startswith("chat")]
+    counted = [(span["gen_ai.usage.input_tokens"], span["gen_ai.usage.output_tokens"]) for span in said]
     assert counted == [(100, 30), (100, 30)], "spans say what the provider has counted"
     until = next(i for i, event in enumerate(history) if isinstance(event, Called)) + 1
     agent = loads(AGENT.replace("LIMITS", "tool_calls: 6"))
