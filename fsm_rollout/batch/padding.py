@@ -87,9 +87,13 @@ def pad(rows: FlatRows, pad_id: int, prompt_width: int | None, response_width: i
         shape = where.shape if flat is None else where.shape + flat.shape[1:]
         if flat is not None and not fill and flat.dtype.kind != "f" and not flat.any():
             return np.zeros(shape, dtype)  # it takes no memory until somebody writes to it
-        of_token = math.prod(shape[2:]) * dtype.itemsize
-        written = int(rows.lengths[column.along].sum()) * of_token + shape[0] * mmap.PAGESIZE
-        made, cleared = room(shape, dtype, filled=bool(fill) or 2 * written > where.size * of_token)
+        size = math.prod(shape) * dtype.itemsize
+        if size < LARGE:
+            made, cleared = np.zeros(shape, dtype), True
+        else:
+            tokens = int(rows.lengths[column.along].sum())
+            written = size // where.size * tokens + shape[0] * mmap.PAGESIZE
+            made, cleared = room(shape, dtype, filled=bool(fill) or 2 * written > size)
         if fill or not cleared:
             made.fill(fill)
         if flat is not None:
