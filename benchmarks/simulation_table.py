@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from fsm_rollout.simulation.bound import bound, bound_in_turn
 from fsm_rollout.simulation.servers import ServerCosts
-from fsm_rollout.simulation.simulate import Policy, simulate
+from fsm_rollout.simulation.simulate import BATCHES, STALENESS, Policy, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, Workload, drawn
 
 WINDOW, ROOM = 65_536, 1.1  # ... and each server has room for the longest trajectory, at least
@@ -108,7 +109,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 class Found:
     """The figures of all cells."""
 
-    def __init__(self, found: Iterable[dict[str, Any]], groups: int, n: int) -> None:
+    def __init__(self, found: Iterable[dict[str, Any]], groups: int, n: int, share: float) -> None:
+        self.drawn = groups, n, share
         self.of = {(line["workload"], line["policy"], line["seed"]): line for line in found}
         self.names = [name for name in WORKLOADS if any(name == key[0] for key in self.of)]
         self.counts = counts(groups, n)
@@ -121,6 +123,17 @@ class Found:
         """Return the best count's ratio of each seed."""
         by_seed = zip(*(self.values(name, count) for count in self.counts), strict=False)
         return [min(ratios) for ratios in by_seed]
+
+    def in_turn(self, name: str) -> list[float]:
+        """Return how many times the bound no tail that keeps the order of the batches can do with, of each seed."""
+        groups, n, share = self.drawn
+        found = []
+        for seed in range(len(self.values(name, "auto+paced"))):
+            workload = drawn(name, groups, n, WINDOW, seed)
+            server = ServerCosts(tokens=memory_for(workload, share))
+            least = bound_in_turn(workload, server, max(1, groups // BATCHES), STALENESS)
+            found.append(max(1.0, least / bound(workload, server, 1).seconds))
+        return found
 
     def biases(self, policy: str) -> tuple[float, float]:
         """Return how long the shortest and the longest batch are: medians over workloads and seeds."""
@@ -171,15 +184,19 @@ def tables(found: Found) -> str:
     first, later, _ = (f"{sum(abs(r) <= FAIR for r in values)} of {len(values)}" for values in every[::2])
     text += ["", f"Under `auto`, |r| is at most {FAIR} for first turns in {first}, for later ones in {later}."]
     # 3. The long tail.
-    head = ("workload", *TAILS)
+    head = ("workload", *TAILS, "least in turn", "paced ÷ it")
     text += ["", row(head), row("---" for _ in head)]
+    gaps = []
     for name in found.names:
-        text.append(row([name, *(mid(found.values(name, f"auto+{tail}")) for tail in TAILS)]))
+        least, paced = found.in_turn(name), found.values(name, "auto+paced")
+        gaps += (gap := [ours / theirs for ours, theirs in zip(paced, least, strict=True)])
+        ratios = [found.values(name, f"auto+{tail}") for tail in TAILS]
+        text.append(row([name, *map(mid, [*ratios, least, gap])]))
     every = [[r for name in found.names for r in found.values(name, f"auto+{tail}")] for tail in TAILS]
-    text.append(row(["**median of all**", *map(mid, every)]))
+    text.append(row(["**median of all**", *map(mid, every), "", mid(gaps)]))
     if all(every):
         biases = [found.biases(f"auto+{tail}") for tail in TAILS]
-        text.append(row(["shortest and longest batch", *(f"{low:.2f} to {high:.2f}" for low, high in biases)]))
+        text.append(row(["shortest and longest batch", *(f"{low:.2f} to {high:.2f}" for low, high in biases), "", ""]))
     return "\n".join(text) + "\n"
 
 
@@ -203,7 +220,7 @@ def main() -> None:
     asked.out.parent.mkdir(exist_ok=True)
     make(asked)
     of_these = [line for line in lines(asked.out) if line["groups"] == asked.groups and line["n"] == asked.n]
-    text = tables(Found(of_these, asked.groups, asked.n))
+    text = tables(Found(of_these, asked.groups, asked.n, asked.share))
     print(text, f"{sum(line['cpu'] for line in of_these) / 60:.0f} minutes of one core", sep="\n")
     if asked.fill is not None:
         before, _, rest = asked.fill.read_text().partition(BEGIN)

@@ -96,3 +96,14 @@ def bound(workload: Workload, server: ServerCosts, replicas: int) -> LowerBound:
         needed,
         prompts,
     )
+
+
+def bound_in_turn(workload: Workload, server: ServerCosts, target: int, staleness: int) -> float:
+    """Return the seconds that no schedule can do with, if batches of ``target`` groups are done in turn.
+
+    A batch is only begun when the one ``staleness + 1`` before it has ended, or its tokens would be too old; so the
+    longest trajectories of each ``staleness + 1``-th batch follow each other.
+    """
+    batches = [workload.groups[start : start + target] for start in range(0, len(workload.groups), target)]
+    longest = [max(alone(life, server, workload.system) for group in batch for life in group) for batch in batches]
+    return max(sum(longest[first :: staleness + 1]) for first in range(staleness + 1))

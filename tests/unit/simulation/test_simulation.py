@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
@@ -25,7 +25,7 @@ from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
 from fsm_rollout.simulation.agent import Lives
-from fsm_rollout.simulation.bound import bound, streams
+from fsm_rollout.simulation.bound import bound, bound_in_turn, streams
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
@@ -173,17 +173,26 @@ def test_it_is_a_function_of_its_arguments() -> None:
     seed=st.integers(0, 1000),
     tokens=st.integers(8_192, 200_000),
     replicas=st.integers(1, 3),
-    policy=st.sampled_from([AUTO, TODAY, Policy.of("count:3")]),
+    policy=st.sampled_from([*map(Policy.of, ("auto", "today", "count:3", "auto+sync", "auto+paced", "count:3+carry"))]),
+    staleness=st.integers(0, 2),
 )
-def test_nothing_is_quicker_than_the_bound(name: str, seed: int, tokens: int, replicas: int, policy: Policy) -> None:
-    workload = drawn(name, 3, 2, 4096, seed)
-    found = simulate(workload, ServerCosts(tokens=tokens), replicas, policy)
+@example("search", 0, 200_000, 3, Policy.of("auto+paced"), 2)  # with room for all, each bound is nearly reached
+@example("search", 0, 200_000, 3, Policy.of("auto+paced"), 0)
+def test_nothing_is_quicker_than_the_bound(
+    name: str, seed: int, tokens: int, replicas: int, policy: Policy, staleness: int
+) -> None:
+    workload, server = drawn(name, 3, 2, 4096, seed), ServerCosts(tokens=tokens)
+    found = simulate(workload, server, replicas, policy, target=1, staleness=staleness)
     lives = [stream for group in workload.groups for life in group for stream in streams(life)]
-    assert len(found.first_waits) + len(found.later_waits) == sum(map(len, lives))
+    if policy.tail is None:
+        assert len(found.first_waits) + len(found.later_waits) == sum(map(len, lives))
     block = block_of(workload)
     # Each turn's lengths are rounded to blocks: by one at most, in time and in size.
     rounding = 1 - block * 2 * sum(map(len, lives)) / sum(turn.adds + turn.says for life in lives for turn in life)
-    assert found.ratio >= min(0.9, max(0.0, rounding))
+    least = min(0.9, max(0.0, rounding))
+    assert found.ratio >= least
+    if policy.tail in ("sync", "paced"):
+        assert found.makespan >= least * bound_in_turn(workload, server, 1, staleness if policy.tail == "paced" else 0)
 
 
 def test_sub_agents_that_nobody_disturbs_compute_nothing_twice_and_are_as_quick_as_the_bound() -> None:
