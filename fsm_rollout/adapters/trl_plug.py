@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # What is TRL's, and has no types: its trainer, and the prompts of its data sets (texts or messages).
 Trl: TypeAlias = Any
 Gathered: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"  # weights as its trainer gathers them, by name
-_GIVEN = ("prompt", "images", "image")  # the columns of its datasets that make a prompt
+_GIVEN = ("prompt", "images", "image", "prompt_id")  # columns of its datasets that make a prompt, which comes often
 
 
 def rollout_func(
@@ -54,14 +54,15 @@ def rollout_func(
     With ``samples``, each prompt is run so many times, and of these the trainer is given as many as it asked for, whose
     scores vary most: sampling costs less than training, and a group of one score teaches nothing (PODS, arXiv
     2504.13818). Where none has a score above 0, the prompt is run ``more`` times again. ``samples_score``, the mean
-    score of the first ``samples``, reaches reward functions as a keyword argument.
+    score of the first ``samples``, reaches reward functions as a keyword argument. In an evaluation each runs once.
 
     Pictures of prompts come from the dataset's column ``images``, as for any model that sees in TRL; what ``Rollout``
     shows later, in a tool's result, has no way into the trainer.
 
     Raises (when called):
         BatchError: a sample has several rows, or none, because it failed before a token was sampled; or the trainer
-            would not feed the model the pictures that it was shown, where it was shown them.
+            would not feed the model the pictures that it was shown, where it was shown them; or it asks for more
+            samples than are run.
     """
     known = {_key(_as_given(row)): {name: row[name] for name in row if name not in _GIVEN} for row in dataset}
     loaded: int | None = None
@@ -72,15 +73,21 @@ def rollout_func(
             model = trainer.accelerator.unwrap_model(trainer.model)
             rollout.update_weights({name: weight.detach() for name, weight in model.named_parameters()})
             loaded = trainer.state.global_step
-        # 1. The trainer repeats each prompt; of more samples than that, others are kept.
-        groups = [[*same] for _, same in groupby(prompts, key=_key)] if samples else [[prompt] for prompt in prompts]
+        # 1. The trainer repeats each prompt; of more samples than that, others are kept. It evaluates what comes.
+        chosen = samples if samples and trainer.model.training else None
+        groups = _groups(prompts, trainer.num_generations) if chosen else [[prompt] for prompt in prompts]
+        if chosen and chosen < (asked := max(map(len, groups))):
+            raise BatchError(
+                f"the trainer asks for {asked} samples of a prompt, and each is run {chosen} times (`samples`); set "
+                "samples to as many at least, or num_generations of GRPOConfig to fewer"
+            )
         items = [{"messages": _messages(prompt), **known.get(_key(prompt), {})} for prompt, *_ in groups]
-        batch = rollout.run(items, n=samples or 1)
+        batch = rollout.run(items, n=chosen or 1)
         one_row_each(batch.rows(), TRAINER)
         members = _by_group(batch)
         means = [_mean(own) for own, group in zip(members, groups, strict=False) for _ in group]
-        unsolved = [number for number, own in enumerate(members) if more and all((row.score or 0) <= 0 for row in own)]
-        if unsolved:
+        unsolved = [number for number, own in enumerate(members) if all((row.score or 0) <= 0 for row in own)]
+        if unsolved and more and chosen:
             again = _by_group(rollout.run([items[number] for number in unsolved], n=more))
             for number, own in zip(unsolved, again, strict=False):
                 members[number] += own
@@ -92,21 +99,28 @@ def rollout_func(
             )
         # 2. What the trainer is given.
         result = rollout_func_result(rows)
-        if samples:
+        if chosen:
             result["samples_score"] = [*means]
         if "media" in batch.tensordict:
-            shown = [groups[number][0] for number in batch.tensordict["group_index"].tolist()]
-            _check_pictures(batch, shown, trainer)
+            shown = {row.group_id: group[0] for own, group in zip(members, groups, strict=False) for row in own}
+            _check_pictures(batch, [shown[row.group_id] for row in batch.rows()], trainer)
         return result
 
     return run
 
 
+def _groups(prompts: Sequence[Trl], generations: int) -> list[list[Trl]]:
+    """Return what the trainer compares with each other; a prompt that comes again at once is another group."""
+    runs = [[*same] for _, same in groupby(prompts, key=_key)]
+    return [same[at : at + generations] for same in runs for at in range(0, len(same), generations)]
+
+
 def _by_group(batch: TrajectoryBatch) -> list[list[TrainingRow]]:
-    found = dict[int, list[TrainingRow]]()
-    for row, group in zip(batch.rows(), batch.tensordict["group_index"].tolist(), strict=True):
-        found.setdefault(group, []).append(row)
-    return [*found.values()]
+    """Return the rows of each prompt that was run, in order: none where all failed; nothing if groups were dropped."""
+    found: dict[str, list[TrainingRow]] = {score.group_id: [] for score in batch.sample_scores}
+    for row in batch.rows():
+        found[row.group_id].append(row)
+    return [] if batch.dropped else [*found.values()]
 
 
 def _mean(rows: Sequence[TrainingRow]) -> float | None:

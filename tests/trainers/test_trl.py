@@ -31,6 +31,7 @@ from fsm_rollout.adapters.trl_plug import RolloutWorker, rollout_func
 from fsm_rollout.batch.batch import TrajectoryBatch
 from fsm_rollout.engines.transformers.engine import TransformersEngine
 from fsm_rollout.errors import BatchError, RolloutError
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from tests.doc_blocks import run_page
 from tests.integration.replica_server import UNIT
 from tests.kit import CONFIGS, ROOT
@@ -47,6 +48,12 @@ def rollout(**options: Any) -> fr.Rollout:
     return fr.Rollout(
         graph, engine, reward="fsm_rollout.rewards:first_answer", sampling={"temperature": 1.0}, **options
     )
+
+
+def trainer(generations: int, *, training: bool = True) -> Any:
+    """Return what a ``rollout_func`` reads of a trainer whose weights are the engine's."""
+    model = torch.nn.Linear(1, 1).train(training)
+    return SimpleNamespace(state=SimpleNamespace(global_step=None), model=model, num_generations=generations)
 
 
 def test_twenty_steps_of_grpo(tmp_path: Path) -> None:
@@ -107,8 +114,6 @@ def test_of_more_samples_the_trainer_is_given_those_whose_scores_vary_most(
     said = iter([*scores, *[0.25] * len(scores)])
     prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
     asked = [[dict(message) for message in prompt.messages] for prompt in prompts for _ in range(count)]
-    model = torch.nn.Linear(1, 1)
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=None), model=model)
     engine = {"kind": "scripted", "turns": ["The answer is 7."]}
     known = dict[str, float | None]()
 
@@ -117,7 +122,7 @@ def test_of_more_samples_the_trainer_is_given_those_whose_scores_vary_most(
 
     logged = dict[str, float]()
     with fr.Rollout(fr.load_agent(CONFIGS / "agents/single_turn.yaml"), engine, reward=reward, concurrency=1) as own:
-        result = rollout_func(own, samples=len(scores))(asked, trainer)
+        result = rollout_func(own, samples=len(scores))(asked, trainer(count))
     assert all(len(column) == 2 * count for column in result.values())
     assert sorted(result["score"][:count], key=str) == sorted(chosen, key=str)
     assert result["score"][count:] == [0.25] * count
@@ -127,19 +132,53 @@ def test_of_more_samples_the_trainer_is_given_those_whose_scores_vary_most(
     assert logged == {"samples_score": pytest.approx((sum(there) / len(there) + 0.25) / 2)}
 
 
-def test_a_prompt_without_a_right_sample_is_run_again() -> None:
-    said = iter([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # of the first prompt, of the second, of the first again
+@pytest.mark.parametrize(
+    ("said", "failing", "chosen"),
+    [
+        ([0, 0, 0, 1, 0, 1, 0], "", [[0, 1], [0, 1]]),  # of the first prompt, of the second, of the first again
+        ([0, 0, 0, 0, 1, 0, 1], "2", [[0, 0], [0, 1]]),  # all that the first prompt's group does again fails
+    ],
+)
+def test_a_prompt_without_a_right_sample_is_run_again(said: list[int], failing: str, chosen: list[list[int]]) -> None:
     prompts = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=2)
     asked = [[dict(message) for message in prompt.messages] for prompt in prompts for _ in range(2)]
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=None))
+    scores = iter(said)
+
+    def turn(request: Any) -> str:
+        if request.group_id == failing:
+            raise ValueError("no answer")
+        return "The answer is 7."
+
+    engine = fr.ScriptedEngine(turn, tokenizer=embedded_tokenizer())
+    graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
+    with fr.Rollout(
+        graph, engine, reward=lambda trajectory: next(scores), concurrency=1, failures={"engine": {"attempts": 1}}
+    ) as own:
+        result = rollout_func(own, samples=2, more=3)(asked, trainer(2))
+    assert next(scores, None) is None
+    assert [sorted(result["score"][:2]), sorted(result["score"][2:])] == chosen
+    assert result["prompt_ids"][0] == result["prompt_ids"][1] != result["prompt_ids"][2] == result["prompt_ids"][3]
+    assert result["samples_score"] == [sum(said[:2]) / 2] * 2 + [sum(said[2:4]) / 2] * 2
+
+
+def test_what_a_trainer_compares_is_chosen_from_together() -> None:
+    """A prompt that comes twice is two groups, each of which varies; an evaluation is given what comes."""
+    (prompt,) = fr.read_prompts(CONFIGS / "data/arithmetic_train.jsonl", limit=1)
+    asked = [[dict(message) for message in prompt.messages]] * 4
+    data = [{"prompt": asked[0], "prompt_id": "often"}]
+    scores = iter([0.0, 1.0, 0.0, 1.0] * 3)
     engine = {"kind": "scripted", "turns": ["The answer is 7."]}
     graph = fr.load_agent(CONFIGS / "agents/single_turn.yaml")
-    with fr.Rollout(graph, engine, reward=lambda trajectory: next(said), concurrency=1) as own:
-        result = rollout_func(own, samples=2, more=3)(asked, trainer)
-    assert next(said, None) is None
-    assert [sorted(result["score"][:2]), sorted(result["score"][2:])] == [[0, 1], [0, 1]]
-    assert result["prompt_ids"][0] == result["prompt_ids"][1] != result["prompt_ids"][2] == result["prompt_ids"][3]
-    assert result["samples_score"] == [0, 0, 0.5, 0.5]
+    with fr.Rollout(graph, engine, reward=lambda trajectory: next(scores), concurrency=1) as own:
+        func = rollout_func(own, data, samples=4, more=4)
+        result = func(asked, trainer(2))
+        assert [sorted(result["score"][:2]), sorted(result["score"][2:])] == [[0, 1], [0, 1]]
+        evaluated = func(asked, trainer(2, training=False))
+        assert (evaluated["score"], "samples_score" in evaluated) == ([0, 1, 0, 1], False)
+        with pytest.raises(
+            BatchError, match=r"asks for 4 samples of a prompt, and each is run 3 times .*; set samples"
+        ):
+            rollout_func(own, data, samples=3)(asked, trainer(4))
 
 
 @pytest.mark.parametrize("changes", [["model=embedded:early"], ["arithmetic.yaml"]])
