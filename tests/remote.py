@@ -74,13 +74,18 @@ def served(kept: int, moments: Sequence[float] = ()) -> Around:
 
     @asynccontextmanager
     async def around(scheduler: Scheduler, simulated: Callable[[RunAgents], None]) -> AsyncIterator[None]:
-        outer, loop = cast(Any, scheduler), asyncio.get_running_loop()
+        outer, loop, pool = cast(Any, scheduler), asyncio.get_running_loop(), scheduler.clients[POLICY].pool
         with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
             service = Mortal(scheduler, simulated, Path(folder), kept)
             await service.begin()
             client = await asyncio.to_thread(fr.RemoteRollout, service.url)
+
+            async def updates(_: object) -> None:
+                version = await client.aupdate_weights("newer")
+                assert version <= pool.weight_version, "the trainer has another version"
+
             outer.run = lambda prompts, n, resume: client.stream(prompts, n, resume=resume)
-            outer.update_weights = lambda _: client.aupdate_weights("newer")
+            outer.update_weights = updates
             outer.cancel = lambda name: loop.create_task(client.acancel(name))
             outer.suspend = lambda name, why: service.scheduler.suspend(name, why)
             outer.stop = lambda: service.scheduler.stop()

@@ -279,12 +279,14 @@ class Deriver:
         authored = set(range(len(owners))).difference(foreign)
         # 1. Where each message's text stands. Sentinels may change what is written beside them, and a template may take
         #    an assistant's turn apart: what they show is taken only if it fits the real text.
-        written = [index for index, content in enumerate(contents) if content or index not in authored]
-        pattern = self._shown(messages, written, tools, now, word)
-        if all(index in pattern for index in written if contents[index]):
-            pieces = fit(pattern, contents, text)
-            if pieces is not None:
-                return filled(pieces, contents, authored, owners)
+        #    Nor is it told what a template does that skips a message which says nothing.
+        for said in (contents, [content.strip() for content in contents]):
+            written = [number for number, content in enumerate(said) if content]
+            pattern = self._shown(messages, written, tools, now, word)
+            if set(written).issubset(pattern):
+                pieces = fit(pattern, contents, text)
+                if pieces is not None:
+                    return filled(pieces, contents, authored, owners)
         # 2. No system or developer message may be lost. A template may move its text (into the first user message) or
         #    take flags out of it, so what is looked for is a sentinel behind the text, anywhere.
         for number, index in enumerate(owners):

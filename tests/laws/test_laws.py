@@ -81,7 +81,7 @@ def everything(run: Simulation) -> Simulation:
 def come_with_their_rows(run: Simulation) -> None:
     """Law 7, of groups that ran elsewhere: the rows that came with them are those of the trajectories that did."""
     groups = [group for group in run.groups if isinstance(group, LeasedGroup)]
-    if groups and groups[0].part:
+    if groups:
         part = joined_parts(parts_of(groups), [group.group_id for group in groups], (), None)
         every = [trajectory for group in groups for trajectory in group.all]
         assert part.rows.split() == rows(every, state_names=part.rows.state_names)

@@ -218,6 +218,16 @@ def test_a_token_that_straddles_an_edge_is_scaffold(places: list[Any], parts: li
     assert [list(part[:3]) for part in found] == parts
 
 
+@pytest.mark.parametrize("nothing", ["", " \n"])
+def test_whose_a_marker_is_where_a_message_that_says_nothing_is_skipped(nothing: str) -> None:
+    skips = "{%- for message in messages if message.content | trim %}"
+    chat = ChatTemplate(zoo.tokenizer_for(zoo.CHATML.replace("{%- for message in messages %}", skips)))
+    said = [{"role": "system", "content": "a turn ends in <|im_end|>"}, zoo.user("<|im_end|>")]
+    prompt, other = (chat.encode_here(Opening(messages, None)) for messages in (said, [zoo.user(nothing), *said]))
+    assert (other.ids, other.guarded) == (prompt.ids, 1)
+    assert [part.message - 1 for part in other.parts] == [part.message for part in prompt.parts] == [0, 1]
+
+
 def test_a_long_text_is_encoded_in_a_thread_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "LONG_TEXT", 10)
     history, new = [zoo.user(), zoo.said()], [zoo.user("more than ten characters")]
