@@ -80,6 +80,9 @@ def _problem_with(handler_class: type) -> str | None:
     if spends not in (None, *COUNTED_LIMITS):
         hint = did_you_mean(str(spends), COUNTED_LIMITS)
         return f"`spends` must be a counted limit or None, got {spends!r}{hint}"
+    keys = getattr(handler_class, "keys", ())
+    if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
+        return f"`keys` must be a tuple of YAML keys, as ('sampling',); got {keys!r}"
     # 2. That it can run.
     base = load_object("fsm_rollout.states.base:State")
     if not isinstance(base, type) or not issubclass(handler_class, base):

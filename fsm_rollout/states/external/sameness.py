@@ -25,7 +25,8 @@ from fsm_rollout.trajectory.stream import media_of, text_of
 # The tools of a call by what stands for each; one object for all calls, since caches know them by identity.
 Tools = tuple[dict[str, Any], ...]
 Schemas = dict[tuple[str, ...], Tools]
-LONG = 4_096  # bytes of a message whose hash is remembered: of instructions, say, which each call brings again
+# Between so many bytes a message's hash is remembered: of instructions, say, which each call brings again.
+LONG, HUGE = 4_096, 2**18
 Chain = bytes  # a hash that stands for a history: of its start, and of its messages in order
 
 _encode = json.JSONEncoder(sort_keys=True).encode  # one for all: a history's messages are encoded in each of its calls
@@ -58,8 +59,12 @@ def _settled(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=256)  # to find what came before takes a fifth of the time of hashing it
 def _digest(long: bytes) -> bytes:
+    return _known_digest(long) if len(long) < HUGE else _known_digest.__wrapped__(long)
+
+
+@lru_cache(maxsize=256)  # to find what came before takes a fifth of the time of hashing it
+def _known_digest(long: bytes) -> bytes:
     return b"\0" + hashlib.sha256(long).digest()  # no message begins so
 
 

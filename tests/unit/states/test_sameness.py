@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fsm_rollout.states.external.origins import Origin, origin_of, reads_as_side_call
-from fsm_rollout.states.external.sameness import Pins, chains_of
+from fsm_rollout.states.external.sameness import HUGE, LONG, Pins, _known_digest, chains_of
 from tests.cases import cases
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.3.ab; cc_entrypoint=cli; cch={};You are {}."
@@ -67,3 +67,12 @@ def test_what_comes_beside_a_history_tells_it_apart_whatever_is_in_it(odd: objec
     turned = {"temperature": 0.5, "tools": [{"schema": {"type": "object", "default": odd}, "name": "f"}]}
     other = {"tools": [{"name": "f", "schema": {"default": 1, "type": "object"}}], "temperature": 0.5}
     assert chains_of(beside, []) == chains_of(turned, []) != chains_of(other, [])
+
+
+@pytest.mark.parametrize(("characters", "kept"), [(1, False), (LONG, True), (HUGE, False)])
+def test_texts_of_any_length_are_told_apart_and_huge_ones_are_not_kept(characters: int, kept: bool) -> None:
+    before = chains_of(None, []) and _known_digest.cache_info().misses
+    one, other = ([{"role": "user", "content": characters * "x" + last}] for last in ("a", "b"))
+    assert len({*chains_of(None, one), *chains_of(None, other)}) == 3
+    assert chains_of(None, one) == chains_of(None, one)
+    assert _known_digest.cache_info().misses - before == 2 * kept
