@@ -228,7 +228,7 @@ class Placing:
             self._admit(self.residency)
             placed = bool(self.residency.memories)  # else no engine says any more how much it holds
         alone = None if len(self._up) > 1 else self._up[0] if self._up else None
-        room = alone is not None or fleet.has_room
+        room = fleet.has_room if alone is None else alone.in_flight < alone.allowed
         for pending in chain(*self.queue.lanes):
             if not room:
                 break

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fsm_rollout.engines.client import EngineClient
+from fsm_rollout.engines.placing import Placing
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Load, Request
-from fsm_rollout.engines.replica import LocalPlacement
+from fsm_rollout.engines.replica import LocalPlacement, Replica
 from fsm_rollout.engines.router import ReplicaView
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, SessionEnded, Turn
 from fsm_rollout.trajectory.tokens import as_ids
@@ -235,3 +236,11 @@ def test_a_router_sees_how_many_wait_for_a_replica_that_is_full() -> None:
     router = Last()
     run(Place(), lambda client: answers(client, *map(str, range(40))), 2, router=router)
     assert router.seen[:40] == [*((number, 0) for number in range(32)), *((32, number) for number in range(8))]
+
+
+def test_what_waits_for_the_only_replica_is_not_looked_at_while_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[Replica]()
+    monkeypatch.setattr(Placing, "_keep_waiting", lambda placing, replica: counted.append(replica))
+    engine = Fragile(lambda request: Turn(text=TEXT, chunks=4), max_running=4)
+    assert len(run(engine, lambda client: answers(client, *map(str, range(100))))) == 100
+    assert not counted
