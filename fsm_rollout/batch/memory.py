@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 LARGE = 2**22  # bytes: the C library keeps less than that by itself; NumPy asks for huge pages from here on, too
 KEPT = 2**31  # so many bytes wait for the next batch at most: a process may never make one again
-_waiting: dict[int, npt.NDArray[np.uint8]] = {}  # what has come first is first
+# By size and id, what has come first is first. Only lists of its keys are walked: a lease may end at any moment.
+_waiting: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
 
 
 class _Lease:
@@ -25,10 +26,13 @@ class _Lease:
         self._memory = memory
         self.__array_interface__ = {**memory.__array_interface__, "shape": shape, "typestr": dtype.str, "strides": None}
 
-    def __del__(self, waiting: dict[int, npt.NDArray[np.uint8]] = _waiting) -> None:
-        waiting[id(self._memory)] = self._memory
-        while sum(memory.nbytes for memory in [*waiting.values()]) > KEPT:
-            waiting.pop(next(iter(waiting)), None)
+    def __del__(self, waiting: dict[tuple[int, int], npt.NDArray[np.uint8]] = _waiting) -> None:
+        waiting[self._memory.nbytes, id(self._memory)] = self._memory
+        kept = 0
+        for key in reversed([*waiting]):
+            kept += key[0]
+            if kept > KEPT:
+                waiting.pop(key, None)
 
 
 def room(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool) -> tuple[npt.NDArray[Any], bool]:
@@ -40,8 +44,8 @@ def room(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool) -> tuple
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
         return np.zeros(shape, dtype), True
-    for name, memory in sorted(_waiting.items(), key=lambda item: item[1].nbytes) if filled else ():
-        if size <= memory.nbytes <= 2 * size and _waiting.pop(name, None) is not None:
+    for key in sorted([*_waiting]) if filled else ():
+        if size <= key[0] <= 2 * size and (memory := _waiting.pop(key, None)) is not None:
             return np.asarray(_Lease(memory, shape, dtype)), False
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if not filled:
