@@ -13,7 +13,7 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import dump, loads
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.jobs.control import REPLICAS, with_orders
+from fsm_rollout.jobs.control import REPLICAS, orders_left, with_orders
 from fsm_rollout.jobs.evaluate import evaluations
 from fsm_rollout.jobs.recorded_config import recorded_config
 from fsm_rollout.jobs.run_config import RunConfig, WeightedReward, load_run, recorded_run
@@ -315,6 +315,6 @@ def test_a_run_goes_on_with_the_replicas_that_orders_have_left(
     counts = 2 if now == 3 else now, now
     began, said = (load(folder, SMALLEST.replace("scripted}", f"scripted, replicas: {count}}}")) for count in counts)
     orders = {"policy": {"replicas": 5}, "gone": {"replicas": 7}}
-    goes_on = with_orders(said, {"run": began.to_json(), REPLICAS: orders}, overrides)
+    goes_on = with_orders(said, orders_left(said, {"run": began.to_json(), REPLICAS: orders}, overrides))
     assert (goes_on.engine["replicas"], goes_on.engines) == (replicas, {})
-    assert with_orders(said, {"run": began.to_json()}) == said
+    assert with_orders(said, orders_left(said, {"run": began.to_json()})) == said
