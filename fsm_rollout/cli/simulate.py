@@ -29,6 +29,7 @@ def simulate(
         Path | None, typer.Option("--lengths", metavar="RUN|FILE", help="lengths of a run, or of a .jsonl file")
     ] = None,
     replicas: Annotated[int | None, typer.Option("--replicas", metavar="N", min=1, help="servers")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", metavar="N", min=1, help="shards that share them")] = None,
     groups: Annotated[int | None, typer.Option("--groups", metavar="N", min=1, help="prompts")] = None,
     n: Annotated[int | None, typer.Option("--n", metavar="N", min=1, help="trajectories of each")] = None,
     memory: Annotated[
@@ -68,7 +69,9 @@ def simulate(
         from fsm_rollout.simulation.report import FIGURES, column, picture, sentences
 
     config = None if file is None else load_run(file, overrides or [])
-    asked = Asked(policy or (), workload, lengths, replicas, groups, n, memory, window, turns, seed, target, staleness)
+    asked = Asked(
+        policy or (), workload, lengths, replicas, workers, groups, n, memory, window, turns, seed, target, staleness
+    )
     console = Console()
     status = Console(stderr=True).status("simulating …")
 

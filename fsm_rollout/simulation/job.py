@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsm_rollout.engines.scripted.memory import Memory
 from fsm_rollout.errors import ConfigError
@@ -28,6 +29,7 @@ class Asked:
     workload: str = "coding"
     lengths: Path | None = None
     replicas: int | None = None
+    workers: int | None = None
     groups: int | None = None
     n: int | None = None
     memory: int | None = None
@@ -42,24 +44,25 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
     """Simulate a run under one policy after another, pass each result on, and return all.
 
     Raises:
-        ConfigError: there is no such policy or workload, lengths cannot be read, or the run has shards.
+        ConfigError: there is no such policy or workload, lengths cannot be read, or shards cannot follow the policy.
     """
-    if config is not None and config.workers > 1:
-        raise ConfigError(f"workers: {config.workers} shards are not simulated, one scheduler is; add workers=1")
     policies = [Policy.of(name) for name in asked.policies or _policies(config)]
     server = server_of(config, asked.memory)
     of_config = 1 if config is None else config.engine.get("replicas", 1)
     if not asked.replicas and of_config == "auto":
         raise ConfigError("the run has replicas: auto; say how many servers are simulated with --replicas")
     replicas = asked.replicas or int(str(of_config))
+    workers = asked.workers or (1 if config is None else config.workers)
     workload = workload_of(config, asked, replicas, min(asked.window, server.tokens // 2))
     found = []
+    options: dict[str, Any] = {
+        "workers": workers,
+        "seed": asked.seed,
+        "target": asked.target,
+        "staleness": asked.staleness,
+    }
     for policy in policies:
-        found.append(
-            simulate(
-                workload, server, replicas, policy, seed=asked.seed, target=asked.target, staleness=asked.staleness
-            )
-        )
+        found.append(simulate(workload, server, replicas, policy, **options))
         each(found[-1])
     return found
 

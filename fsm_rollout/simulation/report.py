@@ -60,10 +60,11 @@ def sentences(simulated: Simulated) -> list[str]:
     """Return what was simulated, and what bounds it."""
     lives = [life for group in simulated.workload.groups for life in group]
     bound = simulated.bound
+    shared = f", shared by {simulated.workers} shards" if simulated.workers > 1 else ""
     return [
         f"workload {simulated.workload.name}: {len(simulated.workload.groups):,} groups, {len(lives):,} trajectories, "
         f"{sum(map(len, lives)):,} turns beside those of sub-agents, on {simulated.replicas:,} server(s) with room for "
-        f"{simulated.server.tokens:,} tokens each",
+        f"{simulated.server.tokens:,} tokens each{shared}",
         f"no schedule can be quicker than {clock(bound.seconds)} ({bound.name}; compute {clock(bound.compute)}, "
         f"memory {clock(bound.memory)}, the longest trajectory alone {clock(bound.longest)})",
     ]

@@ -9,29 +9,34 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import correlation
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.engines.pool import EnginePool
-from fsm_rollout.engines.protocol import TokenSource
 from fsm_rollout.engines.replica import LocalPlacement
+from fsm_rollout.engines.residency import Residency
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.failure_policy import Failures
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
+from fsm_rollout.scheduler.recorder import Listener
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.tail import POLICIES, tail_of
 from fsm_rollout.simulation.agent import LIVES, BlockTokenizer, Lives, client_of
 from fsm_rollout.simulation.bound import LowerBound, bound, streams
 from fsm_rollout.simulation.servers import ServerCosts, SilentEngine
 from fsm_rollout.simulation.workload import Workload
+from fsm_rollout.testing.simulation.paired_shards import PairedShards
 from fsm_rollout.testing.simulation.simulate import quietly
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop, run_virtual
 from fsm_rollout.trajectory.events import AnyEvent, Generated
-from fsm_rollout.trajectory.settings import Concurrency, Sampling
+from fsm_rollout.trajectory.settings import Concurrency, Sampling, most_at_once
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 SAMPLES = 400  # points of the courses over time, at most
@@ -103,6 +108,8 @@ class Simulated:
     replicas: int
     server: ServerCosts
     bound: LowerBound
+    workers: int = 1
+    """Among how many shards trajectories were shared."""
     makespan: float = 0.0
     filled: int = 0
     """Tokens of prompts that were filled."""
@@ -194,8 +201,8 @@ def block_of(workload: Workload) -> int:
 
 
 def simulate(
-    workload: Workload, server: ServerCosts, replicas: int = 1, policy: Policy | None = None, *, seed: int = 0,
-    target: int | None = None, staleness: int = STALENESS,
+    workload: Workload, server: ServerCosts, replicas: int = 1, policy: Policy | None = None, *, workers: int = 1,
+    seed: int = 0, target: int | None = None, staleness: int = STALENESS,
 ) -> Simulated:  # fmt: skip
     """Run a workload, and return what that took.
 
@@ -204,43 +211,48 @@ def simulate(
         server: what each server has.
         replicas: how many servers there are.
         policy: how trajectories are admitted; default: ``auto``.
+        workers: how many shards share the trajectories, and the servers.
         seed: of the scheduler.
         target: groups of a batch, after each of which the weights change, where the policy is one for a long tail;
             default: an eighth of all.
         staleness: how many versions a trained token may be behind then.
+
+    Raises:
+        ConfigError: shards cannot follow the policy.
     """
     policy = policy or Policy("auto")
-    block, result = block_of(workload), Simulated(workload, policy, replicas, server, bound(workload, server, replicas))
+    block = block_of(workload)
+    result = Simulated(workload, policy, replicas, server, bound(workload, server, replicas), workers)
     lives, tokenizer = Lives(workload, block), BlockTokenizer()
     memory, kind = server.in_blocks(block), SimulatedEngine if policy.resident else SilentEngine
-    engines: list[SimulatedEngine] = []
-
-    def build(name: str) -> TokenSource:
-        engine = kind(
+    names = [f"replica-{number}" for number in range(replicas)]
+    engines = {
+        name: kind(
             lives.says, memory=memory, tokenizer=tokenizer, max_context=memory.tokens, max_running=server.max_running,
             replica=name,
-        )  # fmt: skip
-        engines.append(engine)
-        return engine
-
+        )
+        for name in names
+    }  # fmt: skip
+    pools = [EnginePool(LocalPlacement(engines.__getitem__, list(names)), replicas) for _ in range(workers)]
+    for pool in pools:
+        pool.placing.unit = block
     LIVES.append(lives)
     try:
-        pool = EnginePool(LocalPlacement(build), replicas)
-        pool.placing.unit = block
         with quietly():
             target = target or max(1, len(workload.groups) // BATCHES)
-            run_virtual(_run(result, lives, pool, engines, seed, target, staleness), loop=VirtualTimeLoop(horizon=1e9))
+            run = _run(result, lives, pools, list(engines.values()), seed, target, staleness)
+            run_virtual(run, loop=VirtualTimeLoop(horizon=1e9))
     finally:
         LIVES.remove(lives)
-    result.filled = sum(engine.counts.filled for engine in engines) * block
-    result.cached = sum(engine.counts.cached for engine in engines) * block
-    result.retracted = sum(engine.counts.retracted for engine in engines)
+    result.filled = sum(engine.counts.filled for engine in engines.values()) * block
+    result.cached = sum(engine.counts.cached for engine in engines.values()) * block
+    result.retracted = sum(engine.counts.retracted for engine in engines.values())
     return result
 
 
 async def _run(
-    result: Simulated, lives: Lives, pool: EnginePool, engines: Sequence[SimulatedEngine], seed: int, target: int,
-    staleness: int,
+    result: Simulated, lives: Lives, pools: Sequence[EnginePool], engines: Sequence[SimulatedEngine], seed: int,
+    target: int, staleness: int,
 ) -> None:  # fmt: skip
     loop, block, tail = asyncio.get_running_loop(), lives.block, result.policy.tail
     groups = result.workload.groups
@@ -257,12 +269,8 @@ async def _run(
                 result.later_waits.append(Wait(length * block, event.queue_seconds, began - event.queue_seconds))
 
     most = max(turn.says for group in groups for life in group for stream in streams(life) for turn in stream)
-    scheduler = Scheduler(
-        {"simulated": load_agent(Path(__file__).parent / "agent.yaml")}, {"policy": client_of(pool)}, seed=seed,
-        concurrency=result.policy.concurrency, sampling=Sampling(max_tokens=most // block + 1), listeners=[listen],
-        max_staleness=staleness if tail else None, tail=tail or "carry",
-    )  # fmt: skip
-    watching = loop.create_task(_watch(result.course, pool, engines, result.bound.seconds))
+    scheduler = _scheduler(result, pools, Sampling(max_tokens=most // block + 1), listen, seed, staleness)
+    watching = loop.create_task(_watch(result.course, pools, engines, result.bound.seconds))
     prompts, n = iter(lives.prompts), max(map(len, groups))
     try:
         while len(result.order) < len(groups):
@@ -275,23 +283,52 @@ async def _run(
                 result.batches.append(batch)
                 await scheduler.update_weights({})
         result.makespan = loop.time()
-        if pool.placing.residency is not None:
-            result.paused = pool.placing.residency.paused
+        result.paused = sum(residency.paused for residency in _residencies(pools))
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        await pool.aclose()
+        if isinstance(scheduler, LeasedScheduler):
+            await scheduler.shards.aclose()
+        await asyncio.gather(*(pool.aclose() for pool in pools))
 
 
-async def _watch(course: Utilisation, pool: EnginePool, engines: Sequence[SimulatedEngine], shortest: float) -> None:
+def _scheduler(
+    result: Simulated, pools: Sequence[EnginePool], sampling: Sampling, listen: Listener, seed: int, staleness: int
+) -> Scheduler:
+    """Return the scheduler of a run: one over the one pool, or one whose samples run in a shard over each."""
+    concurrency, tail, free = result.policy.concurrency, result.policy.tail, iter(pools)
+    agents = {"simulated": load_agent(Path(__file__).parent / "agent.yaml")}
+    batches: dict[str, Any] = {"max_staleness": staleness if tail else None, "tail": tail or "carry"}
+    alone = len(pools) == 1
+
+    def made(alive: Callable[[], bool] = lambda: True) -> Scheduler:
+        each: Concurrency = concurrency if concurrency == "auto" else -(-concurrency // len(pools))
+        return Scheduler(
+            agents, {POLICY: client_of(next(free))}, seed=seed, concurrency=each, sampling=sampling,
+            listeners=[listen], **(batches if alone else {}),
+        )  # fmt: skip
+
+    if alone:
+        return made()
+    shards = PairedShards(len(pools), made)
+    return LeasedScheduler(shards, concurrency=most_at_once(concurrency), failures=Failures(), **batches)
+
+
+def _residencies(pools: Sequence[EnginePool]) -> list[Residency]:
+    return [pool.placing.residency for pool in pools if pool.placing.residency is not None]
+
+
+async def _watch(
+    course: Utilisation, pools: Sequence[EnginePool], engines: Sequence[SimulatedEngine], shortest: float
+) -> None:
     """Note what servers do, now and then: more rarely, the longer that lasts."""
     loop, every = asyncio.get_running_loop(), shortest / SAMPLES
     while True:
         loads = [SimulatedEngine.load(engine) for engine in engines]
         room = sum(load.capacity for load in loads)
-        residency = pool.placing.residency
         used = sum(load.used_tokens for load in loads) / room
-        held = used if residency is None else sum(memory.held for memory in residency.memories.values()) / room
+        memories = [memory for residency in _residencies(pools) for memory in residency.memories.values()]
+        held = sum(memory.held for memory in memories) / room if memories else used
         course.times.append(loop.time())
         course.running.append(sum(load.running for load in loads))
         course.used.append(used)

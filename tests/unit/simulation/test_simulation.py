@@ -277,13 +277,30 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert (refused.exit_code, "-o picture.png: the picture is an SVG" in refused.output) == (2, True)
 
 
-def test_a_run_with_shards_is_refused_with_what_can_be_simulated() -> None:
-    words = ["simulate", str(Path(__file__).parents[3] / "configs/runs/scripted.yaml"), "--workload", "tools"]
-    small = ["--groups", "2", "--n", "1", "--policy", "auto"]
-    refused, one = (CliRunner().invoke(app, [*words, *given, *small]) for given in (["workers=3"], ["workers=1"]))
-    assert refused.exit_code == 2
-    assert "workers: 3 shards are not simulated, one scheduler is; add workers=1" in refused.output
-    assert one.exit_code == 0, one.output
+def test_shards_share_the_trajectories_and_the_servers() -> None:
+    run = [str(Path(__file__).parents[3] / "configs/runs/scripted.yaml"), "workers=3"]
+    words = ["--workload", "tools", "--groups", "6", "--n", "2", "--policy"]
+    said = CliRunner().invoke(app, ["simulate", *run, *words, "auto+paced"])
+    refused = CliRunner().invoke(app, ["simulate", "--workers", "3", *words, "auto+longest"])
+    assert said.exit_code == 0, said.output
+    assert "shared by 3 shards" in said.output
+    assert (refused.exit_code, "with workers, each shard begins what it has by itself" in refused.output) == (2, True)
+
+
+@pytest.mark.parametrize("tail", ["", "+carry"])
+def test_shards_do_what_one_scheduler_does(tail: str) -> None:
+    """Each turn is taken once, groups begin in order, and servers with room for all take no longer than a little."""
+    workload, server = drawn("search", 12, 2, 32_768, 1), ServerCosts()
+    one, some = (
+        simulate(workload, server, replicas, Policy.of(f"auto{tail}"), workers=workers)
+        for replicas, workers in ((2, 1), (2, 3))
+    )
+    assert sorted(some.order) == sorted(one.order) == list(range(12))
+    turns = [len(run.first_waits) + len(run.later_waits) for run in (one, some)]
+    assert turns[0] == turns[1] or tail, "a batch cuts other turns in two"
+    assert [len(batch) for batch in some.batches] == [len(batch) for batch in one.batches]
+    assert some.filled == pytest.approx(one.filled, rel=0.05)
+    assert some.makespan < 1.1 * one.makespan
 
 
 def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
