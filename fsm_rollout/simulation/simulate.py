@@ -229,7 +229,7 @@ def simulate(
     engines = {
         name: kind(
             lives.says, memory=memory, tokenizer=tokenizer, max_context=memory.tokens, max_running=server.max_running,
-            replica=name,
+            unit=block, replica=name,
         )
         for name in names
     }  # fmt: skip

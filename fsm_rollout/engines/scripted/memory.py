@@ -81,10 +81,6 @@ class _Asked:
         """Return how many tokens it has said by a step, while it runs."""
         return min(float(self.ends[-1]), self.said + step - self.since)
 
-    def to_come(self, said: float) -> int:
-        """Return how many tokens to count on that it has not said."""
-        return min(self.may_say - int(said), MOST_RESERVED)
-
     def beside(self, step: float) -> float:
         """Return how many of them are kept beside the cache: all since it was admitted."""
         return self.said_by(step) - self.said
@@ -111,10 +107,12 @@ class SimulatedServer:
     Args:
         memory: what it has; no request may need more, its whole answer included (:attr:`max_context`).
         max_running: how many requests run at once.
+        unit: how many tokens one of all these tokens is; more than 1 where a simulation counts in blocks.
     """
 
     memory: Memory
     max_running: int | None = None
+    unit: int = 1
     cache: PrefixCache = field(default_factory=PrefixCache)
     counts: TokenCounts = field(default_factory=TokenCounts)
     now: float = 0.0
@@ -173,7 +171,7 @@ class SimulatedServer:
     @property
     def max_context(self) -> int:
         """The longest prompt and answer that it has room for."""
-        return self.memory.tokens - KEPT
+        return self.memory.tokens - math.ceil(KEPT / self.unit)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -267,7 +265,7 @@ class SimulatedServer:
     def _go(self, steps: float) -> None:
         """Let those that run say so many tokens, and make room for these."""
         self._step += steps
-        self._share = max(LEAST_SHARE, self._share - steps * (MOST_SHARE - LEAST_SHARE) / SHARE_STEPS)
+        self._share = max(LEAST_SHARE, self._share - steps * self.unit * (MOST_SHARE - LEAST_SHARE) / SHARE_STEPS)
         if (lacking := -self._free) > 0:
             self.cache.evict(lacking)
         while self._free < 0 and len(self._running) > 1:
@@ -286,7 +284,7 @@ class SimulatedServer:
         self.counts.retracted += 1
         self._full = False
         running = self._running.values()
-        to_last = RETRACT_STEPS * len(running)
+        to_last = math.ceil(RETRACT_STEPS / self.unit * len(running))
         decoded = sum(each.said_by(step) for each in running)
         self._share = min(1.0, (decoded + to_last) / (sum(each.may_say for each in running) + 1))
         if (lacking := to_last - self._free) > 0:
@@ -339,6 +337,10 @@ class SimulatedServer:
             self.cache.hold(asked.session, node)
         self.cache.match(asked.ids[: asked.prompt])  # which divides what it said from what it was asked
 
+    def _to_come(self, asked: _Asked, said: float) -> float:
+        """Return how many tokens to count on that a request has not said."""
+        return min(asked.may_say - int(said), MOST_RESERVED / self.unit)
+
     def _admit(self) -> list[Happening]:
         """Begin to fill those that wait, as far as they fit."""
         admitted: list[Happening] = []
@@ -346,7 +348,7 @@ class SimulatedServer:
         if not self._waiting:
             return admitted
         step, filled = self._step, 0
-        reserved = self._share * sum([asked.to_come(asked.said_by(step)) for asked in self._running.values()])
+        reserved = self._share * sum([self._to_come(asked, asked.said_by(step)) for asked in self._running.values()])
         for asked in list(self._waiting.values()):
             if self.max_running is not None and len(self._running) + len(fresh) >= self.max_running:
                 break
@@ -355,7 +357,7 @@ class SimulatedServer:
             node, cached = self.cache.match(fed[:-1])
             self.cache.lock(node)
             lacks = len(fed) - cached
-            needed = lacks + asked.to_come(asked.said) + 1
+            needed = lacks + self._to_come(asked, asked.said) + 1
             self._full = needed >= self._free + self.cache.evictable - reserved
             if self._full or filled >= self.memory.fill_tokens:
                 self.cache.unlock(node)

@@ -33,6 +33,7 @@ class SimulatedEngine(ScriptedEngine):
         memory: how much the server keeps, and how long its work takes.
         max_context: the longest input plus output, in tokens; never more than there is room for.
         max_running: how many requests run at once; the others queue.
+        unit: how many tokens an id stands for, where a simulation counts in blocks.
         options: as of :class:`ScriptedEngine`.
     """
 
@@ -43,9 +44,10 @@ class SimulatedEngine(ScriptedEngine):
         memory: Memory,
         max_context: int = 32_768,
         max_running: int | None = None,
+        unit: int = 1,
         **options: Any,
     ) -> None:
-        self._server = SimulatedServer(memory, max_running)
+        self._server = SimulatedServer(memory, max_running, unit)
         super().__init__(turns, max_context=min(max_context, self._server.max_context), **options)
         self._asked: dict[str, _Answer] = {}  # those of `_waiting` that the server has
         self._next: asyncio.TimerHandle | None = None

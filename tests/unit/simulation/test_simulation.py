@@ -303,6 +303,19 @@ def test_shards_do_what_one_scheduler_does(tail: str) -> None:
     assert some.makespan < 1.1 * one.makespan
 
 
+@pytest.mark.parametrize("groups", [6, 10])
+def test_servers_that_count_in_blocks_take_as_long_as_those_that_count_in_tokens(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where answers are so long that what a server keeps free for them decides who is admitted."""
+    workload, server, took = drawn("math", groups, 4, 32_768, 0), ServerCosts(tokens=60_000), {}
+    for block in (1, 64):
+        monkeypatch.setattr(simulate_module, "block_of", lambda workload, block=block: block)
+        took[block] = simulate(workload, server, policy=TODAY)
+    assert took[64].makespan == pytest.approx(took[1].makespan, rel=0.02)
+    assert took[64].retracted == took[1].retracted
+
+
 def test_the_lengths_of_a_run_can_be_simulated(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     config = load_run(root / "configs/runs/scripted.yaml", [f"out={tmp_path / 'run'}", "limit=3", "n=2"])
