@@ -1,16 +1,19 @@
 """Foreign agents for tests, by what they do; an agent with such a state; and what its rows must be."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
 
+import fsm_rollout as fr
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
@@ -25,6 +28,41 @@ def agent(keys: str, **limits: int) -> AgentGraph:
     """Return an agent with one foreign state; ``keys`` are those of the state."""
     graph = loads(YAML.replace("AGENT", keys))
     return graph.model_copy(update={"limits": graph.limits.model_copy(update=limits)}) if limits else graph
+
+
+Visitor = Callable[[ForeignVisit], Any]
+SEEN: list[Any] = []
+"""What the visitors of the present test have noted."""
+
+
+def visited_by(visitor: Visitor, keys: str = "", **limits: int) -> AgentGraph:
+    """Return an agent whose state is a function, wherever that stands: this module holds the present one."""
+    globals()["visitor"] = visitor
+    return agent(f"use: '{__name__}:visitor'{keys and ', '}{keys}", **limits)
+
+
+def run(
+    graph: AgentGraph | Visitor, turns: Any, *, n: int = 1, tokenizer: Any = None, processor: Any = None,
+    check: bool = True, **options: Any,
+) -> tuple[list[Trajectory], ScriptedEngine]:  # fmt: skip
+    """Run a foreign agent on a script or a scripted engine, and hold its rows to the engine's log."""
+    SEEN.clear()
+    tokenizer = tokenizer or (embedded_tokenizer() if processor is None else processor.tokenizer)
+    engine = turns
+    if not isinstance(turns, ScriptedEngine):
+        engine = ScriptedEngine(turns, tokenizer=tokenizer, processor=processor, log=True)
+    trajectories: list[Trajectory] = []
+
+    async def main() -> None:
+        its = graph if isinstance(graph, AgentGraph) else visited_by(graph)
+        async with fr.Rollout(its, engine, **options) as rollout, asyncio.timeout(600):
+            async for group in rollout.stream(["What is 20 + 22?"], n):
+                trajectories.extend(group.trajectories)
+
+    asyncio.run(main())
+    if check:
+        check_exact(trajectories, engine)
+    return trajectories, engine
 
 
 def client(visit: ForeignVisit) -> AsyncOpenAI:

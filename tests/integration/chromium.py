@@ -56,7 +56,7 @@ def chat_page(browser: Any, turns: Any, **options: Any) -> Iterator[Any]:
     """Open the chat page of a server (see ``served``) that says these turns; yield what waits for a condition."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    from tests.unit.serve.test_serve import served
+    from tests.unit.serve.kit import served
 
     address: list[str] = []
     done = threading.Event()

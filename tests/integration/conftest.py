@@ -6,6 +6,7 @@ import pytest
 
 from tests import programs
 from tests.integration.chromium import browser  # noqa: F401  # a fixture of several modules
+from tests.integration.warm_sglang import imported, warm, with_defaults  # noqa: F401
 
 SHARED = ("ray", "sglang", "browser")
 """Servers that are started once per worker: their tests run on one worker together."""

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
 from fsm_rollout.engines.protocol import Chunk, SamplingParams
-from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from tests.integration import sglang_oracle
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, worst
 from tests.integration.sglang_oracle import request as asked_for
-from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import CONFIGS
 from tests.remote import serving
 
@@ -70,15 +67,12 @@ def adapter(folder: Path, seed: int, **config: Any) -> Path:
 
 @pytest.fixture(params=["transformers", SGLANG], scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
-        if request.param == "sglang":
-            warm = WarmSGLang()
-            ends.callback(warm.close)
-            patch.setattr(sglang_process, "subprocess", warm)
-        pool = build_engine(SPECS[request.param], Path())
-        assert isinstance(pool, EnginePool)
-        yield pool
-        asyncio.run(pool.aclose())
+    if request.param == "sglang":
+        request.getfixturevalue("warm")
+    pool = build_engine(SPECS[request.param], Path())
+    assert isinstance(pool, EnginePool)
+    yield pool
+    asyncio.run(pool.aclose())
 
 
 def test_adapters_take_each_others_place_between_two_tokens(

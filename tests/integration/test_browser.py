@@ -338,7 +338,8 @@ def test_an_empty_run_has_a_page(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_chat_shows_states_and_calls_as_they_happen_and_all_of_it_as_text(browser: Any) -> None:
-    from tests.unit.serve.test_serve import CALL, Turn
+    from fsm_rollout.engines.scripted.script import Turn
+    from tests.foreign import CALL
 
     marked = "<b>42</b><img src=x onerror=\"document.title='owned'\">"
     turns = [f"Let me see. {CALL}", Turn(text=f"It is {marked}.", chunks=4), "Again.", Turn(text="so", hang=True)]

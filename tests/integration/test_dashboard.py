@@ -14,7 +14,7 @@ import pytest
 
 from tests.foreign import CALL
 from tests.kit import CONFIGS, closed_port
-from tests.unit.serve.test_serve import served
+from tests.unit.serve.kit import served
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

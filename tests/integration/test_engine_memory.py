@@ -20,14 +20,12 @@ from fsm_rollout.engines.protocol import Engine, Request, SamplingParams
 from fsm_rollout.engines.scripted.memory import Memory
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.engines.scripted.simulated import SimulatedEngine
-from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import Ids, as_ids
-from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import ROOT
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real]
@@ -39,14 +37,10 @@ PACE = {"fill": 2e-4, "step": 2e-3, "step_request": 2e-4}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[SGLangEngine]:
-    warm = WarmSGLang()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sglang_process, "subprocess", warm)
-        engine = SGLangEngine(args={"max_total_tokens": TOKENS, "enable_metrics": True}, send_every=1)
-        yield engine
-        asyncio.run(engine.aclose())
-    warm.close()
+def engine(warm: None) -> Iterator[SGLangEngine]:
+    engine = SGLangEngine(args={"max_total_tokens": TOKENS, "enable_metrics": True}, send_every=1)
+    yield engine
+    asyncio.run(engine.aclose())
 
 
 def drawn(rng: random.Random, least: int, most: int) -> Ids:

@@ -30,7 +30,6 @@ from fsm_rollout.errors import EngineError
 from fsm_rollout.model import embedded_model
 from fsm_rollout.report.running import running_of
 from tests.integration.sglang_oracle import PATIENCE, Got, ask, expected, model, request, worst
-from tests.integration.warm_sglang import WarmSGLang
 from tests.kit import CONFIGS
 from tests.remote import serving
 
@@ -44,17 +43,14 @@ names = (f"wire-{number}" for number in itertools.count())
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[EnginePool]:
-    warm = WarmSGLang()
+def pool(warm: None) -> Iterator[EnginePool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sglang_process, "subprocess", warm)
         patch.setattr(sglang_process, "secrets", SimpleNamespace(token_hex=lambda _: KEY))
         spec = {"kind": "sglang", "threads": 1, "send_every": 4, "max_context": 2040, "replicas": 2}
         pool = build_engine(spec, Path())
         assert isinstance(pool, EnginePool)
         yield pool
         asyncio.run(pool.aclose())
-    warm.close()
 
 
 def tensors(name: str) -> dict[str, torch.Tensor]:

@@ -7,10 +7,13 @@ transformers looks but once for the stand-ins that SGLang needs on a CPU.
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+import pytest
+
 from fsm_rollout.engines.sglang import process
+from fsm_rollout.engines.sglang.process import ServerProcess
 from tests.fork_server import Forked, ForkServer, fork
 
 
@@ -35,3 +38,31 @@ class WarmSGLang:
     def close(self) -> None:
         """End the process that forks; servers end with their standard input."""
         self._forks.close()
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[WarmSGLang]:
+    """One process that has imported SGLang, for all modules whose servers are warm."""
+    warm_sglang = WarmSGLang()
+    yield warm_sglang
+    warm_sglang.close()
+
+
+@pytest.fixture(scope="module")
+def warm(imported: WarmSGLang) -> Iterator[None]:
+    """All servers of a module are forked from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", imported)
+        yield
+
+
+@pytest.fixture
+def with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that start now have SGLang's defaults where ours are easier: the harder case for exact tokens."""
+    monkeypatch.setattr(process, "ServerProcess", as_others_start_it)
+
+
+def as_others_start_it(own: dict[str, Any], threads: int) -> ServerProcess:
+    """Start one with a tokenizer of its own, that repeats its whole answer in each output."""
+    defaults = {"skip_tokenizer_init": False, "incremental_streaming_output": False}
+    return ServerProcess({**own, **defaults}, threads)

@@ -18,13 +18,11 @@ import torch
 from fsm_rollout.chat import ChatTemplate
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.engines.protocol import Request, SamplingParams, facts_of
-from fsm_rollout.engines.sglang import process as sglang_process
 from fsm_rollout.engines.sglang.engine import SGLangEngine
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.trajectory.pictures import StoredPicture, picture_of
 from fsm_rollout.trajectory.tokens import Ids, MediaSpan, as_ids
 from tests.integration.sglang_oracle import Answers, Got, ask
-from tests.integration.warm_sglang import WarmSGLang
 from tests.vision import save
 
 pytestmark = pytest.mark.sglang
@@ -62,15 +60,6 @@ class Served:
         assert got.chunks[-1].error is None, got.chunks[-1].error
         want = self.expected([*request.ids, *got.ids], request.media, len(got.ids), request.sampling.temperature)
         assert np.exp(np.subtract(want, got.logprobs)) == pytest.approx(1, abs=CLOSE)
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[None]:
-    forks = WarmSGLang()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sglang_process, "subprocess", forks)
-        yield
-    forks.close()
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])

@@ -3,10 +3,8 @@
 import copy
 import enum
 import json
-import logging
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +17,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.chat import ChatTemplate
-from fsm_rollout.chat.markers import AUDIT_EVERY, AUDIT_TOKENS, CacheEntry, MarkerEncoder
 from fsm_rollout.chat.reference import FollowUp, Opening
 from fsm_rollout.errors import ChatTemplateError
 from tests.cases import cases, table
@@ -406,49 +403,3 @@ def test_split_opens_a_new_stream_where_a_user_speaks_and_nowhere_else() -> None
     assert split.must_split([zoo.user(), zoo.called("k")], [zoo.result(), zoo.user()], None)
     assert not split.must_split([zoo.user(), zoo.called("k")], [zoo.result()], None)
     assert not CHAT.must_split(TEXT, MORE, None)
-
-
-def test_an_audit_that_fails_turns_the_cache_off_and_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    chat = ChatTemplate(TOKENIZER)
-    rendered, served, again = (chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) for _ in range(3))
-    assert rendered.entry is None
-    assert served.entry is not None
-    assert served.entry is again.entry
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is not None
-    assert chat.audit(FollowUp(TEXT, MORE, None, **STOPPED), served) is None
-    assert not chat.audit_failures
-    wrong = replace(served, ids=array("i", [*served.ids, 7]))
-    with caplog.at_level(logging.WARNING):
-        mismatch = chat.audit(FollowUp(TEXT, MORE, None, **STOPPED), wrong)
-    assert mismatch is not None
-    assert mismatch.entry is served.entry
-    assert mismatch.rule == "glue-mismatch"
-    assert len(chat.audit_failures) == 1
-    assert "audit failed" in caplog.text
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is None
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) == served
-    assert chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)).entry is None
-    refused = ChatTemplate(TOKENIZER).audit(FollowUp(TEXT, [], None, **STOPPED), served)
-    assert refused is not None
-    assert "no-new-message" in str(refused)
-
-
-def test_the_first_uses_of_each_entry_are_audited_and_then_one_in_so_many() -> None:
-    """Of long streams more rarely, in proportion; of short ones always."""
-    for length, last in ((1, 199), (3, 7 * AUDIT_EVERY - 1)):
-        for entry in (CacheEntry(), CacheEntry()):
-            audited = [use for use in range(1, last + 1) if entry.audit_due(length * AUDIT_TOKENS)]
-            assert audited == [1, 2, *range(length * AUDIT_EVERY, last + 1, length * AUDIT_EVERY)]
-
-
-def test_glue_that_came_before_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = ChatTemplate(TOKENIZER)
-    encoded: list[str] = []
-    encode = MarkerEncoder.encode
-    monkeypatch.setattr(MarkerEncoder, "encode", lambda self, text: encoded.append(text) or encode(self, text))
-    results = [chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED)) for _ in range(3)]
-    encoded.clear()
-    again = chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED))
-    assert encoded == []
-    again.ids.append(0)  # what was handed out is the caller's own
-    assert [*results, chat.encode_here(FollowUp(TEXT, MORE, None, **STOPPED))] == [results[0]] * 4

@@ -21,7 +21,7 @@ from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools import tool_schema
 from fsm_rollout.trajectory.journal import read
 from tests.foreign import CALL
-from tests.unit.serve.test_serve import CHATTING, SINGLE, Served, refused, served
+from tests.unit.serve.kit import CHATTING, SINGLE, Served, refused, served
 
 
 def look_up(word: str) -> str:

@@ -1,62 +1,20 @@
 """A foreign agent as a state, over its real HTTP: exact rows, limits, keys, streams, ends."""
 
 import asyncio
-import gzip
-import json
-from typing import Any, NoReturn
+from typing import Any
 
-import aiohttp
-import anthropic
-import openai
 import pytest
 
-import fsm_rollout as fr
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import loads
-from fsm_rollout.engines.protocol import Chunk, Request, basic_facts
+from fsm_rollout.engines.protocol import Chunk
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
-from fsm_rollout.errors import ConfigError
-from fsm_rollout.states.external import gateway
-from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
-from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import cases
-from tests.foreign import CALCULATOR, CALL, YAML, agent, chat, check_exact, client
+from tests.foreign import CALCULATOR, CALL, SEEN, YAML, agent, chat, client, run, visited_by
 from tests.laws.test_thinking import PREFILLED
 
-HERE = "tests.unit.states.test_external"
-SEEN: list[Any] = []
 FORKS = [f"{mark}{number}" for mark in "~+" for number in range(2, 9)]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    SEEN.clear()
-
-
-def run(
-    graph: AgentGraph | str, turns: Any, prompt: Any = "What is 20 + 22?", n: int = 1, processor: Any = None,
-    check: bool = True, **options: Any,
-) -> tuple[list[Trajectory], ScriptedEngine]:  # fmt: skip
-    """Run a foreign agent (the name of a function here), and hold its rows to the engine's log."""
-    tokenizer = embedded_tokenizer() if processor is None else processor.tokenizer
-    engine = ScriptedEngine(turns, tokenizer=tokenizer, processor=processor, log=True)
-    if isinstance(graph, str):
-        graph = agent(f"use: '{HERE}:{graph}'")
-    trajectories: list[Trajectory] = []
-
-    async def main() -> None:
-        async with fr.Rollout(graph, engine, **options) as rollout:
-            async with asyncio.timeout(600):
-                async for group in rollout.stream([prompt], n):
-                    trajectories.extend(group.trajectories)
-
-    asyncio.run(main())
-    if check:
-        check_exact(trajectories, engine)
-    return trajectories, engine
 
 
 # -- histories and streams ------------------------------------------------------------------------------------------
@@ -89,11 +47,8 @@ async def hears_how_it_ended(visit: ForeignVisit) -> None:
 @pytest.mark.parametrize("end", ["stop", "length"])
 def test_a_turn_that_a_stop_string_ends_was_not_cut(end: str) -> None:
     sampling = {"max_tokens": len(embedded_tokenizer().encode("one STOP"))} if end == "length" else {"stop": ["STOP"]}
-    engine = ScriptedEngine(["one STOP two"], tokenizer=embedded_tokenizer())
-    with fr.Rollout(agent(f"use: '{HERE}:hears_how_it_ended'"), engine, sampling=sampling) as rollout:
-        rollout.run(["What is 20 + 22?"])
-    (heard,) = SEEN
-    assert heard == ("one STOP", end)
+    run(hears_how_it_ended, ["one STOP two"], check=False, sampling=sampling)
+    assert [("one STOP", end)] == SEEN
 
 
 async def rewriter(visit: ForeignVisit) -> None:
@@ -107,7 +62,7 @@ async def rewriter(visit: ForeignVisit) -> None:
 
 
 def test_a_rewrite_is_a_counted_stream_of_its_own() -> None:
-    (trajectory,), _ = run("rewriter", {"main": ["a", "b"], "main~2": ["c"]})
+    (trajectory,), _ = run(rewriter, {"main": ["a", "b"], "main~2": ["c"]})
     assert [stream.context for stream in trajectory.streams] == ["main", "main~2"]
     assert (trajectory.forks, trajectory.streams[1].why) == (1, "rewritten")
     assert trajectory.streams[0].tokens.trained_length == 4  # two turns of a token and a stop
@@ -123,7 +78,7 @@ async def brancher(visit: ForeignVisit) -> None:
 
 
 def test_a_branch_begins_with_the_very_tokens_that_it_shares() -> None:
-    (trajectory,), _ = run("brancher", lambda request: f"{request.context} {request.turn}")
+    (trajectory,), _ = run(brancher, lambda request: f"{request.context} {request.turn}")
     names = [stream.context for stream in trajectory.streams]
     assert sorted(names) == ["main", "main+2", "main~2", "main~3", "main~4"]
     streams = {stream.context: stream.tokens for stream in trajectory.streams}
@@ -156,7 +111,7 @@ async def two_conversations(visit: ForeignVisit) -> None:
 
 
 def test_histories_that_grow_side_by_side_are_a_stream_each() -> None:
-    (trajectory,), _ = run("two_conversations", lambda request: f"turn {request.turn}")
+    (trajectory,), _ = run(two_conversations, lambda request: f"turn {request.turn}")
     assert [stream.context for stream in trajectory.streams] == ["main", "main+2"]
     assert [stream.turn for stream in trajectory.streams] == [4, 5]
     assert trajectory.forks == 0
@@ -171,7 +126,7 @@ async def titler(visit: ForeignVisit) -> None:
 
 
 def test_an_agent_s_own_work_is_trained_whatever_it_asks() -> None:
-    (trajectory,), _ = run("titler", lambda request: f"Title {request.turn}")
+    (trajectory,), _ = run(titler, lambda request: f"Title {request.turn}")
     assert [(stream.context, stream.why) for stream in trajectory.streams] == [("main", ""), ("main+2", "conversation")]
 
 
@@ -206,7 +161,7 @@ async def opencode(visit: ForeignVisit) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_a_harness_s_histories_are_a_stream_each_and_each_says_why(train: bool) -> None:
-    graph = agent(f"use: '{HERE}:opencode', train_side_calls: {str(train).lower()}")
+    graph = visited_by(opencode, f"train_side_calls: {str(train).lower()}")
     turns = {"main": [f"I add. {CALL}", "It is 42."]}
     (trajectory,), _ = run(graph, turns | {f"main{mark}": ["as was said before"] for mark in FORKS}, check=train)
     assert trajectory.stop_reason == "answered", trajectory.detail
@@ -220,32 +175,26 @@ def test_a_harness_s_histories_are_a_stream_each_and_each_says_why(train: bool) 
     assert all(stream.tokens.trained_length for stream in others)
 
 
-async def gives_up(visit: ForeignVisit) -> None:
-    """Break a call off, ask it again, then go on."""
-    async with client(visit) as api:
-        messages = [{"role": "user", "content": "one"}]
-        first = asyncio.create_task(chat(api, messages))
-        while not any(len(chunk.ids) for chunk in SEEN[0]()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        reply = await chat(api, messages)
-        assert reply.content == "a long answer"
-        messages.append({"role": "user", "content": "two"})
-        await chat(api, messages)
-
-
-async def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
+def test_a_call_that_was_broken_off_goes_on_where_it_was() -> None:
     slow = Turn(text="a long answer", delay=0.25, chunks=4)
     engine = ScriptedEngine({"main": [slow, "b"]}, tokenizer=embedded_tokenizer(), log=True)
-    SEEN.append(lambda: [e.what for e in engine.log if hasattr(e.what, "finish_reason")])
-    trajectories: list[Trajectory] = []
-    async with fr.Rollout(agent(f"use: '{HERE}:gives_up'"), engine) as rollout:
-        async for group in rollout.stream(["x"]):
-            trajectories.extend(group.trajectories)
-    check_exact(trajectories, engine)
-    (trajectory,) = trajectories
+
+    async def gives_up(visit: ForeignVisit) -> None:
+        """Break a call off, ask it again, then go on."""
+        async with client(visit) as api:
+            messages = [{"role": "user", "content": "one"}]
+            first = asyncio.create_task(chat(api, messages))
+            while not any(isinstance(entry.what, Chunk) and len(entry.what.ids) for entry in engine.log):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            reply = await chat(api, messages)
+            assert reply.content == "a long answer"
+            messages.append({"role": "user", "content": "two"})
+            await chat(api, messages)
+
+    (trajectory,), _ = run(gives_up, engine)
     assert trajectory.stop_reason == "answered", trajectory.detail
     assert [stream.context for stream in trajectory.streams] == ["main"]
     assert trajectory.generations == 2
@@ -259,7 +208,8 @@ async def asks_in_each_visit(visit: ForeignVisit) -> None:
 
 
 def test_a_later_visit_goes_on_behind_a_turn_whose_thinking_was_closed_at_once() -> None:
-    key = f"use: '{HERE}:asks_in_each_visit'"
+    visited_by(asks_in_each_visit)
+    key = "use: 'tests.foreign:visitor'"
     twice = YAML.replace("AGENT", key).replace("source: EXTERNAL", "source: AGAIN")
     again = f"  AGAIN: {{handler: external, {key}, timeout: 600}}\ntransitions:\n"
     graph = loads(twice.replace("transitions:\n", f"{again}  - {{trigger: returned, source: EXTERNAL, dest: AGAIN}}\n"))
@@ -270,416 +220,4 @@ def test_a_later_visit_goes_on_behind_a_turn_whose_thinking_was_closed_at_once()
     assert [stream.context for stream in trajectory.streams] == ["main"]
 
 
-# -- limits, errors, keys -------------------------------------------------------------------------------------------
-
-
-async def counts(visit: ForeignVisit) -> None:
-    async with client(visit) as api:
-        messages: list[Any] = [{"role": "user", "content": "one"}]
-        for _ in range(3):
-            reply = await api.chat.completions.create(model="m", messages=messages)
-            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
-            SEEN.append((reply.usage.prompt_tokens, reply.usage.completion_tokens))
-
-
-def test_usage_counts_what_stood_before_the_turn_and_what_was_sampled() -> None:
-    _, engine = run("counts", ["one two", "three", "four five six"])
-    lengths: dict[str, list[int]] = {}
-    for entry in [entry for entry in engine.log if isinstance(entry.what, Request | Chunk)]:
-        lengths.setdefault(entry.what.request_id, []).append(len(entry.what.ids))
-    assert [(asked, sum(sampled)) for asked, *sampled in lengths.values()] == SEEN
-    assert len(set(SEEN)) == 3
-
-
-async def goes_on_for_ever(visit: ForeignVisit) -> None:
-    async with client(visit) as api:
-        messages = [{"role": "user", "content": "go"}]
-        try:
-            while True:
-                await chat(api, messages)
-                messages.append({"role": "user", "content": "on"})
-        except openai.BadRequestError as error:
-            SEEN.append((error.code, error.message))
-
-
-def test_a_limit_is_told_in_the_protocol_s_own_error_and_ends_the_state() -> None:
-    (trajectory,), _ = run(agent(f"use: '{HERE}:goes_on_for_ever'", assistant_turns=3), lambda request: "more")
-    assert trajectory.stop_reason == "limit:assistant_turns"
-    assert trajectory.generations == 3
-    ((code, message),) = SEEN
-    assert code == "limit_reached"
-    assert "the limit 'assistant_turns' of this agent is reached" in message
-
-
-def test_a_turn_that_a_token_limit_cuts_is_an_answer_and_the_next_call_is_refused() -> None:
-    (trajectory,), _ = run(agent(f"use: '{HERE}:goes_on_for_ever'", response_tokens=30), lambda request: "word " * 12)
-    assert trajectory.stop_reason == "limit:response_tokens"
-    assert SEEN[0][0] == "limit_reached"
-    assert trajectory.response_tokens == 30
-
-
-async def forgets(visit: ForeignVisit) -> None:
-    async with client(visit) as api:
-        messages = [{"role": "user", "content": "word " * 30}]
-        await chat(api, messages)
-        messages.append({"role": "user", "content": "word " * 100})
-        with pytest.raises(openai.BadRequestError) as error:
-            await chat(api, messages)
-        assert error.value.code == "context_length_exceeded"
-        await chat(api, [messages[0], {"role": "user", "content": "shorter"}])
-
-
-def test_a_history_that_is_too_long_may_be_shortened() -> None:
-    (trajectory,), _ = run(agent(f"use: '{HERE}:forgets'", context_tokens=200), lambda request: "yes")
-    assert trajectory.stop_reason == "answered", trajectory.detail
-    assert trajectory.generations == 2
-
-
-@cases("states")
-def test_what_cannot_be_done_is_refused_and_not_passed_over(body: dict[str, Any], message: str) -> None:
-    good = {} if not body else {"messages": [{"role": "user", "content": "x"}]}
-
-    async def asks(visit: ForeignVisit) -> None:
-        own = {"Authorization": f"Bearer {visit.api_key}"}
-        url = f"{visit.base_url}/chat/completions"
-        async with aiohttp.ClientSession(headers=own) as http, http.post(url, json=good | body) as answer:
-            SEEN.append((answer.status, (await answer.json())["error"]))
-
-    globals()["asks"] = asks
-    run("asks", [])
-    ((status, error),) = SEEN
-    told = error["message"]
-    assert status == 400
-    assert error["param"] == (told.split("`")[1] if told.startswith("`") else None)
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(told)
-
-
-SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
-AS_JSON = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
-
-
-async def demands_forms(visit: ForeignVisit) -> None:
-    """Force a call, go on freely, ask for JSON, go on freely."""
-    messages: Any = [{"role": "user", "content": visit.task}]
-    async with client(visit) as api:
-        forced = await chat(api, messages, tools=[CALCULATOR], tool_choice="required", parallel_tool_calls=False)
-        messages.append({"role": "tool", "tool_call_id": forced.tool_calls[0].id, "content": "42"})
-        await chat(api, messages, tools=[CALCULATOR])
-        messages.append({"role": "user", "content": "As JSON."})
-        await chat(api, messages, tools=[CALCULATOR], response_format=AS_JSON)
-        messages.append({"role": "user", "content": "Thanks."})
-        await chat(api, messages, tools=[CALCULATOR])
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_what_is_sampled_under_a_grammar_is_a_stream_that_is_not_trained_unless_asked(train: bool) -> None:
-    graph = agent(f"use: '{HERE}:demands_forms', train_grammars: {str(train).lower()}")
-    said = [CALL, "It is 42.", '{"sum": 42}', "You are welcome."]
-    turns = {f"main{mark}": said[i:] for i, mark in enumerate(["", "~2", "~3", "~4"])}
-    (trajectory,), engine = run(graph, turns, check=train)
-    assert trajectory.stop_reason == "answered", trajectory.detail
-    told = [(stream.context, stream.why, stream.tokens.trained_length > 0) for stream in trajectory.streams]
-    if train:
-        assert told == [("main", "", True)]
-    else:
-        assert told == [(f"main{mark}", "grammar", bool(i % 2)) for i, mark in enumerate(["", "~2", "~3", "~4"])]
-        assert [len(stream.messages) for stream in trajectory.streams] == [2, 4, 6, 8]
-    asked = [dict(entry.what.sampling.extra) for entry in engine.log if isinstance(entry.what, Request)]
-    assert [list(extra) for extra in asked] == [["structural_tag"], [], ["structural_tag"], []]
-    call, either = (json.loads(extra["structural_tag"])["format"] for extra in asked[::2])
-    assert (call["stop_after_first"], [tag["begin"] for tag in call["tags"]]) == (True, [CALL[: CALL.index('{"left')]])
-    assert [element["type"] for element in either["elements"]] == ["json_schema", "tags_with_separator"]
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [([], {"response_format": {"type": "json_object"}}), ([CALCULATOR], {"tool_choice": "required"})],
-    ids=["text", "call"],
-)
-def test_forms_that_an_engine_cannot_enforce_are_refused_with_what_demands_them(
-    tools: Any, param: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def asks(visit: ForeignVisit) -> None:
-        async with client(visit) as api:
-            with pytest.raises(openai.BadRequestError, match="by this engine: it samples freely alone") as error:
-                await chat(api, [{"role": "user", "content": "x"}], tools=tools, **param)
-            SEEN.append(error.value.param)
-
-    monkeypatch.setattr(ScriptedEngine, "facts", property(basic_facts))
-    globals()["asks"] = asks
-    run("asks", [])
-    assert list(param) == SEEN
-
-
-PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-async def shows_a_tool(visit: ForeignVisit) -> None:
-    for system in ("Be brief.", "You may call calculate."):
-        async with client(visit) as api:
-            messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": "x"}]
-            tools: Any = [CALCULATOR]
-            try:
-                await api.chat.completions.create(model="m", messages=messages, tools=tools)
-                SEEN.append("answered")
-            except openai.BadRequestError as error:
-                SEEN.append(error.message)
-
-
-def test_tools_that_the_template_hides_are_refused_with_the_reason() -> None:
-    plain = agent(f"use: '{HERE}:shows_a_tool'")
-    main = plain.context("main").model_copy(update={"chat_template": PLAIN, "tool_format": "hermes"})
-    run(plain.model_copy(update={"contexts": {"main": main}}), ["It is 42."])
-    refusal, answer = SEEN
-    assert "[tools-not-shown] the chat template writes nothing of calculate, so the model would not" in refusal
-    assert answer == "answered", "their names stand in the system message"
-
-
-KEYS: list[ForeignVisit] = []
-
-
-async def tries_keys(visit: ForeignVisit) -> None:
-    KEYS.append(visit)
-    while len(KEYS) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    other = KEYS[1 - KEYS.index(visit)]
-    url = visit.base_url + "/chat/completions"
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    async with aiohttp.ClientSession() as http:
-        for key in ("", "fsm-wrong", "Bearer"):
-            async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
-                SEEN.append(answer.status)
-        own = {"Authorization": f"Bearer {visit.api_key}"}
-        async with http.post(url, json=body, headers=own) as answer:
-            SEEN.append((await answer.json())["choices"][0]["message"]["content"])
-        async with http.get(visit.base_url + "/../../etc/passwd", headers=own) as answer:
-            SEEN.append(answer.status)
-        long = b"{" + b" " * gateway.MOST_BYTES
-        async with http.post(url, data=long, headers=own) as answer:
-            SEEN.append(answer.status)
-        packed = {"Content-Encoding": "gzip"}
-        async with http.post(url, data=gzip.compress(long), headers=own | packed) as answer:
-            SEEN.append(answer.status)
-    assert other.api_key != visit.api_key
-
-
-def test_a_key_opens_its_own_visit_alone_and_bodies_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    KEYS.clear()
-    monkeypatch.setattr(gateway, "MOST_BYTES", 1000)
-    trajectories, _ = run("tries_keys", lambda request: f"for {request.trajectory_id}", n=2)
-    assert [t.stop_reason for t in trajectories] == ["answered"] * 2, [t.detail for t in trajectories]
-    assert sorted(map(str, SEEN)) == sorted(["401"] * 6 + ["404"] * 2 + ["413"] * 4 + ["for 0/0", "for 0/1"])
-    for trajectory in trajectories:
-        assert trajectory.text == f"for {trajectory.trajectory_id}"
-
-    with pytest.raises(aiohttp.ClientConnectorError):
-        asyncio.run(opens(KEYS[0]))
-
-
-async def opens(visit: ForeignVisit) -> int:
-    headers = {"Authorization": f"Bearer {visit.api_key}"}
-    async with aiohttp.ClientSession() as http, http.get(visit.base_url + "/models", headers=headers) as answer:
-        return answer.status
-
-
-async def outlives_another(visit: ForeignVisit) -> None:
-    KEYS.append(visit)
-    while len(KEYS) < 2 or (visit is KEYS[0] and not SEEN):  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    async with asyncio.timeout(600):
-        while visit is KEYS[1] and SEEN[-1:] != [401]:
-            SEEN.append(await opens(KEYS[0]))
-
-
-def test_a_key_is_worth_nothing_once_its_visit_has_ended_while_others_go_on() -> None:
-    KEYS.clear()
-    run("outlives_another", "yes", n=2)
-    assert (SEEN[0], SEEN[-1]) == (200, 401)
-
-
-async def raises(visit: ForeignVisit) -> None:
-    raise KeyError("mine")
-
-
-async def returns_score(visit: ForeignVisit) -> float:
-    async with client(visit) as api:
-        await chat(api, [{"role": "user", "content": visit.task}])
-    return 0.75
-
-
-def test_how_it_ends() -> None:
-    (failed,), _ = run("raises", [])
-    assert failed.stop_reason == "failed:KeyError"
-    (scored,), _ = run("returns_score", ["x"])
-    assert (scored.stop_reason, scored.score) == ("answered", 0.75)
-    (broken,), _ = run("returns_score", [Turn(text="x", fails=100, error="Boom: no")])
-    assert broken.stop_reason.startswith("failed:")
-
-
-def test_the_yaml_is_checked() -> None:
-    with pytest.raises(ConfigError, match="give either `command`"):
-        agent("timeout: 5")
-    with pytest.raises(ConfigError, match="unknown key 'comand'; did you mean 'command'"):
-        agent("comand: [x]")
-    with pytest.raises(ConfigError, match="may wait for ever"):
-        fr.agent.loader.loads(
-            fr.agent.loader.dump(agent("use: 'os:getcwd'")).replace("timeout: 600.0", "max_visits: 1")
-        )
-    assert "20 generations" in str(fr.prove(agent("use: 'os:getcwd'")))
-
-
 # -- streaming, and Anthropic's protocol ----------------------------------------------------------------------------
-
-
-async def streams(visit: ForeignVisit) -> None:
-    async with client(visit) as api:
-        messages: list[Any] = [{"role": "user", "content": "x"}]
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "tools": [CALCULATOR]}
-        chunks = [c async for c in await api.chat.completions.create(model="m", messages=messages, **options)]
-        pieces = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
-        calls = [call for c in chunks if c.choices for call in c.choices[0].delta.tool_calls or ()]
-        SEEN.append((pieces, [(call.function.name, json.loads(call.function.arguments)) for call in calls]))
-        assert chunks[-1].usage.completion_tokens > 5
-        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == ("tool_calls" if calls else "stop")
-
-
-@pytest.mark.parametrize(
-    ("text", "shown", "called"),
-    [
-        (f"Let me see: é漢. {CALL}", "Let me see: é漢.", [("calculate", {"left": 20, "operator": "+", "right": 22})]),
-        ("This begins as a <tool", "This begins as a <tool", []),  # held back until it is known to be no call
-    ],
-)
-def test_text_is_streamed_as_it_comes_and_calls_when_they_are_whole(text: str, shown: str, called: list[Any]) -> None:
-    run("streams", [Turn(text=text, chunks=12, delay=0.001)])
-    ((pieces, calls),) = SEEN
-    assert "".join(pieces) == shown
-    assert len(pieces) > 2
-    assert calls == called
-
-
-async def claude(visit: ForeignVisit) -> None:
-    tool = CALCULATOR["function"]
-    tools: Any = [{"name": tool["name"], "description": "Add.", "input_schema": tool["parameters"]}]
-    async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
-        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": visit.task}]}]
-        shown: dict[str, Any] = {"model": "m", "tools": tools, "system": "Count."}
-        options: dict[str, Any] = shown | {"max_tokens": 100}
-
-        async def counted() -> int:
-            return (await api.messages.count_tokens(messages=messages, **shown)).input_tokens
-
-        opening = await counted()
-        async with api.messages.stream(messages=messages, **options) as stream:
-            reply = await stream.get_final_message()
-        assert reply.stop_reason == "tool_use"
-        assert [block.type for block in reply.content] == ["text", "tool_use"]
-        messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in reply.content]})
-        (use,) = [block for block in reply.content if block.type == "tool_use"]
-        assert use.input == {"left": 20, "operator": "+", "right": 22}
-        messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]})
-        grown = await counted()
-        async with api.messages.stream(messages=messages, **options) as stream:
-            SEEN.append([text async for text in stream.text_stream])
-            final = await stream.get_final_message()
-        assert final.stop_reason == "end_turn"
-        messages += [{"role": "assistant", "content": final.content[0].text}, {"role": "user", "content": "Sure?"}]
-        for _ in range(2):
-            told = await counted()
-            cut = await api.messages.create(messages=messages, stop_sequences=["é", "sur"], **options)
-            assert (cut.stop_reason, cut.stop_sequence, cut.content[0].text) == ("stop_sequence", "sur", "I am ")
-            assert cut.usage.input_tokens == told
-            messages += [{"role": "assistant", "content": cut.content[0].text}, {"role": "user", "content": "Really?"}]
-        SEEN.append((opening, grown))
-
-
-def test_anthropic_s_protocol_gives_the_same_rows() -> None:
-    last = Turn(text="The answer is 42.", chunks=6, delay=0.001)
-    turns = [f"So: {CALL}", last, *["I am sure of it."] * 2]
-    (trajectory,), engine = run(agent(f"use: '{HERE}:claude', dialect: anthropic"), turns, check=False)
-    assert trajectory.stop_reason == "answered", trajectory.detail
-    assert [stream.context for stream in trajectory.streams] == ["main"]
-    pieces, counted = SEEN
-    assert "".join(pieces) == "The answer is 42."
-    roles = [message["role"] for message in trajectory.streams[0].messages]
-    assert roles == ["system", "user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
-    asked = [len(entry.what.ids) for entry in engine.log if isinstance(entry.what, Request)]
-    assert list(counted) == asked[:2]
-
-
-async def wants_logprobs(visit: ForeignVisit) -> None:
-    options: dict[str, Any] = {
-        "model": "m",
-        "logprobs": True,
-        "stop": "two",
-        "messages": [{"role": "user", "content": "x"}],
-    }
-    async with client(visit) as api:
-        whole = (await api.chat.completions.create(**options)).choices[0]
-        chunks = [chunk.choices[0] async for chunk in await api.chat.completions.create(stream=True, **options)]
-    assert (whole.message.content, whole.finish_reason) == ("one ", "stop")
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "one "
-    SEEN.extend([(t.token, t.logprob) for t in said.logprobs.content] for said in (whole, chunks[-1]))
-
-
-def test_a_call_s_own_stop_is_not_shown_and_its_log_probs_are() -> None:
-    turn = Turn(text="one two three", chunks=9, delay=0.001)
-    (trajectory,), engine = run("wants_logprobs", lambda request: turn, check=False)  # the engine says more
-    assert trajectory.failure is None, trajectory.detail
-    for stream, seen in zip(trajectory.streams, SEEN, strict=True):  # the second time it asks for another answer
-        ids, values = stream.tokens.tail(stream.tokens.prompt_length), stream.tokens.response_logprobs()
-        texts = [engine.tokenizer.decode([id_]) for id_ in ids]
-        assert "".join(texts) == "one two"
-        assert seen == [(text, pytest.approx(value)) for text, value in zip(texts, values, strict=True)]
-
-
-async def hears_that_it_broke(visit: ForeignVisit) -> None:
-    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    async with client(visit) as api:
-        chunks = await api.chat.completions.create(stream=True, **options)
-        with pytest.raises(openai.APIError, match="it broke") as error:
-            SEEN.extend([chunk async for chunk in chunks])
-        raise error.value
-
-
-async def claude_hears_that_it_broke(visit: ForeignVisit) -> None:
-    async with anthropic.AsyncAnthropic(base_url=visit.base_url, api_key=visit.api_key, max_retries=0) as api:
-        messages: list[Any] = [{"role": "user", "content": "x"}]
-        with pytest.raises(anthropic.APIStatusError, match="it broke") as error:
-            async with api.messages.stream(model="m", max_tokens=100, messages=messages) as stream:
-                SEEN.extend([text async for text in stream.text_stream])
-        raise error.value
-
-
-@pytest.mark.parametrize(
-    ("use", "dialect"), [("hears_that_it_broke", "openai"), ("claude_hears_that_it_broke", "anthropic")]
-)
-def test_an_answer_that_breaks_off_says_so_in_the_protocol_s_own_event(use: str, dialect: str) -> None:
-    broken = Turn(text="Let me see.", chunks=6, delay=0.001, error="ValueError: it broke")
-    (trajectory,), _ = run(agent(f"use: '{HERE}:{use}', dialect: {dialect}"), lambda request: broken)
-    assert trajectory.failure is not None
-    assert "it broke" in trajectory.detail
-
-
-async def hears_of_a_fault(visit: ForeignVisit) -> None:
-    options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    async with client(visit) as api:
-        chunks = await api.chat.completions.create(stream=True, **options)
-        with pytest.raises(openai.APIError, match="could not be answered: KeyError"):
-            SEEN.extend([chunk async for chunk in chunks])
-
-
-def test_a_fault_of_ours_amid_a_stream_is_said_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = AgentHistories.answer
-
-    async def answer(self: AgentHistories, *arguments: Any) -> NoReturn:
-        await whole(self, *arguments)
-        raise KeyError("a mistake")
-
-    monkeypatch.setattr(AgentHistories, "answer", answer)
-    (trajectory,), _ = run("hears_of_a_fault", lambda request: Turn(text="Let me see.", chunks=6, delay=0.001))
-    assert trajectory.failure is None, trajectory.detail

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,14 +14,13 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.states.external.handler import ForeignVisit
 from fsm_rollout.states.external.response_items import Items
 from fsm_rollout.states.external.responses_dialect import read
+from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from fsm_rollout.tools.calculator import calculate
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import cases
-from tests.foreign import CALCULATOR, CALL, agent, client
+from tests.foreign import CALCULATOR, CALL, Visitor, client, run, visited_by
 from tests.laws.test_thinking import PREFILLED
 from tests.unit.report.test_pictures import picture
-from tests.unit.states import test_external
-from tests.unit.states.test_external import run
 from tests.vision import gemma3
 
 FUNCTION = CALCULATOR["function"]
@@ -32,14 +30,12 @@ SPACE = {"type": "namespace", "name": "maths", "description": "Numbers.", "tools
 NOTE = '<tool_call>\n{"name": "note", "arguments": {"input": "é\\n漢"}}\n</tool_call>'
 IN_SPACE = CALL.replace("calculate", "maths__calculate")
 THOUGHT = "<think>\nTwenty, and\nmore.\n</think>\n\n"
-Visitor = Callable[[ForeignVisit], Any]
 
 
-def visits(visitor: Visitor, turns: Any, processor: Any = None, **limits: int) -> Trajectory:
+def visits(visitor: Visitor, turns: Any, *, processor: Any = None, tokenizer: Any = None, **limits: int) -> Trajectory:
     """Run a foreign agent, which is a function, once; its rows are held to the engine's log."""
-    globals()["visitor"] = visitor
-    graph = agent(f"use: '{__name__}:visitor', dialect: responses", **limits)
-    (trajectory,), _ = run(graph, turns, processor=processor)
+    graph = visited_by(visitor, "dialect: responses", **limits)
+    (trajectory,), _ = run(graph, turns, processor=processor, tokenizer=tokenizer)
     assert trajectory.failure is None, trajectory.detail
     return trajectory
 
@@ -80,8 +76,7 @@ def test_a_history_of_items_is_one_row_whatever_the_tools_are_and_whatever_was_d
                 await api.responses.create(model="m", input=other, tools=tools, instructions="Be brief.")
 
     calls = f"{CALL}\n{NOTE}\n{IN_SPACE}"
-    globals()["visitor"] = visitor
-    graph = agent(f"use: '{__name__}:visitor', dialect: responses", assistant_turns=3)
+    graph = visited_by(visitor, "dialect: responses", assistant_turns=3)
     (trajectory,), _ = run(graph, [f"{THOUGHT}Let me see.\n{calls}", "It is 42.", "Yes."])
     assert trajectory.stop_reason == "limit:assistant_turns", trajectory.detail
     (stream,) = trajectory.streams
@@ -190,8 +185,7 @@ def test_an_answer_is_its_own_visit_s_alone() -> None:
             with pytest.raises(openai.BadRequestError, match="no answer"):
                 await api.responses.create(model="m", input="two", previous_response_id=other)
 
-    globals()["visitor"] = visitor
-    trajectories, _ = run(agent(f"use: '{__name__}:visitor', dialect: responses"), lambda request: "yes", n=2)
+    trajectories, _ = run(visited_by(visitor, "dialect: responses"), lambda request: "yes", n=2)
     assert [t.failure for t in trajectories] == [None, None], [t.detail for t in trajectories]
 
 
@@ -235,12 +229,9 @@ def test_what_was_answered_is_named_by_its_id() -> None:
     assert [m["content"] for m in trajectory.streams[1].messages[:1]] == ["one"]
 
 
-def test_an_answer_whose_thought_the_header_opens_is_found_by_its_id_in_forks_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = deepcopy(test_external.embedded_tokenizer())
+def test_an_answer_whose_thought_the_header_opens_is_found_by_its_id_in_forks_too() -> None:
+    tokenizer = deepcopy(embedded_tokenizer())
     tokenizer.chat_template = PREFILLED
-    monkeypatch.setattr(test_external, "embedded_tokenizer", lambda: tokenizer)
 
     async def visitor(visit: ForeignVisit) -> None:
         async with client(visit) as api:
@@ -252,7 +243,9 @@ def test_an_answer_whose_thought_the_header_opens_is_found_by_its_id_in_forks_to
             last = await api.responses.create(model="m", input="more", previous_response_id=fork.id)
             assert last.output_text == "main~2 1"
 
-    trajectory = visits(visitor, lambda request: f"hm\n</think>\n\n{request.context} {request.turn}")
+    trajectory = visits(
+        visitor, lambda request: f"hm\n</think>\n\n{request.context} {request.turn}", tokenizer=tokenizer
+    )
     assert names(trajectory) == ["main", "main~2"]
 
 
