@@ -21,6 +21,7 @@ from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.serve.training import TrainingService
+from fsm_rollout.states.external.responding import listening_at
 from fsm_rollout.testing.simulation.simulate import Around
 from fsm_rollout.trajectory.journal import JOURNAL
 from tests.paired_shards import another
@@ -38,7 +39,7 @@ def serving(rollout: fr.Rollout, folder: Path, keys: frozenset[str] = frozenset(
         rollout.journal = fr.Journal(journal, rollout.description, append=journal.exists())
         service = TrainingService(rollout, folder, ServeConfig(**{"port": 0} | serve), keys)  # type: ignore[arg-type]
         try:
-            async with service.listening(service.app()) as url:
+            async with service.listening() as url:
                 ready.append(url)
                 begun.set()
                 await enough.wait()
@@ -122,7 +123,7 @@ class Mortal:
         self._life.push_async_callback(self._service.aclose)
         app = self._service.app()
         app.middlewares.append(self._losing)
-        self.url = await self._life.enter_async_context(self._service.listening(app))
+        self.url = await self._life.enter_async_context(listening_at(app, "127.0.0.1", self._port, 1.0))
         self._port = int(self.url.rpartition(":")[2])
 
     def _keep(self, folder: Path) -> None:

@@ -154,7 +154,7 @@ async def _serve_training(
             rollout.journal = journal
             service = TrainingService(rollout, serving.out, serving, keys)
             try:
-                async with service.listening(service.app()) as url:
+                async with service.listening() as url:
                     ready(url, list(rollout.agents))
                     await asyncio.get_running_loop().create_future()
             finally:

@@ -9,35 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Container, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Container
+from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
 from fsm_rollout import __version__
-from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.serve.strangers import is_loopback, stranger
 from fsm_rollout.states.external.chat_request import ProtocolError
-from fsm_rollout.states.external.responding import Handler, in_words, key_of_caller
+from fsm_rollout.states.external.responding import Handler, able_to_listen, in_words, key_of_caller, listening_at
 
-BACKLOG = 1024  # callers that come at once; those beyond are let wait by the kernel for seconds, and some give up
 SHUTDOWN_SECONDS = 5.0  # so long calls have to send their last words
 
 
 def digest_of(key: str) -> str:
     """Return what stands for a key: it is compared, and it names the caller in the journal."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-@contextmanager
-def able_to_listen(host: str, port: int) -> Iterator[None]:
-    """Raise ConfigError where the block finds that it cannot listen at an address."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
 
 
 def check_free(host: str, port: int) -> None:
@@ -60,23 +48,14 @@ class Guarded:
         self._loopback = is_loopback(serving.host)
 
     def app(self) -> web.Application:
-        """Return what answers, still without routes of its own."""
-        return web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
-
-    @asynccontextmanager
-    async def listening(self, app: web.Application) -> AsyncIterator[str]:
-        """Listen, and yield the address; ConfigError if it cannot listen there."""
-        host, port = self.serving.host, self.serving.port
+        """Return what answers."""
+        app = web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-        await runner.setup()
-        try:
-            with able_to_listen(host, port):
-                await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-            name = f"[{host}]" if ":" in host else host
-            yield f"http://{name}:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        return app
+
+    def listening(self) -> AbstractAsyncContextManager[str]:
+        """Listen; the context is the address. ConfigError if it cannot listen there."""
+        return listening_at(self.app(), self.serving.host, self.serving.port, SHUTDOWN_SECONDS)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -77,7 +77,7 @@ class Server(Guarded):
             chat = await chat_of(request, dialect)
             if chat.counts:
                 told, status = ChatReply.of_count(chat, await service.count(chat)), 200
-                return web.Response(body=dialect.whole(told, chat), content_type="application/json")
+                return web.json_response(dialect.whole(told, chat))
             exchange = service.ask(chat, digest_of(key_of_caller(request)) if self._callers else "")
             agent = chat.model
             response = await respond(request, dialect, exchange.chat, exchange.parts(lambda: service.leave(exchange)))
@@ -111,7 +111,7 @@ async def listening(
     """Serve, and yield the address and what runs the trajectories; ConfigError if it cannot listen there."""
     running, server = asyncio.create_task(service.run(recorded)), Server(service, keys)
     try:
-        async with server.listening(server.app()) as url:
+        async with server.listening() as url:
             try:
                 yield url, running
             finally:

@@ -24,6 +24,7 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.model.folders import plain_tokenizers
 from fsm_rollout.report.pages import REPORT
 from fsm_rollout.serve.strangers import stranger
+from fsm_rollout.states.external.responding import listening_at
 from fsm_rollout.trajectory.journal import rows_of
 from fsm_rollout.view.pages import compare_page, file_page, path_of_run, run_page, runs_page, trajectory_at, two_page
 from fsm_rollout.view.runs import Runs, ViewedRun
@@ -75,13 +76,13 @@ class ViewServer:
         self._kept: dict[str, _Made] = {}
         self._nonce = uuid4().hex  # another server may be of another version
 
-    def runner(self) -> web.AppRunner:
-        """Return what serves it."""
+    def app(self) -> web.Application:
+        """Return what answers."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/favicon.ico", self._nothing)
         app.router.add_get("/{path:.*}", self._answer)
         app.cleanup_ctx.append(self._following)
-        return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
@@ -221,14 +222,6 @@ async def serve_view(runs: Runs, port: int, ready: Callable[[str], object]) -> N
     Raises:
         ConfigError: the port cannot be listened at.
     """
-    runner = ViewServer(runs).runner()
-    try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, port).start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {HOST}:{port}: {error.strerror}; choose another --port") from error
-        ready(f"http://{HOST}:{runner.addresses[0][1]}/")
+    async with listening_at(ViewServer(runs).app(), HOST, port, 1.0) as url:
+        ready(f"{url}/")
         await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()

@@ -1,4 +1,4 @@
-"""Anthropic's messages, by the ``anthropic`` package's types; the counterpart of the OpenAI dialect."""
+"""Anthropic's messages; the counterpart of the OpenAI dialect."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
-
-from anthropic.types import (
-    ErrorResponse,
-    InputJSONDelta,
-    InvalidRequestError,
-    MessageTokensCount,
-    RawContentBlockDeltaEvent,
-    RawContentBlockStartEvent,
-    RawContentBlockStopEvent,
-    RawMessageDeltaEvent,
-    RawMessageStartEvent,
-    RawMessageStopEvent,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-    Usage,
-)
-from anthropic.types import Message as Reply
-from pydantic import BaseModel
+from typing import Any
 
 from fsm_rollout.states.external.chat_request import (
     THOUGHT,
@@ -35,7 +14,10 @@ from fsm_rollout.states.external.chat_request import (
     ChatRequest,
     ProtocolError,
     Routes,
+    Said,
+    check_served,
     content_of,
+    messages_in,
     named,
     refuse,
     sampling_of,
@@ -47,7 +29,8 @@ from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.events import Message
 from fsm_rollout.trajectory.pictures import StoredPicture
 
-_Block = TextBlock | ThinkingBlock | ToolUseBlock
+# What is refused unless it has one of these values.
+_UNSERVED: Mapping[str, tuple[object, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 
 
 def picture_part(picture: StoredPicture) -> dict[str, Any]:
@@ -58,12 +41,8 @@ def picture_part(picture: StoredPicture) -> dict[str, Any]:
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body, or raise ProtocolError."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refuse("`messages` must be a list of at least one message", param="messages")
-    for key in ("container", "mcp_servers"):
-        if body.get(key):
-            raise unsupported(key)
+    messages = messages_in(body)
+    check_served(body, _UNSERVED)
     choice = body.get("tool_choice") or {"type": "auto"}
     read: list[Message] = []
     if body.get("system"):
@@ -128,7 +107,7 @@ def _messages(message: object, where: str) -> Iterator[Message]:
         yield {"role": role, "content": text}
 
 
-def _stop_reason(reply: ChatReply) -> Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]:
+def _stop_reason(reply: ChatReply) -> str:
     if reply.stopped_at is not None:
         return "stop_sequence"
     if reply.finish_reason == FinishReason.LENGTH:
@@ -136,113 +115,104 @@ def _stop_reason(reply: ChatReply) -> Literal["end_turn", "max_tokens", "stop_se
     return "tool_use" if reply.calls else "end_turn"
 
 
-def _tool_blocks(reply: ChatReply) -> list[ToolUseBlock]:
+def _message(request: ChatRequest, model: str, **facts: object) -> Said:
+    """Return the object that a call is answered with."""
+    return {"id": f"msg_{request.reply_id}", "type": "message", "role": "assistant", "model": model, **facts}
+
+
+def _thought(text: str) -> Said:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _calls(reply: ChatReply) -> list[Said]:
     return [
-        ToolUseBlock(type="tool_use", id=c["id"], name=c["function"]["name"], input=c["function"]["arguments"])
+        {"type": "tool_use", "id": c["id"], "name": c["function"]["name"], "input": c["function"]["arguments"]}
         for c in reply.calls
     ]
 
 
-def whole(reply: ChatReply, request: ChatRequest) -> bytes:
-    """Return a reply as one body."""
+def whole(reply: ChatReply, request: ChatRequest) -> Said:
+    """Return the body of a reply."""
     if request.counts:
-        return MessageTokensCount(input_tokens=reply.prompt_tokens).model_dump_json().encode()
-    content: list[_Block] = [TextBlock(type="text", text=reply.text)] if reply.text or not reply.calls else []
-    if reply.thought:
-        content.insert(0, ThinkingBlock(type="thinking", thinking=reply.thought, signature=""))
-    message = Reply(
-        id=f"msg_{request.reply_id}", type="message", role="assistant", model=reply.model,
-        content=[*content, *_tool_blocks(reply)], stop_reason=_stop_reason(reply), stop_sequence=reply.stopped_at,
-        usage=Usage(input_tokens=reply.prompt_tokens, output_tokens=reply.completion_tokens),
+        return {"input_tokens": reply.prompt_tokens}
+    content = [_thought(reply.thought)] if reply.thought else []
+    content += [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    return _message(
+        request, reply.model, content=[*content, *_calls(reply)], stop_reason=_stop_reason(reply),
+        stop_sequence=reply.stopped_at,
+        usage={"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
     )  # fmt: skip
-    return message.model_dump_json(exclude_unset=True).encode()
 
 
 class AnthropicEvents:
-    """A reply as server-sent events."""
+    """A reply as it comes."""
+
+    last = b""
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
         self._blocks, self._open = 0, ""  # how many have begun, and the type of the one that has not ended
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self) -> Iterator[Said]:
         """Yield what comes before any text."""
-        message = Reply(
-            id=f"msg_{self._request.reply_id}", type="message", role="assistant", model=self._request.model,
-            content=[], stop_reason=None, stop_sequence=None, usage=Usage(input_tokens=0, output_tokens=0),
-        )  # fmt: skip
-        yield _sse(RawMessageStartEvent(type="message_start", message=message))
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        begun = _message(
+            self._request, self._request.model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
+        yield {"type": "message_start", "message": begun}
 
-    def text(self, delta: str) -> Iterator[bytes]:
+    def text(self, delta: str) -> Iterator[Said]:
         """Yield a piece of the text."""
-        yield from self._piece(TextBlock(type="text", text=""), TextDelta(type="text_delta", text=delta))
+        yield from self._piece({"type": "text", "text": ""}, {"type": "text_delta", "text": delta})
 
-    def thought(self, delta: str) -> Iterator[bytes]:
+    def thought(self, delta: str) -> Iterator[Said]:
         """Yield a piece of what the model thinks before it speaks."""
-        empty = ThinkingBlock(type="thinking", thinking="", signature="")
-        yield from self._piece(empty, ThinkingDelta(type="thinking_delta", thinking=delta))
+        yield from self._piece(_thought(""), {"type": "thinking_delta", "thinking": delta})
 
-    def _piece(self, empty: _Block, delta: TextDelta | ThinkingDelta | InputJSONDelta) -> Iterator[bytes]:
+    def _piece(self, empty: Said, delta: Said) -> Iterator[Said]:
         """Yield a piece of a block: of the one that is open, if it is of this type, else of a new one."""
-        if self._open != empty.type or empty.type == "tool_use":
+        if self._open != empty["type"] or empty["type"] == "tool_use":
             yield from self._stop()
-            self._open, self._blocks = empty.type, self._blocks + 1
-            start = {"type": "content_block_start", "index": self._blocks - 1, "content_block": empty}
-            yield _sse(RawContentBlockStartEvent.model_validate(start))
-        piece = {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
-        yield _sse(RawContentBlockDeltaEvent.model_validate(piece))
+            self._open, self._blocks = empty["type"], self._blocks + 1
+            yield {"type": "content_block_start", "index": self._blocks - 1, "content_block": empty}
+        yield {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
 
-    def _stop(self) -> Iterator[bytes]:
+    def _stop(self) -> Iterator[Said]:
         if self._open:
             self._open = ""
-            yield _sse(RawContentBlockStopEvent(type="content_block_stop", index=self._blocks - 1))
+            yield {"type": "content_block_stop", "index": self._blocks - 1}
 
-    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+    def note(self, note: Said) -> Iterator[Said]:
         """Yield nothing: the protocol has no place for it."""
         yield from ()
 
-    def end(self, reply: ChatReply) -> Iterator[bytes]:
+    def end(self, reply: ChatReply) -> Iterator[Said]:
         """Yield the calls and what comes last."""
-        for block in _tool_blocks(reply):
-            empty = ToolUseBlock(type="tool_use", id=block.id, name=block.name, input={})
-            piece = InputJSONDelta(type="input_json_delta", partial_json=json.dumps(block.input))
-            yield from self._piece(empty, piece)
+        for call in _calls(reply):
+            arguments = {"type": "input_json_delta", "partial_json": json.dumps(call["input"])}
+            yield from self._piece({**call, "input": {}}, arguments)
         yield from self._stop()
-        yield _sse(
-            RawMessageDeltaEvent.model_validate(
-                {
-                    "type": "message_delta",
-                    "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stopped_at},
-                    "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
-                }
-            )
-        )
-        yield _sse(RawMessageStopEvent(type="message_stop"))
+        yield {
+            "type": "message_delta",
+            "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stopped_at},
+            "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
+        }
+        yield {"type": "message_stop"}
 
-    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+    def failed(self, error: ProtocolError) -> Iterator[Said]:
         """Yield an error that comes after the beginning."""
-        yield b"event: error\ndata: " + failure(error) + b"\n\n"
+        yield failure(error)
 
 
 EVENTS = AnthropicEvents
 ROUTES: Routes = {"/v1/messages": read, "/v1/messages/count_tokens": read_count}
-
-
-def _sse(event: BaseModel) -> bytes:
-    data = event.model_dump_json(exclude_unset=True)
-    return f"event: {event.type}\ndata: {data}\n\n".encode()  # type: ignore[attr-defined]  # every event has one
-
-
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     529: "overloaded_error",
 }  # fmt: skip
 
 
-def failure(error: ProtocolError) -> bytes:
+def failure(error: ProtocolError) -> Said:
     """Return the body of an error."""
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    if kind == "invalid_request_error":
-        answer = ErrorResponse(type="error", error=InvalidRequestError(type=kind, message=error.message))
-        return answer.model_dump_json(exclude_unset=True).encode()
-    return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}}).encode()
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

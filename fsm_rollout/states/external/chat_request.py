@@ -23,6 +23,7 @@ from fsm_rollout.trajectory.pictures import is_picture, picture_of
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import media_of, text_of
 
+Said = Mapping[str, Any]  # JSON, as a protocol has it
 THOUGHT = "reasoning_content"  # the key of a message that holds what its author thought before it spoke
 
 
@@ -153,6 +154,21 @@ class ChatReply:
 
 # What a dialect answers: paths, each with what reads a body that is sent there.
 Routes = Mapping[str, Callable[[Mapping[str, Any]], ChatRequest]]
+
+
+def check_served(body: Mapping[str, Any], served: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise ProtocolError for a body with another value of a key than those which ``served`` names."""
+    for key, values in served.items():
+        if body.get(key) not in values:
+            raise unsupported(key)
+
+
+def messages_in(body: Mapping[str, Any]) -> list[object]:
+    """Return the messages of a body, not read yet, or raise ProtocolError."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refuse("`messages` must be a list of at least one message", param="messages")
+    return messages
 
 
 def sampling_of(body: Mapping[str, Any], max_tokens: object, stop: str = "stop") -> Sampling:

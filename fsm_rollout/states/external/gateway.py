@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.states.external.agent_histories import AgentHistories
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError
 from fsm_rollout.states.external.responding import (
     DIALECTS,
     Answer,
@@ -28,6 +28,7 @@ from fsm_rollout.states.external.responding import (
     dialect_of,
     in_words,
     key_of_caller,
+    listening_at,
     models_response,
     respond,
 )
@@ -51,7 +52,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self._sessions: dict[str, AgentSession] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening: AbstractAsyncContextManager[str] | None = None
         self._starting = asyncio.Lock()
         self.url = ""
 
@@ -59,7 +60,7 @@ class Gateway:
     async def session(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
         """Serve a visit; yield the server's address and the visit's key. Calls that are left are ended with it."""
         async with self._starting:
-            if self._runner is None:
+            if self._listening is None:
                 await self._start()
         key = f"fsm-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
@@ -79,32 +80,31 @@ class Gateway:
         for path in DIALECTS:
             app.router.add_post(path, self._chat)
         app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        host, port = runner.addresses[0][:2]
-        self._runner, self.url = runner, f"http://{host}:{port}"
+        self._listening = listening_at(app, "127.0.0.1", 0, 1.0)
+        self.url = await self._listening.__aenter__()
 
     async def _stop(self) -> None:
         async with self._starting:
-            if self._runner is not None and not self._sessions:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            if self._listening is not None and not self._sessions:
+                listening, self._listening = self._listening, None
+                await listening.__aexit__(None, None, None)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who has the key of a visit, for as long as that lasts."""
-        session = self._sessions.get(key_of_caller(request))
-        if session is None:
-            error = {"message": "no such key; it is that of one visit, while it lasts", "type": "authentication_error"}
-            return web.json_response({"type": "error", "error": error | {"code": "invalid_api_key"}}, status=401)
-        task = asyncio.current_task()
-        assert task is not None
-        session.tasks.add(task)
-        try:
-            return await in_words(request, handler)
-        finally:
-            session.tasks.discard(task)
+
+        async def within(request: web.Request) -> web.StreamResponse:
+            if (session := self._sessions.get(key_of_caller(request))) is None:
+                raise ProtocolError(401, "invalid_api_key", "no such key; it is that of one visit, while it lasts")
+            task = asyncio.current_task()
+            assert task is not None
+            session.tasks.add(task)
+            try:
+                return await handler(request)
+            finally:
+                session.tasks.discard(task)
+
+        return await in_words(request, within)
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._sessions[key_of_caller(request)]

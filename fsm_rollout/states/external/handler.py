@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,8 +128,6 @@ class External(State):
     async def run(self, trajectory: Trajectory, ctx: HandlerContext) -> Outcome:
         """Serve the agent, run it, and see how it ended."""
         anthropic = self.options.dialect == "anthropic"
-        if find_spec(package := "anthropic" if anthropic else "openai") is None:
-            raise ConfigError(f"a foreign agent needs the package `{package}`: pip install 'fsm-rollout[external]'")
         from fsm_rollout.states.external.agent_histories import AgentHistories
         from fsm_rollout.states.external.gateway import AgentSession, gateway  # a server: only for those who need one
         from fsm_rollout.states.external.sameness import Pins

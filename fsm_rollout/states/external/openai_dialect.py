@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, by the ``openai`` package's types.
+"""OpenAI's chat completions.
 
 Invariant: what a request asks for and we do not do is refused, and not passed over: other sampling than ours may be
 ignored, another meaning of the call may not.
@@ -9,16 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, Literal, cast
-
-from openai.types import CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
-from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
-from openai.types.shared import ErrorObject
+from typing import Any
 
 from fsm_rollout.states.external.chat_request import (
     THOUGHT,
@@ -26,8 +17,11 @@ from fsm_rollout.states.external.chat_request import (
     ChatRequest,
     ProtocolError,
     Routes,
+    Said,
     arguments_of,
+    check_served,
     content_of,
+    messages_in,
     named,
     refuse,
     sampling_of,
@@ -50,12 +44,8 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body, or raise ProtocolError."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refuse("`messages` must be a list of at least one message", param="messages")
-    for key, served in _UNSERVED.items():
-        if body.get(key) not in served:
-            raise unsupported(key)
+    messages = messages_in(body)
+    check_served(body, _UNSERVED)
     if body.get("n") not in (None, 1):
         raise unsupported("n", "may be 1: ask again for each further answer, which becomes a branch of its own")
     if body.get("top_logprobs"):
@@ -125,131 +115,111 @@ def _thought(text: str) -> dict[str, Any]:
     return {THOUGHT: text} if text else {}
 
 
-Finish = Literal["stop", "length", "tool_calls"]
-
-
-def _finish(reply: ChatReply) -> Finish:
+def _finish(reply: ChatReply) -> str:
     if reply.finish_reason == FinishReason.LENGTH:
         return "length"
     return "tool_calls" if reply.calls else "stop"
 
 
-def _usage(reply: ChatReply) -> CompletionUsage:
-    total = reply.prompt_tokens + reply.completion_tokens
-    return CompletionUsage(
-        prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens, total_tokens=total
-    )
+def _usage(reply: ChatReply) -> Said:
+    return {
+        "prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }  # fmt: skip
 
 
-def _logprobs(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
+def _calls(reply: ChatReply) -> list[dict[str, Any]]:
+    return [
+        {"id": call["id"], "type": "function",
+         "function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in reply.calls
+    ]  # fmt: skip
+
+
+def _logprobs(reply: ChatReply, request: ChatRequest) -> Said:
     """Return what holds the log-probs of an answer's tokens; nothing where they are not asked for."""
     if not request.logprobs:
         return {}
     content = [
-        ChatCompletionTokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in reply.logprobs
     ]
     return {"logprobs": {"content": content, "refusal": None}}
 
 
-def whole(reply: ChatReply, request: ChatRequest) -> bytes:
-    """Return a reply as one body."""
-    calls = [
-        ChatCompletionMessageFunctionToolCall(
-            id=call["id"],
-            type="function",
-            function=Function(name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"])),
-        )
-        for call in reply.calls
-    ]
-    message = ChatCompletionMessage(
-        role="assistant", content=reply.text or None, tool_calls=cast(Any, calls or None), **_thought(reply.thought)
-    )
-    logprobs = cast(Any, _logprobs(reply, request))
-    choice = Choice(index=0, message=message, finish_reason=_finish(reply), **logprobs)
-    completion = ChatCompletion(
-        id=f"chatcmpl-{request.reply_id}", object="chat.completion", created=int(time.time()), model=reply.model,
-        choices=[choice], usage=_usage(reply), **cast(Any, dict(reply.extra)),
-    )  # fmt: skip
-    return completion.model_dump_json(exclude_unset=True).encode()
+def whole(reply: ChatReply, request: ChatRequest) -> Said:
+    """Return the body of a reply."""
+    message = {"role": "assistant", "content": reply.text or None, "tool_calls": _calls(reply) or None}
+    choice = {"index": 0, "message": message | _thought(reply.thought), "finish_reason": _finish(reply)}
+    choices = [{**choice, **_logprobs(reply, request)}]
+    return {
+        "id": f"chatcmpl-{request.reply_id}", "object": "chat.completion", "created": int(time.time()),
+        "model": reply.model, "choices": choices, "usage": _usage(reply), **reply.extra,
+    }  # fmt: skip
 
 
 class OpenAIEvents:
-    """A reply as server-sent events."""
+    """A reply as it comes."""
+
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, request: ChatRequest) -> None:
         self._request, self._created = request, int(time.time())
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self) -> Iterator[Said]:
         """Yield what comes before any text."""
-        yield self._event(ChoiceDelta(role="assistant", content=""))
+        yield self._event({"role": "assistant", "content": ""})
 
-    def text(self, delta: str) -> Iterator[bytes]:
+    def text(self, delta: str) -> Iterator[Said]:
         """Yield a piece of the text."""
-        yield self._event(ChoiceDelta(content=delta))
+        yield self._event({"content": delta})
 
-    def thought(self, delta: str) -> Iterator[bytes]:
+    def thought(self, delta: str) -> Iterator[Said]:
         """Yield a piece of what the model thinks before it speaks."""
-        yield self._event(ChoiceDelta(**_thought(delta)))
+        yield self._event(_thought(delta))
 
-    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+    def note(self, note: Said) -> Iterator[Said]:
         """Yield what happens beside the text, if it is asked for: a chunk without choices that has a ``note``."""
         if self._request.notes:
-            yield self._sse(self._chunk([], note=note))
+            yield self._chunk([], note=note)
 
-    def end(self, reply: ChatReply) -> Iterator[bytes]:
+    def end(self, reply: ChatReply) -> Iterator[Said]:
         """Yield the calls and what comes last."""
-        for index, call in enumerate(reply.calls):
-            function = ChoiceDeltaToolCallFunction(
-                name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"])
-            )
-            delta = ChoiceDeltaToolCall(index=index, id=call["id"], type="function", function=function)
-            yield self._event(ChoiceDelta(tool_calls=[delta]))
-        last = ChunkChoice(
-            index=0, delta=ChoiceDelta(), finish_reason=_finish(reply),
-            **cast(Any, _logprobs(reply, self._request)),
-        )  # fmt: skip
-        yield self._sse(self._chunk([last]))
+        for index, call in enumerate(_calls(reply)):
+            yield self._event({"tool_calls": [{"index": index, **call}]})
+        yield self._event({}, finish_reason=_finish(reply), **_logprobs(reply, self._request))
         if self._request.include_usage:
-            yield self._sse(self._chunk([], _usage(reply)))
-        yield b"data: [DONE]\n\n"
+            yield self._chunk([], usage=_usage(reply))
 
-    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+    def failed(self, error: ProtocolError) -> Iterator[Said]:
         """Yield an error that comes after the beginning."""
-        yield b"data: " + failure(error) + b"\n\n"
+        yield failure(error)
 
-    def _event(self, delta: ChoiceDelta) -> bytes:
-        return self._sse(self._chunk([ChunkChoice(index=0, delta=delta, finish_reason=None)]))
+    def _event(self, delta: Said, **more: object) -> Said:
+        return self._chunk([{"index": 0, "delta": delta, "finish_reason": None, **more}])
 
-    def _chunk(
-        self, choices: list[ChunkChoice], usage: CompletionUsage | None = None, **extra: object
-    ) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=f"chatcmpl-{self._request.reply_id}", object="chat.completion.chunk", created=self._created,
-            model=self._request.model, choices=choices, usage=usage, **cast(Any, extra),
-        )  # fmt: skip
-
-    @staticmethod
-    def _sse(chunk: ChatCompletionChunk) -> bytes:
-        return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n".encode()
+    def _chunk(self, choices: list[Said], **more: object) -> Said:
+        return {
+            "id": f"chatcmpl-{self._request.reply_id}", "object": "chat.completion.chunk", "created": self._created,
+            "model": self._request.model, "choices": choices, "usage": None, **more,
+        }  # fmt: skip
 
 
 EVENTS = OpenAIEvents
 ROUTES: Routes = {"/v1/chat/completions": read}
 
 
-def failure(error: ProtocolError) -> bytes:
+def failure(error: ProtocolError) -> Said:
     """Return the body of an error."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    answer = ErrorObject(message=error.message, type=kind, code=error.code, param=error.param)
-    return json.dumps({"error": answer.model_dump()}).encode()
+    return {"error": {"message": error.message, "type": kind, "code": error.code, "param": error.param}}
 
 
-def models(names: Iterable[str], seeing: Container[str] = ()) -> bytes:
+def models(names: Iterable[str], seeing: Container[str] = ()) -> Said:
     """Return the list of models; of each it is said whether it sees pictures, in OpenRouter's words."""
     cards = [
-        Model(id=name, object="model", created=0, owned_by="fsm-rollout").model_dump()
-        | {"architecture": {"input_modalities": ["text", "image"] if name in seeing else ["text"]}}
+        {"id": name, "object": "model", "created": 0, "owned_by": "fsm-rollout",
+         "architecture": {"input_modalities": ["text", "image"] if name in seeing else ["text"]}}
         for name in names
-    ]
-    return json.dumps({"object": "list", "data": cards}).encode()
+    ]  # fmt: skip
+    return {"object": "list", "data": cards}

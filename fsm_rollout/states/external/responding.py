@@ -11,8 +11,8 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -21,13 +21,15 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, Said, refuse
 from fsm_rollout.states.external.origins import origin_of
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _pictures = re.compile(b"base64").search  # three times as fast as `in`, and each body is searched
+BACKLOG = 1024  # callers that come at once; those beyond are let wait by the kernel for seconds, and some give up
 SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
@@ -124,8 +126,7 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
         if not chat.stream:
             async for part in parts:
                 if isinstance(part, Answer):
-                    body = dialect.whole(part.reply, chat)
-                    response = web.Response(body=body, content_type="application/json")
+                    response = web.json_response(dialect.whole(part.reply, chat))
                     await response.prepare(request)
                     await response.write_eof()
                     part.delivered()
@@ -134,35 +135,42 @@ async def respond(request: web.Request, dialect: ModuleType, chat: ChatRequest, 
         part = await anext(parts)
         stream, streamed = web.StreamResponse(headers=SSE), dialect.EVENTS(chat)
         await stream.prepare(request)
-        begun: Iterator[bytes] = streamed.begin()  # goes out with what comes first
+        begun: Iterator[Said] = streamed.begin()  # goes out with what comes first
         try:
             while not isinstance(part, Answer):
-                await stream.write(b"".join((*begun, *_streamed(streamed, part))))
+                await stream.write(_sse(*begun, *_streamed(streamed, part)))
                 part = await anext(parts)
         except ConnectionError:
             raise  # the caller has gone
         except Exception as error:  # the status has been sent
-            await stream.write(b"".join((*begun, *streamed.failed(_told(request, error)))))
+            await stream.write(_sse(*begun, *streamed.failed(_told(request, error))))
             return stream
         # 3. The calls, and the end.
-        await stream.write(b"".join((*begun, *streamed.end(part.reply))))
+        await stream.write(_sse(*begun, *streamed.end(part.reply)) + streamed.last)
         await stream.write_eof()
         part.delivered()
         return stream
 
 
-def _streamed(events: Any, part: str | Mapping[str, object]) -> Iterator[bytes]:
+def _streamed(events: Any, part: str | Mapping[str, object]) -> Iterator[Said]:
     """Return the events of a part."""
     if isinstance(part, str):
-        return cast(Iterator[bytes], events.thought(part) if isinstance(part, Thought) else events.text(part))
-    return cast(Iterator[bytes], events.note(part))
+        return cast(Iterator[Said], events.thought(part) if isinstance(part, Thought) else events.text(part))
+    return cast(Iterator[Said], events.note(part))
+
+
+def _sse(*events: Said) -> bytes:
+    """Return events as they are sent; named by their types, in protocols where they have one."""
+    # Not by msgspec: texts may be no valid Unicode.
+    named = ((f"event: {event['type']}\n" if "type" in event else "", json.dumps(event)) for event in events)
+    return "".join(f"{name}data: {data}\n\n" for name, data in named).encode()
 
 
 def models_response(names: Iterable[str], seeing: Container[str]) -> web.Response:
     """Return the list of models, and which of them see pictures."""
     from fsm_rollout.states.external import openai_dialect
 
-    return web.Response(body=openai_dialect.models(names, seeing), content_type="application/json")
+    return web.json_response(openai_dialect.models(names, seeing))
 
 
 def key_of_caller(request: web.Request) -> str:
@@ -247,5 +255,28 @@ async def in_words(request: web.Request, handler: Handler) -> web.StreamResponse
         told = _told(request, error)
     if told.retry_after is not None:
         headers["Retry-After"] = str(told.retry_after)
-    body = dialect_of(request.path).failure(told)
-    return web.Response(status=told.status, body=body, content_type="application/json", headers=headers)
+    return web.json_response(dialect_of(request.path).failure(told), status=told.status, headers=headers)
+
+
+@contextmanager
+def able_to_listen(host: str, port: int) -> Iterator[None]:
+    """Raise ConfigError where the block finds that it cannot listen at an address."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
+
+
+@asynccontextmanager
+async def listening_at(app: web.Application, host: str, port: int, shutdown_seconds: float) -> AsyncIterator[str]:
+    """Listen, and yield the address; ConfigError if it cannot listen there. Long calls have so long to end."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_seconds)
+    await runner.setup()
+    try:
+        with able_to_listen(host, port):
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

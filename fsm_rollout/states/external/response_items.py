@@ -15,6 +15,7 @@ from typing import Any
 from fsm_rollout.states.external.chat_request import (
     THOUGHT,
     ChatReply,
+    Said,
     arguments_of,
     content_of,
     refuse,
@@ -176,6 +177,6 @@ def _add_tool(tools: dict[str, tuple[dict[str, Any], Mapping[str, Any]]], tool: 
     tools[name] = {"type": "function", "function": schema}, {"kind": kind, "name": tool["name"], "namespace": space}
 
 
-def summary_item(answer: str, reply: ChatReply) -> dict[str, str]:
+def summary_item(answer: str, reply: ChatReply) -> Said:
     """Return the compaction item that holds what a reply says; ``answer`` names the reply."""
     return {"type": "compaction", "id": f"cmp_{answer}", "encrypted_content": seal(reply.text or reply.thought)}

@@ -1,4 +1,4 @@
-"""OpenAI's responses, by the ``openai`` package's types: an agent asks in items, and is answered in items.
+"""OpenAI's responses: an agent asks in items, and is answered in items.
 
 Invariants: an answer's items are its thought, its text and its calls, in this order, and their ids say whose answer
 they are of; its events begin with ``response.created``, end with ``response.completed``, ``response.incomplete`` or
@@ -10,25 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
-
-from openai.types.responses import (
-    ResponseCustomToolCall,
-    ResponseFunctionToolCall,
-    ResponseOutputMessage,
-    ResponseOutputText,
-    ResponseReasoningItem,
-    ResponseUsage,
-)
-from openai.types.responses.response_reasoning_item import Content
-from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel
+from typing import Any
 
 from fsm_rollout.states.external.chat_request import (
     ChatReply,
     ChatRequest,
     ProtocolError,
     Routes,
+    Said,
+    check_served,
     content_of,
     named,
     refuse,
@@ -47,6 +37,10 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "background": (None, False), "conversation": (None,), "prompt": (None,), "context_management": (None, []),
     "top_logprobs": (None, 0),
 }  # fmt: skip
+# Of calls, by their type, what is sent in pieces, and how such events are called.
+_INPUTS = {
+    "function_call": ("arguments", "function_call_arguments"), "custom_tool_call": ("input", "custom_tool_call_input"),
+}  # fmt: skip
 # What an answer says of its call again.
 _ECHOED = (
     "instructions", "metadata", "previous_response_id", "prompt_cache_key", "reasoning", "store", "temperature", "text",
@@ -64,9 +58,7 @@ def picture_part(picture: StoredPicture) -> dict[str, Any]:
 
 def read(body: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body, or raise ProtocolError."""
-    for key, served in _UNSERVED.items():
-        if body.get(key) not in served:
-            raise unsupported(key)
+    check_served(body, _UNSERVED)
     if "message.output_text.logprobs" in (body.get("include") or ()):
         raise unsupported("include", "may not ask for logprobs: they are in the journal, and in chat completions")
     choice = body.get("tool_choice")
@@ -121,36 +113,29 @@ def read_compaction(body: Mapping[str, Any]) -> ChatRequest:
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-class _Compaction(BaseModel):
-    """For which the package has a type in later versions alone."""
-
-    type: str
-    id: str
-    encrypted_content: str
-
-
-_Item = ResponseReasoningItem | ResponseOutputMessage | ResponseFunctionToolCall | ResponseCustomToolCall | BaseModel
-
-
-def _thought_item(request: ChatRequest, thought: str) -> ResponseReasoningItem:
-    content = [Content(type="reasoning_text", text=thought)]
-    wanted = "reasoning.encrypted_content" in request.echo.get("include", ())
-    more: dict[str, Any] = {"encrypted_content": seal(thought)} if wanted else {}
-    return ResponseReasoningItem(id=f"rs_{request.reply_id}", type="reasoning", summary=[], content=content, **more)
+def _thought_item(request: ChatRequest, thought: str | None) -> Said:
+    """Return the item of a thought; ``None``: it has just begun."""
+    item = {"id": f"rs_{request.reply_id}", "type": "reasoning", "summary": []}
+    if thought is None:
+        return item
+    sealed = "reasoning.encrypted_content" in request.echo.get("include", ())
+    content = [{"type": "reasoning_text", "text": thought}]
+    return item | {"content": content} | ({"encrypted_content": seal(thought)} if sealed else {})
 
 
-def _text_item(request: ChatRequest, text: str | None, status: Any = "completed") -> ResponseOutputMessage:
+def _text_item(request: ChatRequest, text: str | None, status: str = "completed") -> Said:
+    """Return the item of a text; ``None``: it has just begun."""
     content = [] if text is None else [_text_part(text)]
-    return ResponseOutputMessage(
-        id=f"msg_{request.reply_id}", type="message", role="assistant", status=status, content=cast(Any, content)
-    )
+    return {
+        "id": f"msg_{request.reply_id}", "type": "message", "role": "assistant", "status": status, "content": content
+    }  # fmt: skip
 
 
-def _text_part(text: str) -> ResponseOutputText:
-    return ResponseOutputText(type="output_text", text=text, annotations=[])
+def _text_part(text: str) -> Said:
+    return {"type": "output_text", "text": text, "annotations": []}
 
 
-def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunctionToolCall | ResponseCustomToolCall]:
+def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[Said]:
     tools = tools_of(request.echo) if reply.calls else {}
     for i, call in enumerate(reply.calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -158,19 +143,19 @@ def _call_items(request: ChatRequest, reply: ChatReply) -> Iterator[ResponseFunc
         facts = {"call_id": call["id"], "name": came["name"]}
         if came["kind"] == "custom" and isinstance(arguments.get("input"), str):
             item_id = f"ctc_{request.reply_id}_{i}"
-            yield ResponseCustomToolCall(type="custom_tool_call", id=item_id, input=arguments["input"], **facts)
+            yield {"type": "custom_tool_call", "id": item_id, "input": arguments["input"], **facts}
         else:
             facts |= {"namespace": came["namespace"]} if came["namespace"] else {}
-            yield ResponseFunctionToolCall(
-                type="function_call", id=f"fc_{request.reply_id}_{i}", arguments=json.dumps(arguments),
-                status="completed", **cast(Any, facts),
-            )  # fmt: skip
+            yield {
+                "type": "function_call", "id": f"fc_{request.reply_id}_{i}", "arguments": json.dumps(arguments),
+                "status": "completed", **facts,
+            }  # fmt: skip
 
 
-def _items(request: ChatRequest, reply: ChatReply) -> list[_Item]:
+def _items(request: ChatRequest, reply: ChatReply) -> list[Said]:
     if request.compacts:
-        return [_Compaction.model_validate(summary_item(request.reply_id, reply))]
-    items: list[_Item] = [_thought_item(request, reply.thought)] if reply.thought else []
+        return [summary_item(request.reply_id, reply)]
+    items = [_thought_item(request, reply.thought)] if reply.thought else []
     if reply.text or not reply.calls:
         items.append(_text_item(request, reply.text, _status(reply)))
     return [*items, *_call_items(request, reply)]
@@ -180,12 +165,12 @@ def _status(reply: ChatReply) -> str:
     return "incomplete" if reply.finish_reason == FinishReason.LENGTH else "completed"
 
 
-def _usage(reply: ChatReply) -> ResponseUsage:
-    return ResponseUsage(
-        input_tokens=reply.prompt_tokens, input_tokens_details=InputTokensDetails(cached_tokens=0),
-        output_tokens=reply.completion_tokens, output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
-        total_tokens=reply.prompt_tokens + reply.completion_tokens,
-    )  # fmt: skip
+def _usage(reply: ChatReply) -> Said:
+    return {
+        "input_tokens": reply.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": reply.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }  # fmt: skip
 
 
 def _response(request: ChatRequest, status: str, created: int, **facts: object) -> dict[str, Any]:
@@ -203,28 +188,20 @@ def _ended(request: ChatRequest, reply: ChatReply, created: int) -> dict[str, An
     )
 
 
-def _json(said: object) -> str:
-    # What is the package's own is of its types. Tools are as they came, and texts may be no valid Unicode.
-    return json.dumps(said, default=_plain)
-
-
-def _plain(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(exclude_unset=True, warnings=False)
-
-
-def whole(reply: ChatReply, request: ChatRequest) -> bytes:
-    """Return a reply as one body."""
+def whole(reply: ChatReply, request: ChatRequest) -> Said:
+    """Return the body of a reply."""
     if (compacted := request.echo.get("compacted")) is not None:
-        answer = {
+        return {
             "id": f"resp_{request.reply_id}", "object": "response.compaction", "created_at": int(time.time()),
             "output": [*compacted, *_items(request, reply)], "usage": _usage(reply),
         }  # fmt: skip
-        return _json(answer).encode()
-    return _json(_ended(request, reply, int(time.time()))).encode()
+    return _ended(request, reply, int(time.time()))
 
 
 class ResponsesEvents:
-    """A reply as server-sent events."""
+    """A reply as it comes."""
+
+    last = b""
 
     def __init__(self, request: ChatRequest) -> None:
         self._request, self._created = request, int(time.time())
@@ -232,14 +209,14 @@ class ResponsesEvents:
         self._open = ""  # which item has begun and not ended: thought or text
         self._said = ""  # what of it was sent
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self) -> Iterator[Said]:
         """Yield what comes before any text."""
         # The tools, which are long, stand in the last event alone.
         response = _response(self._request, "in_progress", self._created, tools=[])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def text(self, delta: str) -> Iterator[bytes]:
+    def text(self, delta: str) -> Iterator[Said]:
         """Yield a piece of the text."""
         if self._request.compacts:
             return
@@ -247,26 +224,25 @@ class ResponsesEvents:
             yield from self._close()
             self._open = "text"
             yield self._event("response.output_item.added", item=_text_item(self._request, None, "in_progress"))
-            yield self._of_item("response.content_part.added", content_index=0, part=_text_part(""))
+            yield self._of_item("response.content_part.added", part=_text_part(""))
         self._said += delta
-        yield self._of_item("response.output_text.delta", content_index=0, delta=delta, logprobs=[])
+        yield self._of_item("response.output_text.delta", delta=delta, logprobs=[])
 
-    def thought(self, delta: str) -> Iterator[bytes]:
+    def thought(self, delta: str) -> Iterator[Said]:
         """Yield a piece of what the model thinks before it speaks."""
         if self._request.compacts:
             return
         if not self._open:
             self._open = "thought"
-            empty = ResponseReasoningItem(id=f"rs_{self._request.reply_id}", type="reasoning", summary=[])
-            yield self._event("response.output_item.added", item=empty)
+            yield self._event("response.output_item.added", item=_thought_item(self._request, None))
         self._said += delta
-        yield self._of_item("response.reasoning_text.delta", content_index=0, delta=delta)
+        yield self._of_item("response.reasoning_text.delta", delta=delta)
 
-    def note(self, note: Mapping[str, object]) -> Iterator[bytes]:
+    def note(self, note: Said) -> Iterator[Said]:
         """Yield nothing: the protocol has no place for it."""
         yield from ()
 
-    def end(self, reply: ChatReply) -> Iterator[bytes]:
+    def end(self, reply: ChatReply) -> Iterator[Said]:
         """Yield the calls and what comes last."""
         ended = _ended(self._request, reply, self._created)
         if not (self._open or reply.calls):
@@ -276,56 +252,52 @@ class ResponsesEvents:
             yield from self._whole_item(item)
         yield self._event(f"response.{ended['status']}", response=ended)
 
-    def failed(self, error: ProtocolError) -> Iterator[bytes]:
+    def failed(self, error: ProtocolError) -> Iterator[Said]:
         """Yield an error that comes after the beginning."""
         told = {"code": error.code, "message": error.message}
         yield self._event("response.failed", response=_response(self._request, "failed", self._created, error=told))
 
-    def _close(self, status: str = "completed") -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[Said]:
         """End the item that is open."""
-        kind, said, self._open, self._said = self._open, self._said, "", ""
-        if kind == "text":
-            yield self._of_item("response.output_text.done", kind, content_index=0, text=said, logprobs=[])
-            yield self._of_item("response.content_part.done", kind, content_index=0, part=_text_part(said))
+        said = self._said
+        if self._open == "text":
+            yield self._of_item("response.output_text.done", text=said, logprobs=[])
+            yield self._of_item("response.content_part.done", part=_text_part(said))
             yield self._done(_text_item(self._request, said, status))
-        elif kind == "thought":
-            yield self._of_item("response.reasoning_text.done", kind, content_index=0, text=said)
+        elif self._open == "thought":
+            yield self._of_item("response.reasoning_text.done", text=said)
             yield self._done(_thought_item(self._request, said))
+        self._open = self._said = ""
 
-    def _whole_item(self, item: Any) -> Iterator[bytes]:
+    def _whole_item(self, item: Said) -> Iterator[Said]:
         """Yield an item that is there as a whole."""
-        place = {"item_id": item.id, "output_index": self._index}
-        if item.type == "function_call":
-            yield self._event("response.output_item.added", item=item.model_copy(update={"arguments": ""}))
-            yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
-            yield self._event(
-                "response.function_call_arguments.done", **place, arguments=item.arguments, name=item.name
-            )
-        elif item.type == "custom_tool_call":
-            yield self._event("response.output_item.added", item=item.model_copy(update={"input": ""}))
-            yield self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
-            yield self._event("response.custom_tool_call_input.done", **place, input=item.input)
-        else:
+        place, what = {"item_id": item["id"]}, _INPUTS.get(item["type"])
+        if what is None:
             yield self._event("response.output_item.added", item=item)
+        else:
+            key, kind = what
+            yield self._event("response.output_item.added", item={**item, key: ""})
+            yield self._event(f"response.{kind}.delta", **place, delta=item[key])
+            more = {"name": item["name"]} if key == "arguments" else {}
+            yield self._event(f"response.{kind}.done", **place, **{key: item[key]}, **more)
         yield self._done(item)
 
-    def _done(self, item: BaseModel) -> bytes:
+    def _done(self, item: Said) -> Said:
         event = self._event("response.output_item.done", item=item)
         self._index += 1
         return event
 
-    def _of_item(self, kind: str, open_item: str = "", **facts: object) -> bytes:
+    def _of_item(self, kind: str, **facts: object) -> Said:
         """Return an event of the item that is open."""
-        prefix = "msg" if (open_item or self._open) == "text" else "rs"
-        return self._event(kind, item_id=f"{prefix}_{self._request.reply_id}", **facts)
+        prefix = "msg" if self._open == "text" else "rs"
+        return self._event(kind, item_id=f"{prefix}_{self._request.reply_id}", content_index=0, **facts)
 
-    def _event(self, kind: str, **facts: object) -> bytes:
+    def _event(self, kind: str, **facts: object) -> Said:
         """Return an event."""
-        if "response" not in facts:
-            facts.setdefault("output_index", self._index)
-        event = {"type": kind, "sequence_number": self._number, **facts}
+        place = {} if "response" in facts else {"output_index": self._index}
+        event = {"type": kind, "sequence_number": self._number, **place, **facts}
         self._number += 1
-        return f"event: {kind}\ndata: {_json(event)}\n\n".encode()
+        return event
 
 
 EVENTS = ResponsesEvents

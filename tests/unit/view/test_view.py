@@ -7,12 +7,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.run_folder import SUMMARY
 from fsm_rollout.jobs.samples import RunReader
 from fsm_rollout.report.pages import page_path
+from fsm_rollout.states.external.responding import listening_at
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.journal import Journal, Search
 from fsm_rollout.view.runs import Runs
@@ -37,14 +37,8 @@ def histories() -> dict[str, list[AnyEvent]]:
 @asynccontextmanager
 async def viewed(folder: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, ViewServer]]:
     server = ViewServer(Runs(folder))
-    runner = server.runner()
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, HOST, 0).start()
-        async with aiohttp.ClientSession(f"http://{HOST}:{runner.addresses[0][1]}/") as session:
-            yield session, server
-    finally:
-        await runner.cleanup()
+    async with listening_at(server.app(), HOST, 0, 1.0) as url, aiohttp.ClientSession(f"{url}/") as session:
+        yield session, server
 
 
 async def text_of(session: aiohttp.ClientSession, path: str, status: int = 200) -> str:
