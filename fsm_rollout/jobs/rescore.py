@@ -6,7 +6,6 @@ Invariant: the journal keeps the scores that it has. New ones go to a file of th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -17,8 +16,9 @@ from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.environment.rewards import Reward, Verdict
 from fsm_rollout.errors import ConfigError, describe
 from fsm_rollout.files import written_whole
+from fsm_rollout.report.recording import open_run
 from fsm_rollout.trajectory.events import REWARD, NotScored, Part, Scored
-from fsm_rollout.trajectory.journal import JournalFolder, Report, metadata
+from fsm_rollout.trajectory.journal import JournalFolder, Report
 from fsm_rollout.trajectory.latest_attempts import latest_attempts
 from fsm_rollout.trajectory.trajectory import Trajectory
 
@@ -61,11 +61,12 @@ def rescore(
     for trajectory, _ in latest_attempts(folder, report):
         if trajectory.parent_id is None:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
-    size = _group_size(metadata(folder, report)) if judge.of_group else 0
+    size = open_run(folder).config.get("n") if judge.of_group else None
     judged = []
     for group in groups.values():
         ended = sorted((t for t in group if t.ended), key=lambda trajectory: trajectory.sample)
-        if judge.of_group and (len(ended) < len(group) or len(ended) < size):
+        whole = len(ended) == len(group) and not (isinstance(size, int) and len(ended) < size)
+        if judge.of_group and not whole:
             continue
         judged.append(ended)
     with interruptible() as main:
@@ -96,17 +97,6 @@ async def _scores(judge: Reward, groups: Sequence[Sequence[Trajectory]]) -> list
                 )
             )
     return scores
-
-
-def _group_size(recorded: Mapping[str, object]) -> int:
-    """Return how many samples a group of the run has, where its configuration says so."""
-    run = recorded.get("run")
-    try:
-        config = json.loads(run) if isinstance(run, str) else run
-    except (ValueError, RecursionError):
-        return 0
-    size = config.get("n", 1) if isinstance(config, Mapping) else 0
-    return size if isinstance(size, int) else 0
 
 
 # By group and sample: a sub-agent's trajectory has the score of the sample that it served.

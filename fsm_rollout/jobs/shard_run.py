@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from fsm_rollout.batch.part import part_of, part_to_bytes
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, log_failures
+from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.link import Link
 from fsm_rollout.scheduler.run_counts import RunCounts
 from fsm_rollout.scheduler.run_state import PromptQueue, Watch
@@ -31,6 +32,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
+PackedPicture = tuple[bytes, str, int, int]
 TELL_EVERY = 0.25  # seconds between two messages that say how far it is
 
 
@@ -194,7 +196,7 @@ class ShardRun:
         known: dict[str, Any] = {"state_names": self.host.rollout.state_names}
         known["processor"] = self.host.rollout.engines[POLICY].facts.processor
         part = part_to_bytes(part_of(groups, **known, **self.asked["batch"]))
-        headers = []
+        headers, filtered = [], self.scheduler.scoring.group_filter
         for group in groups:
             versions = [
                 span.version
@@ -203,12 +205,9 @@ class ShardRun:
                 if stream.engine == POLICY and stream.tokens.trained
                 for span in stream.tokens.sampled()
             ] if self.scheduler.staleness.most is not None else []  # fmt: skip
-            filtered = self.scheduler.scoring.group_filter
-            headers.append((
-                group.group_id, group.drop_reason and str(group.drop_reason), group.ended, group.reward_errors,
-                min(versions, default=None), list(filtered.last_scores) if filtered is not None else [],
-                *(packed_events(group, self.host.events) if self.asked["histories"] else ([], [])),
-            ))  # fmt: skip
+            scores = list(filtered.last_scores) if filtered is not None else []
+            kept = self.host.events if self.asked["histories"] else None
+            headers.append(said_of(group, kept, min(versions, default=None), scores))
         if (journal := self.scheduler.recorder.journal) is not None:
             journal.persist()  # what the driver has delivered is whole in it, should this process die now
         self.send("groups", headers, part)
@@ -263,16 +262,34 @@ class ShardRun:
             self.task.cancel()
 
 
-def packed_events(
-    group: Group, kept: Mapping[str, list[bytes]]
-) -> tuple[list[list[list[bytes]]], list[tuple[bytes, str, int, int]]]:
-    """Return the events of a group's trajectories, as they were kept by trajectory, and the pictures in them."""
-    kinds = [
-        [kept.get(trajectory.trajectory_id, []) for trajectory in trajectories]
-        for trajectories in (group.trajectories, group.children, group.discarded)
-    ]
-    pictures = {p.sha256: p for kind in kinds for history in kind for event in history for p in pictures_in(event)}
-    return kinds, [(p.data, p.mime, p.width, p.height) for p in pictures.values()]
+def said_of(
+    group: Group, kept: Mapping[str, list[bytes]] | None, oldest: int | None = None, scores: Sequence[float | None] = ()
+) -> tuple[Any, ...]:
+    """Return what is said of a group with its rows, as plain data (:meth:`LeasedGroup.came_back`).
+
+    Args:
+        group: it has ended, or is dropped.
+        kept: the events of trajectories; ``None``: nobody looks at them.
+        oldest: the oldest weights among its trained tokens.
+        scores: those that the group filter saw.
+    """
+    kinds: Sequence[Sequence[list[bytes]]] = []
+    if kept is not None and isinstance(group, LeasedGroup):
+        kinds = group.packed
+    elif kept is not None:
+        kinds = [
+            [kept.get(trajectory.trajectory_id, []) for trajectory in trajectories]
+            for trajectories in (group.trajectories, group.children, group.discarded)
+        ]
+    pictures = packed_pictures(event for kind in kinds for history in kind for event in history)
+    reason = None if group.drop_reason is None else str(group.drop_reason)
+    return group.group_id, reason, group.ended, group.reward_errors, oldest, scores, kinds, pictures
+
+
+def packed_pictures(packed: Iterable[bytes]) -> list[PackedPicture]:
+    """Return the pictures that packed prompts or events name."""
+    found = {picture.sha256: picture for each in packed for picture in pictures_in(each)}
+    return [(picture.data, picture.mime, picture.width, picture.height) for picture in found.values()]
 
 
 class ShardCounts(RunCounts):

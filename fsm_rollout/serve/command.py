@@ -11,16 +11,15 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.loader import dump
 from fsm_rollout.agent.yaml.source import in_file_order
 from fsm_rollout.concurrency.interruption import interruptible
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.jobs.control import REPLICAS, orders_left, taking_orders, with_orders
-from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig
+from fsm_rollout.jobs.run_config import SERVED, TRAINED, RunConfig, ServeConfig
 from fsm_rollout.jobs.run_folder import SUMMARY, claimed
 from fsm_rollout.jobs.runner import (
     check_parts,
@@ -67,23 +66,25 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
     if not keys and not is_loopback(serving.host):
         print(f"everybody who reaches {serving.host} is served: give serve.api_keys=FILE", file=sys.stderr)
     with interruptible() as main, claimed(serving.out):
-        earlier = _earlier(serving.out, TRAINED if training else SERVED, _described(agents))
+        what = TRAINED if training else SERVED
+        earlier = _earlier(serving.out, what, {name: dump(graph) for name, graph in agents.items()})
         # What the journal says stays the YAML's, so that what that says otherwise another time is known.
         left = orders_left(config, metadata(serving.out)) if earlier else {}
         ordered = with_orders(config, left)
         if training:
             rollout = training_rollout_of(ordered, agents, progress=False, max_staleness=serving.max_staleness)
-            work = _serve_training(rollout, config, keys, ready, append=earlier)
+            work = _serve_trainer(rollout, serving, serving.out, keys, ready)
         else:
             concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures
             failures = failures.within_trajectories
             rollout = rollout_of(ordered, agents, concurrency=concurrency, failures=failures)
-            waits = list(recordings(serving.out, unfinished=True)) if earlier else None
-            work = _serve(rollout, config, left, keys, waits, ready)
+            waits = list(recordings(serving.out, unfinished=True)) if earlier else []
+            work = _serve_callers(rollout, config, serving.out, keys, waits, ready)
+        facts = {**rollout.description, what: True, "run": config.to_json(), "file": str(config.file), REPLICAS: left}
         summary, begun = serving.out / SUMMARY, time.monotonic()
         summary.unlink(missing_ok=True)
         try:
-            main.run(work)
+            main.run(_recorded(rollout, serving.out / JOURNAL, facts, work, append=earlier))
         except KeyboardInterrupt:  # it was told to end, and has
             if is_journal(serving.out / JOURNAL):
                 summary.write_text(json.dumps({"served_seconds": time.monotonic() - begun}) + "\n", "utf-8")
@@ -104,10 +105,6 @@ def _keys(path: Path | None) -> frozenset[str]:
     return keys
 
 
-def _described(agents: Mapping[str, AgentGraph]) -> dict[str, object]:
-    return {name: dump(graph) for name, graph in agents.items()}
-
-
 def _earlier(folder: Path, what: str, agents: dict[str, object]) -> bool:
     """Return whether an earlier server of this kind has left a journal here; ConfigError if its agents differ."""
     journal = JournalFolder(folder).first
@@ -124,40 +121,34 @@ def _earlier(folder: Path, what: str, agents: dict[str, object]) -> bool:
     return True
 
 
-async def _serve(
-    rollout: Rollout, config: RunConfig, left: Mapping[str, object], keys: frozenset[str],
-    recorded: list[Recorded] | None, ready: Ready,
-) -> None:  # fmt: skip
-    serving = config.serve
-    assert serving.out is not None
-    facts = {**rollout.description, SERVED: True, "run": config.to_json(), "file": str(config.file), REPLICAS: left}
-    try:
-        with Journal(serving.out / JOURNAL, metadata=facts, append=recorded is not None) as journal:
-            rollout.journal = journal
-            service = Service(rollout, serving, most_at_once(config.concurrency))
-            async with taking_orders(serving.out, rollout), listening(service, keys, recorded or ()) as (url, running):
-                ready(url, list(service.models))
-                await asyncio.wait({running})  # it ends by failing alone
-                running.result()
-    finally:
-        await rollout.aclose()
-
-
-async def _serve_training(
-    rollout: Rollout, config: RunConfig, keys: frozenset[str], ready: Ready, *, append: bool
+async def _recorded(
+    rollout: Rollout, journal: Path, facts: Mapping[str, object], work: Awaitable[None], *, append: bool
 ) -> None:
-    serving = config.serve
-    assert serving.out is not None
-    facts = {**rollout.description, TRAINED: True, "run": config.to_json(), "file": str(config.file)}
+    """Do the work of a rollout, whose events go into a journal."""
     try:
-        with Journal(serving.out / JOURNAL, metadata=facts, append=append) as journal:
-            rollout.journal = journal
-            service = TrainingService(rollout, serving.out, serving, keys)
-            try:
-                async with service.listening() as url:
-                    ready(url, list(rollout.agents))
-                    await asyncio.get_running_loop().create_future()
-            finally:
-                await service.aclose()
+        with Journal(journal, metadata=facts, append=append) as rollout.journal:
+            await work
     finally:
         await rollout.aclose()
+
+
+async def _serve_callers(
+    rollout: Rollout, config: RunConfig, folder: Path, keys: frozenset[str], recorded: list[Recorded], ready: Ready
+) -> None:
+    service = Service(rollout, config.serve, most_at_once(config.concurrency))
+    async with taking_orders(folder, rollout), listening(service, keys, recorded) as (url, running):
+        ready(url, list(service.models))
+        await asyncio.wait({running})  # it ends by failing alone
+        running.result()
+
+
+async def _serve_trainer(
+    rollout: Rollout, serving: ServeConfig, folder: Path, keys: frozenset[str], ready: Ready
+) -> None:
+    service = TrainingService(rollout, folder, serving, keys)
+    try:
+        async with service.listening() as url:
+            ready(url, list(rollout.agents))
+            await asyncio.get_running_loop().create_future()
+    finally:
+        await service.aclose()

@@ -48,14 +48,14 @@ class Guarded:
         self._loopback = is_loopback(serving.host)
 
     def app(self) -> web.Application:
-        """Return what answers."""
-        app = web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
-        app.router.add_get("/health", self._health)
-        return app
+        """Return what answers, still without routes of its own."""
+        return web.Application(client_max_size=self.serving.body_bytes, middlewares=[self._guard])
 
     def listening(self) -> AbstractAsyncContextManager[str]:
         """Listen; the context is the address. ConfigError if it cannot listen there."""
-        return listening_at(self.app(), self.serving.host, self.serving.port, SHUTDOWN_SECONDS)
+        app = self.app()
+        app.router.add_get("/health", self._health)
+        return listening_at(app, self.serving.host, self.serving.port, SHUTDOWN_SECONDS)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

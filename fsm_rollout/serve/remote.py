@@ -22,6 +22,7 @@ from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.engines.weight_sources import Loaded, PresentWeights, WeightsGone, as_source
 from fsm_rollout.errors import ConfigError, EngineError, RefusedError
+from fsm_rollout.jobs.shard_run import PackedPicture, packed_pictures
 from fsm_rollout.model.folders import load_processor
 from fsm_rollout.rollout import Prompts, Rollout
 from fsm_rollout.scheduler.group import Group
@@ -32,17 +33,7 @@ from fsm_rollout.scheduler.run_state import check_numbers
 from fsm_rollout.scheduler.scheduler import MAX_FILTERED, OVER_SAMPLE, Scheduler
 from fsm_rollout.serve.remote_run import PATIENCE, PromptFeed, RemoteRun, ServiceLine
 from fsm_rollout.serve.remote_weights import pushed
-from fsm_rollout.serve.training_wire import (
-    API,
-    Begin,
-    End,
-    Facts,
-    Open,
-    PackedPicture,
-    Waiting,
-    packed_pictures,
-    prompts_of,
-)
+from fsm_rollout.serve.training_wire import API, Begin, End, Facts, Open, Waiting, prompts_of
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling

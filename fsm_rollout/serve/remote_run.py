@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from fsm_rollout.errors import ConfigError, EngineError, RefusedError
+from fsm_rollout.jobs.shard_run import packed_pictures
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import PromptQueue
 from fsm_rollout.scheduler.shard_placement import error_of
@@ -36,7 +37,6 @@ from fsm_rollout.serve.training_wire import (
     Question,
     answered,
     groups_of,
-    packed_pictures,
     packed_prompt,
     write,
 )

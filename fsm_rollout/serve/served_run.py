@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from fsm_rollout.batch.part import joined_parts, part_of, part_to_bytes, parts_of
-from fsm_rollout.jobs.shard_run import packed_error, packed_events
+from fsm_rollout.jobs.shard_run import packed_error, said_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState, log_failures
 from fsm_rollout.scheduler.leased_group import LeasedGroup
@@ -21,7 +21,6 @@ from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.serve.standing import waiting
 from fsm_rollout.serve.training_wire import Begin, Groups, packed_prompt, prompts_of
-from fsm_rollout.trajectory.pictures import StoredPicture
 from fsm_rollout.trajectory.prompt import Prompt
 
 MOST_WAITING = 64  # so many groups are taken from the scheduler before the trainer has done with them
@@ -167,15 +166,8 @@ class ServedRun:
             )
         answer.part = part_to_bytes(part)
         # 2. What is said of each, as shards say it.
-        with_events = self.question.histories and not self.question.at_end
+        kept = events if self.question.histories and not self.question.at_end else None
         for group in groups:
-            packed: tuple[Any, Any] = ([], [])
-            if with_events and isinstance(group, LeasedGroup):
-                shown = cast(Iterable[StoredPicture], group.glue_entries.get("", ()))
-                packed = group.packed, [(each.data, each.mime, each.width, each.height) for each in shown]
-            elif with_events:
-                packed = packed_events(group, events)
-            reason = None if group.drop_reason is None else str(group.drop_reason)
-            header = [group.group_id, reason, group.ended, group.reward_errors, None, [], *packed]
-            answer.groups.append((group.index, group.n, packed_prompt(group.prompt) if with_events else b"", header))
+            prompt = b"" if kept is None else packed_prompt(group.prompt)
+            answer.groups.append((group.index, group.n, prompt, list(said_of(group, kept))))
         return answer

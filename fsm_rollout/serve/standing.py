@@ -13,13 +13,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from fsm_rollout.files import written_whole
+from fsm_rollout.jobs.shard_run import PackedPicture, packed_pictures
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.serve.pushed_weights import WeightRecord
-from fsm_rollout.serve.training_wire import Begin, PackedPicture, Waiting, packed_pictures, packed_prompt, prompts_of
+from fsm_rollout.serve.training_wire import Begin, Waiting, packed_prompt, prompts_of
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent, Prompted
 from fsm_rollout.trajectory.journal import histories, metadata

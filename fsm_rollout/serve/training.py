@@ -21,7 +21,7 @@ from aiohttp import web
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.errors import ConfigError, RolloutError, did_you_mean
 from fsm_rollout.jobs.run_config import ServeConfig
-from fsm_rollout.jobs.shard_run import KeptEvents, packed_error
+from fsm_rollout.jobs.shard_run import KeptEvents, PackedPicture, packed_error
 from fsm_rollout.report.metrics import RunMetrics
 from fsm_rollout.report.running import running_of
 from fsm_rollout.rollout import Rollout
@@ -44,7 +44,6 @@ from fsm_rollout.serve.training_wire import (
     Groups,
     Next,
     Open,
-    PackedPicture,
     Q,
     Question,
     Waiting,

@@ -15,9 +15,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from fsm_rollout.jobs.shard_run import PackedPicture
 from fsm_rollout.scheduler.group import GroupState
 from fsm_rollout.scheduler.leased_group import LeasedGroup
-from fsm_rollout.trajectory.event_bytes import encode, pictures_in, unpack_plain
+from fsm_rollout.trajectory.event_bytes import encode, unpack_plain
 from fsm_rollout.trajectory.pictures import StoredPicture, stored
 from fsm_rollout.trajectory.prompt import Prompt
 
@@ -28,7 +29,6 @@ PATH = "/v1/training"
 UNKNOWN_RUN, TAKEN_OVER, WEIGHTS_MISSING = "unknown_run", "taken_over", "weights_missing"
 Q = TypeVar("Q", bound="Question")
 WireError = tuple[str, list[tuple[Any, ...]], str]  # an error, as shards send theirs
-PackedPicture = tuple[bytes, str, int, int]
 Waiting = tuple[str, int, int, bytes]  # a group that waits for the next run: its id, index, n and prompt
 
 
@@ -158,12 +158,6 @@ class Groups(msgspec.Struct):
 def packed_prompt(prompt: Prompt) -> bytes:
     """Return a prompt as bytes, its pictures by their names."""
     return encode(prompt.model_dump(exclude_none=True))
-
-
-def packed_pictures(packed: Iterable[bytes]) -> list[PackedPicture]:
-    """Return the pictures that packed prompts or events name."""
-    found = {picture.sha256: picture for each in packed for picture in pictures_in(each)}
-    return [(picture.data, picture.mime, picture.width, picture.height) for picture in found.values()]
 
 
 def prompts_of(packed: Iterable[bytes], pictures: Sequence[PackedPicture]) -> list[Prompt]:

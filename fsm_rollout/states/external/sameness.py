@@ -139,11 +139,13 @@ _LABEL = re.compile(
 # A billing header with its values; what follows in its line may be the next block of the system's text.
 _BILLING = re.compile(r"\bx-[a-z-]*billing[a-z-]*:(?:\s*[\w.-]+=[^;\s]*;?)*", re.IGNORECASE)
 _CHANGES = "\0"  # stands in the place of what changes
-_MOST_TEXTS = 256  # that are remembered
 
 
-@lru_cache(maxsize=32)  # of long texts it takes milliseconds, and the visits of one agent have the same
-def _known_unchanging(text: str) -> str:
+@lru_cache(maxsize=256)  # of long texts it takes milliseconds, and the visits of one agent have the same
+def _unchanging(text: str, patterns: tuple[re.Pattern[str], ...]) -> str:
+    """Return a text without what changes, by these patterns and by what is known to."""
+    for pattern in patterns:
+        text = pattern.sub(_CHANGES, text)
     lines = text.split("\n")
     for place, line in enumerate(lines):
         line = _BILLING.sub(_CHANGES, line)
@@ -160,23 +162,13 @@ class Pins:
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
-        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._patterns = tuple(map(re.compile, patterns))
         self._first: dict[str, str] = {}  # by what does not change, the text that was the first with it
-        self._known: dict[str, str] = {}  # by a text, what it is taken as
         self._orders: dict[frozenset[str], tuple[str, ...]] = {}  # the first order of each set of tools
 
     def text(self, text: str) -> str:
         """Return what a text is taken as."""
-        if (known := self._known.get(text)) is None:
-            if len(self._known) >= _MOST_TEXTS:
-                self._known.clear()
-            known = self._known[text] = self._first.setdefault(self._unchanging(text), text)
-        return known
-
-    def _unchanging(self, text: str) -> str:
-        for pattern in self._patterns:
-            text = pattern.sub(_CHANGES, text)
-        return _known_unchanging(text)
+        return self._first.setdefault(_unchanging(text, self._patterns), text)
 
     def settled(self, messages: Iterable[Message]) -> list[Message]:
         """Return a history with its system messages as they first were; one that stands there again is left out."""
