@@ -18,11 +18,17 @@ from fsm_rollout.cli.agents import check, draw, new, schema
 from fsm_rollout.cli.results import export, replay, rescore, show, view
 from fsm_rollout.cli.runs import replicas, resume, run, serve
 from fsm_rollout.cli.simulate import simulate
+from fsm_rollout.cli.terminal import WORDS
 from fsm_rollout.cli.verdicts import compare, evaluate, stats
 from fsm_rollout.errors import ConfigError, RolloutError, close_match
 
 
 class _Commands(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the command, which may be typed again."""
+        ctx.meta[WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> object:
         """End the program with exit code 2 where the input is wrong; every problem is a line of its own."""
         try:

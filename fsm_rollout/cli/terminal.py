@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+WORDS = "fsm_rollout.words"  # where a command's context has what was typed
 STANDARD_OUTPUT = Path("-")  # what `-o -` names
 SLOW_AFTER = 2.0  # seconds after which packages that are still being loaded are worth a word
 
@@ -57,15 +58,7 @@ def loading() -> Iterator[None]:
 
 def typed_again(context: typer.Context) -> str:
     """Return the command that was given, without ``--replace``."""
-    words = ["fsm-rollout", context.info_name or ""]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if value in (None, (), [], parameter.default) or parameter.name == "replace":
-            continue
-        option = [parameter.opts[0]] if parameter.param_type_name == "option" else []
-        for part in value if isinstance(value, list) else [value]:
-            words += option if part is True else [*option, str(part)]
-    return shlex.join(words)
+    return shlex.join(["fsm-rollout", *(word for word in context.meta[WORDS] if word != "--replace")])
 
 
 def short(path: Path) -> Path:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from fsm_rollout.report.recording import Recording
+from fsm_rollout.report.spans import Turns
 from fsm_rollout.report.texts import duration
 from fsm_rollout.trajectory import events
 from fsm_rollout.trajectory.enums import FinishReason
@@ -83,9 +84,8 @@ class _Dealer:
         self.lengths: list[int] = []
         self.pending: defaultdict[str, list[Message]] = defaultdict(list)
         self.writers: dict[str, str] = {}  # the state that wrote the first of a context's pending messages
-        self.generation_of: dict[str, Card] = {}  # the latest generation of each context
         self.generations: dict[int, Card] = {}
-        self.turn = 0
+        self.turns = Turns()
         self.state = "?"
         self.latest: Card | None = None  # the latest generation of any context
         for event in recording.events:
@@ -100,7 +100,7 @@ class _Dealer:
             case events.ContextOpened():
                 # A first turn's prompt that had grown is rendered afresh: its pending messages are in the new prompt.
                 self.pending.pop(event.context, None)
-                self.generation_of.pop(event.context, None)
+                self.turns.opened(event.context)
                 self.stream_of[event.context] = len(self.lengths)
                 self.lengths.append(0)
                 self._card("prompt", event, event.messages)
@@ -143,16 +143,13 @@ class _Dealer:
         stream = self.stream_of[event.context]
         start = self.lengths[stream]
         self.lengths[stream] = end = start + len(event.ids)
-        self.cards.append(card := Card(kind, event.state, stream, start, end, self.turn, messages))
+        self.cards.append(card := Card(kind, event.state, stream, start, end, messages=messages))
         if not isinstance(event, events.Generated):
             card.guarded = event.guarded
         return card
 
     def _generated(self, event: events.Generated) -> None:
-        card, before = self._card("model", event, [event.message]), self.generation_of.get(event.context)
-        turn = self.turn
-        if event.resumed and before is not None and before.turn is not None:
-            turn = before.turn
+        card, turn = self._card("model", event, [event.message]), self.turns.number(event)
         card.turn, card.generated = turn, event
         card.calls = [
             CallCard(attempt.name, attempt.arguments)
@@ -160,8 +157,7 @@ class _Dealer:
             else CallCard("broken call", attempt.message, attempt.kind)
             for attempt in event.attempts
         ]
-        self.turn += not event.resumed
-        self.generation_of[event.context] = self.generations[turn] = self.latest = card
+        self.generations[turn] = self.latest = card
 
     def _called(self, event: events.Called) -> None:
         """Give a call to its attempt; a call that nobody announced gets a card after those of the attempts."""
