@@ -91,7 +91,7 @@ class Server(Guarded):
             status = 499  # the caller has gone
             raise
         finally:
-            metrics.answers.labels(agent, DIALECTS[request.path], str(status)).inc()
+            metrics.answers.labels(agent, DIALECTS[request.path][0], str(status)).inc()
 
     async def _models(self, request: web.Request) -> web.Response:
         return models_response(self.service.models, self.service.seeing)

@@ -197,8 +197,6 @@ class Service:
         self._check_model(chat)
         if chat.form is not None:
             raise unsupported(chat.form.param, "is not supported: an agent answers here, in turns; ask it in words")
-        if chat.seed is not None:
-            raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
         if chat.logprobs:
             raise unsupported(
                 "logprobs", "is not supported: an answer is of several turns, whose log-probs are in the journal"

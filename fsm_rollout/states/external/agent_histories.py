@@ -38,7 +38,7 @@ from fsm_rollout.states.external.agent_history import (
     turns_of,
     was_shown,
 )
-from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse, unsupported
+from fsm_rollout.states.external.chat_request import ChatReply, ChatRequest, ProtocolError, refuse
 from fsm_rollout.states.external.forms import grammar_of
 from fsm_rollout.states.external.named_answers import NamedAnswers
 from fsm_rollout.states.external.origins import COMPACT, Origin, is_side_call, why_opened
@@ -116,8 +116,6 @@ class AgentHistories:
         Raises:
             ProtocolError: a limit is reached, the engine failed, or the history cannot be put into tokens.
         """
-        if request.seed is not None:
-            raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
         if request.form is not None:
             bound = showing(self.ctx.agent.contexts[self.context], tuple(request.tools))
             grammar = await grammar_of(request.form, request.tools, bound, self._view.tags, self.ctx.active.date)

@@ -13,7 +13,6 @@ from fsm_rollout.states.external.chat_request import (
     ChatReply,
     ChatRequest,
     ProtocolError,
-    Routes,
     Said,
     check_served,
     content_of,
@@ -205,7 +204,6 @@ class AnthropicEvents:
 
 
 EVENTS = AnthropicEvents
-ROUTES: Routes = {"/v1/messages": read, "/v1/messages/count_tokens": read_count}
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     529: "overloaded_error",

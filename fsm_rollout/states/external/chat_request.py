@@ -82,7 +82,6 @@ class ChatRequest:
     sampling: Sampling = field(default_factory=Sampling)
     form: Form | None = None  # what the answer must be
     constrained: bool = False  # whether it is sampled under a grammar, and so is not to be trained
-    seed: int | None = None
     logprobs: bool = False  # whether the answer is to say the log-probs of its tokens
     counts: bool = False  # whether it asks for no answer, but how many tokens the messages have
     notes: bool = False  # whether a stream is also to hold what happens beside the text: an extension of ours
@@ -150,10 +149,6 @@ class ChatReply:
     def thought(self) -> str:
         """What the model thought before it."""
         return str(self.message.get(THOUGHT) or "")
-
-
-# What a dialect answers: paths, each with what reads a body that is sent there.
-Routes = Mapping[str, Callable[[Mapping[str, Any]], ChatRequest]]
 
 
 def check_served(body: Mapping[str, Any], served: Mapping[str, tuple[object, ...]]) -> None:

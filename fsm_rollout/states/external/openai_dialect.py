@@ -16,7 +16,6 @@ from fsm_rollout.states.external.chat_request import (
     ChatReply,
     ChatRequest,
     ProtocolError,
-    Routes,
     Said,
     arguments_of,
     check_served,
@@ -48,6 +47,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     check_served(body, _UNSERVED)
     if body.get("n") not in (None, 1):
         raise unsupported("n", "may be 1: ask again for each further answer, which becomes a branch of its own")
+    if body.get("seed") is not None:
+        raise unsupported("seed", "is not supported: each turn is seeded by its trajectory's id; leave it out")
     if body.get("top_logprobs"):
         raise unsupported("top_logprobs", "is not supported: of the token that was sampled alone the log-prob is known")
     choice = body.get("tool_choice")
@@ -65,7 +66,6 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         sampling=sampling_of(body, body.get("max_completion_tokens") or body.get("max_tokens")),
         form=forced or text_form(body.get("response_format"), "response_format"),
-        seed=body.get("seed"),
         logprobs=body.get("logprobs") is True,
         notes=body.get("notes") is True,
     )
@@ -206,7 +206,6 @@ class OpenAIEvents:
 
 
 EVENTS = OpenAIEvents
-ROUTES: Routes = {"/v1/chat/completions": read}
 
 
 def failure(error: ProtocolError) -> Said:

@@ -196,23 +196,28 @@ async def body_of(request: web.Request) -> dict[str, object]:
     return body
 
 
-# The paths that are answered, each with the protocol that it is of: its module is loaded when somebody asks there.
+# The paths that are answered: the protocol of each, whose module is loaded when somebody asks there, and what of that
+# reads a body.
 DIALECTS = {
-    "/v1/chat/completions": "openai", "/v1/responses": "responses", "/v1/responses/compact": "responses",
-    "/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic",
-}  # fmt: skip
+    "/v1/chat/completions": ("openai", "read"),
+    "/v1/responses": ("responses", "read"),
+    "/v1/responses/compact": ("responses", "read_compaction"),
+    "/v1/messages": ("anthropic", "read"),
+    "/v1/messages/count_tokens": ("anthropic", "read_count"),
+}
 
 
 def dialect_of(path: str) -> ModuleType:
-    """Return the protocol of a path; OpenAI's for those that are of none. ImportError: its package is not here."""
-    return import_module(f"fsm_rollout.states.external.{DIALECTS.get(path, 'openai')}_dialect")
+    """Return the protocol of a path; OpenAI's for those that are of none."""
+    name, _ = DIALECTS.get(path, ("openai", ""))
+    return import_module(f"fsm_rollout.states.external.{name}_dialect")
 
 
 async def chat_of(request: web.Request, dialect: ModuleType) -> ChatRequest:
     """Return what a request asks for, or raise ProtocolError for one that is not as its protocol has it."""
     body = await body_of(request)
     try:
-        read = dialect.ROUTES[request.path]
+        read = getattr(dialect, DIALECTS[request.path][1])
         if _pictures(await request.read()):  # which are decoded in a thread
             chat = await asyncio.to_thread(read, body)
         else:

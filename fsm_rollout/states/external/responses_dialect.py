@@ -16,7 +16,6 @@ from fsm_rollout.states.external.chat_request import (
     ChatReply,
     ChatRequest,
     ProtocolError,
-    Routes,
     Said,
     check_served,
     content_of,
@@ -301,4 +300,3 @@ class ResponsesEvents:
 
 
 EVENTS = ResponsesEvents
-ROUTES: Routes = {"/v1/responses": read, "/v1/responses/compact": read_compaction}
