@@ -1,7 +1,8 @@
 """Memory for large rectangles: what one batch has had, another has after it.
 
 Invariant: memory that any array or tensor still refers to is nobody else's. New memory is cleared by the kernel when it
-is first written to, which on a virtual machine may take more time than all else that a batch is made of.
+is first written to, which on a virtual machine may take more time than all else that a batch is made of. It takes least
+in small pages: blocks of 2 MB, of which huge ones are made, are what such a machine gives back to its host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LARGE = 2**22  # bytes: the C library keeps less than that by itself; NumPy asks for huge pages from here on, too
+LARGE = 2**22  # bytes: the C library keeps less than that by itself; NumPy asks for huge pages from here on
 KEPT = 2**31  # so many bytes wait for the next batch at most: a process may never make one again
 # By size and id, what has come first is first. Only lists of its keys are walked: a lease may end at any moment.
 _waiting: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
@@ -38,8 +39,7 @@ class _Lease:
 def room(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool) -> tuple[npt.NDArray[Any], bool]:
     """Return an array, and whether it is new and all zeros; else what was there before is in it still.
 
-    ``filled``: whether most of it is going to be written to. Else it is new: that costs only what is written to, but
-    the kernel is not asked for huge pages, 2 MB of which it would clear for a single value.
+    ``filled``: whether most of it is going to be written to. Else it is new: that costs only what is written to.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE:
@@ -48,8 +48,4 @@ def room(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool) -> tuple
         if size <= key[0] <= 2 * size and (memory := _waiting.pop(key, None)) is not None:
             return np.asarray(_Lease(memory, shape, dtype)), False
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if not filled:
-        return np.frombuffer(pages, dtype).reshape(shape), True
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.asarray(_Lease(np.frombuffer(pages, np.uint8), shape, dtype)), True
