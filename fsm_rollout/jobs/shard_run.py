@@ -159,6 +159,8 @@ class ShardRun:
         self.send("ended", None if error is None else packed_error(error), carried,
                   self.host.rollout.engine_stats(), scheduler.loop_lag().get("run", {}))  # fmt: skip
         self.host.runs.pop(self.number, None)
+        # Once that has gone out: a run is a cycle, and what it holds would stay until the collector looks.
+        asyncio.get_running_loop().call_soon(self.given_back.clear)
 
     def _timed(self, times: Mapping[int | None, Any]) -> None:
         self.send("times", times)

@@ -32,7 +32,9 @@ def where(number: int) -> str:
         number: of the turn.
     """
     if folder := os.environ.get("SHARD_PIDS"):
-        (Path(folder) / str(os.getpid())).write_text(f"{gc.get_freeze_count()} {'torch' in sys.modules}", "ascii")
+        alive = sum(type(each) is Trajectory for each in gc.get_objects())
+        said = gc.get_freeze_count(), int("torch" in sys.modules), alive
+        (Path(folder) / str(os.getpid())).write_text(" ".join(map(str, said)), "ascii")
     if (at := os.environ.get("SHARD_DIES_AT")) and next(_calls) == int(at) and _first(Path(os.environ["SHARD_DIED"])):
         os._exit(9)
     dies("tool")
