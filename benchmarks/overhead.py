@@ -268,9 +268,9 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
         return made
 
     rollout.batch = batch_of  # type: ignore[method-assign]
-    if shards:  # they learn their first glue
-        first = [Prompt(prompt_id=f"{10**9 + number}", messages=prompts[0].messages) for number in range(16)]
-        assert len(await rollout.arun(first)) == 16
+    if shards:  # they are new; one process has had the same prompts in earlier repetitions, and so do they
+        first = [Prompt(prompt_id=f"{10**9 + number}", messages=p.messages) for number, p in enumerate(prompts)]
+        assert len(await rollout.arun(first)) == len(prompts)
     gc.collect()
     before, wall, cpu = resident_mb(), time.perf_counter(), cpu_seconds()
     own_cpu, worker_cpu = time.process_time(), worker_seconds()

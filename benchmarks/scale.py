@@ -1,4 +1,4 @@
-"""What shards give: some beside one, in one run, every token checked; medians of the repetitions.
+"""What shards give: some beside one, in turn, every token checked; medians of the repetitions.
 
     python benchmarks/scale.py                           # two shards beside one process
     python benchmarks/scale.py --n 512 --reps 1          # a quick look
@@ -54,30 +54,39 @@ import overhead  # noqa: E402
 EACH = 256  # trajectories in each of many shards
 
 
-def medians(reps: int, **options: Any) -> dict[str, float]:
-    """Return the median of each figure over the repetitions, after one to warm up."""
-    asked = argparse.Namespace(
-        mode="worker", turns=4, extra_tools=0, prompt_length=512, response_length=1024, context=0, journal=False,
-        workload=None, reps=reps, **options,
-    )  # fmt: skip
+def in_turn(reps: int, *variants: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Run each variant in turn, so often, after a small one to warm up; return the median of each of its figures."""
+    each = [
+        argparse.Namespace(
+            mode="worker", turns=4, extra_tools=0, prompt_length=512, response_length=1024, context=0, journal=False,
+            workload=None, **variant,
+        )
+        for variant in variants
+    ]  # fmt: skip
+    runs: list[list[dict[str, Any]]] = [[] for _ in each]
     with tempfile.TemporaryDirectory() as folder:
-        work = overhead.load_work(asked, Path(folder))
-        graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
-        asyncio.run(overhead.run_once(asked, work, graph, prompts[:16], -1))
-        runs = [asyncio.run(overhead.run_once(asked, work, graph, prompts, rep)) for rep in range(reps)]
-    assert not any(run["wrong_trajectories"] for run in runs)
+        work = overhead.load_work(each[0], Path(folder))
+        graph = overhead.load_bench_agent(each[0])
+        for rep in range(-1, reps):
+            for asked, found in zip(each, runs, strict=True):
+                prompts = overhead.prompts_of(asked, work)[: 16 if rep < 0 else None]
+                found.append(asyncio.run(overhead.run_once(asked, work, graph, prompts, rep)))
     names = (
         "wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_batch", "us_cpu_of_worker",
     )  # fmt: skip
-    return {name: round(statistics.median(run[name] for run in runs), 3) for name in names if runs[0][name] is not None}
+    medians = []
+    for _, *found in runs:
+        assert not any(run["wrong_trajectories"] for run in found)
+        known = [name for name in names if found[0][name] is not None]
+        medians.append({name: round(statistics.median(run[name] for run in found), 3) for name in known})
+    return medians
 
 
-def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
+def some_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
     """Return the table of some counts of shards beside one process."""
-    one = medians(reps, n=n, delay=0.0, workers=1)
+    one, *several = in_turn(reps, *({"n": n, "delay": 0.0, "workers": count} for count in (1, *shards)))
     table = {"one process, us CPU per generation": one["us_cpu_per_gen"], "one process, batch": one["us_cpu_of_batch"]}
-    for count in shards:
-        some = medians(reps, n=n, delay=0.0, workers=count)
+    for count, some in zip(shards, several, strict=True):
         driver, batch, shard = (some[f"us_cpu_of_{part}"] for part in ("run", "batch", "worker"))
         busy = some["us_cpu_per_gen"] - batch
         table |= {
@@ -89,7 +98,8 @@ def two_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
             f"{count} shards, ratio": round(one["us_wall_per_gen"] / some["us_wall_per_gen"], 2),
             f"{count} shards, ratio by CPU": round(one["us_cpu_per_gen"] / (max(shard, busy / count) + batch), 2),
         }
-    return table | {"512 x 0.2 s x 5, two shards, seconds": medians(reps, n=512, delay=0.2, workers=2)["wall_s"]}
+    (slow,) = in_turn(reps, {"n": 512, "delay": 0.2, "workers": 2})
+    return table | {"512 x 0.2 s x 5, two shards, seconds": slow["wall_s"]}
 
 
 # -- many shards, played ----------------------------------------------------------------------------------------------
@@ -288,7 +298,7 @@ def main() -> None:
     elif options.many:
         table = many(options.many)
     else:
-        table = two_beside_one(options.reps, options.n or 2048, options.shards)
+        table = some_beside_one(options.reps, options.n or 2048, options.shards)
     if options.json:
         print(json.dumps(table))
     for name, value in () if options.json else table.items():
