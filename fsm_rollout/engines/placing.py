@@ -1,8 +1,10 @@
 """Which replica each request that waits goes to: the memory says whether one may go, and the router where.
 
 Invariant: where engines say how much memory they have, a request goes out only to the replica where its trajectory is
-resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica once, when the trajectory is
-admitted. Where they do not say it, the router chooses for each request. No request is sent to a replica without room.
+resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica when the trajectory is admitted.
+Where its request would have to wait for others' there, while another replica has room for its context and its request,
+it moves: to compute a context again is quicker. Where engines do not say how much they have, the router chooses for
+each request. No request is sent to a replica without room.
 What an engine keeps for a session is begun by the first request that is sent there, and ended there once: when whoever
 asks has ended it, when its trajectory has lost its place as memory was short (or the engine would evict who has been
 idle for longer, and kept its own), or when its requests go to another engine. The next request that is sent there
@@ -242,6 +244,8 @@ class Placing:
             except EngineError as error:
                 refused.append((pending, error))
                 continue
+            if home is not None and chosen.in_flight >= chosen.allowed:
+                chosen = home = self._elsewhere(pending) or home
             if chosen.in_flight < chosen.allowed:
                 batches.setdefault(chosen, []).append(pending)
                 chosen.in_flight += 1
@@ -255,6 +259,18 @@ class Placing:
         for pending, replica in held:
             self.queue.hold(pending, replica)
         return batches, refused
+
+    def _elsewhere(self, pending: PendingRequest) -> Replica | None:
+        """Move the trajectory of a request whose replica is full to one with room for both, if there is any."""
+        residency, tree = self.residency, pending.tree
+        if residency is None or tree is None or tree.asking > 1 or not self._fleet.has_room:
+            return None
+        takers = self._fleet.among(residency.takers(tree))
+        if not takers.has_room:
+            return None
+        residency.leave(tree)
+        residency.admit(tree, takers.least.name)
+        return takers.least
 
     def _keep_waiting(self, replica: Replica) -> None:
         replica.waiting += 1

@@ -35,21 +35,36 @@ from tests.unit.engines.kit import (
 )  # fmt: skip
 
 
-def test_a_full_replica_is_not_waited_for_while_another_idles() -> None:
-    """One replica is a hundred times slower: the other one does nearly all."""
+class Sized(Fragile):
+    """Says how much memory it has, and notes how often it was asked."""
 
-    def build(name: str) -> Fragile:
-        return Fragile([Turn(text=TEXT, chunks=8, delay=30.0 if name == "replica-0" else 0.3)] * 6, max_running=4)
+    def __init__(self, capacity: int, *turns: Any, **engine: Any) -> None:
+        super().__init__(*turns, **engine)
+        self.capacity, self.looks = capacity, 0
+
+    def load(self) -> Load:
+        self.looks += 1
+        return replace(super().load(), capacity=self.capacity)
+
+
+@pytest.mark.parametrize("capacity", [0, 100_000])
+@pytest.mark.parametrize(("chats", "turns"), [(64, 6), (150, 1)])
+def test_a_full_replica_is_not_waited_for_while_another_idles(capacity: int, chats: int, turns: int) -> None:
+    """One replica is a hundred times slower: the other one does nearly all, and who is resident there moves."""
+
+    def build(name: str) -> Sized:
+        said = [Turn(text=TEXT, chunks=8, delay=30.0 if name == "replica-0" else 0.3)] * turns
+        return Sized(capacity, said, max_running=4)
 
     async def body(client: EngineClient) -> None:
         async def chat(index: int) -> None:
-            for turn in range(6):
+            for turn in range(turns):
                 await done(client.submit(replace(ask(str(index), turn), request_id=f"{index}-{turn}")))
 
-        await asyncio.gather(*(chat(i) for i in range(64)))
+        await asyncio.gather(*(chat(i) for i in range(chats)))
         requests = [replica.requests for replica in client.pool.replicas]
-        assert sum(requests) == 64 * 6
-        assert requests[0] < 64
+        assert sum(requests) == chats * turns
+        assert requests[0] < chats * turns / 4
 
     run(Place(build), body, 2)
 
@@ -72,18 +87,6 @@ def test_a_replica_that_does_not_say_yet_how_much_it_holds_is_given_its_part() -
         assert place.asked == [2, 4, 2 + 4, 4], "each has a third of what was asked at once"
 
     run(place := Place(lambda _: Quiet()), body, 2)
-
-
-class Sized(Fragile):
-    """Says how much memory it has, and notes how often it was asked."""
-
-    def __init__(self, capacity: int, **engine: Any) -> None:
-        super().__init__(**engine)
-        self.capacity, self.looks = capacity, 0
-
-    def load(self) -> Load:
-        self.looks += 1
-        return replace(super().load(), capacity=self.capacity)
 
 
 def test_a_replica_that_has_nothing_to_do_is_given_its_part() -> None:
