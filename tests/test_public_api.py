@@ -9,7 +9,7 @@ import fsm_rollout
 from tests.cases import PROGRAMS
 from tests.kit import ROOT
 
-HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "pygraphviz", "pyarrow")
+HEAVY = ("torch", "transformers", "ray", "sglang", "tensordict", "graphviz", "pygraphviz", "pyarrow")
 CODE = [
     "import fsm_rollout as f; f.journal.histories", "import fsm_rollout as f; f.load_agent, f.verify, f.prove",
     "import fsm_rollout.chat, fsm_rollout.chat.formats", PROGRAMS["checks an agent"],

@@ -11,7 +11,6 @@ own, so that what a C library makes of odd input or prints about fonts stays out
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -40,9 +39,10 @@ _WITHOUT_MEANING = re.compile(r"[^\w .,:()≤■…-]", re.ASCII)
 _PYGRAPHVIZ = """
 import sys, pygraphviz
 graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode("utf-8"))
+graph.graph_attr["dpi"] = sys.argv[2]
 sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 """
-_DPI = {"svg": 72, "png": 192}  # dots per inch; an SVG's coordinates are points
+_DPI = {"svg": "72", "png": "192"}  # dots per inch; an SVG's coordinates are points
 
 
 class DrawingError(RolloutError):
@@ -124,22 +124,31 @@ def draw(graph: AgentGraph, path: str | Path, *, implicit: bool = False, values:
 @lru_cache(64)  # a process of Graphviz takes a third of a second, and the pages of a run show the same agents
 def render(dot: str, form: Literal["svg", "png"]) -> bytes:
     """Return ``dot`` drawn as ``form``; DrawingError without Graphviz, or where it refuses the text."""
-    if (program := shutil.which("dot")) is not None:
-        name, command = "dot", [program, f"-T{form}"]
-    elif find_spec("pygraphviz") is not None:
-        name, command = "pygraphviz", [sys.executable, "-P", "-c", _PYGRAPHVIZ, form]
-    else:
-        raise DrawingError(
-            "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
-            "only DOT (.dot) and Mermaid (.mmd) do without"
-        )
-    head, brace, body = dot.partition("{")
-    source = f"{head}{brace}\n\tdpi={_DPI[form]}{body}"
-    process = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
-    if process.returncode != 0 or not process.stdout:
-        last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DrawingError(f"Graphviz ({name}) failed with code {process.returncode}: {last_line}")
-    return process.stdout
+    if find_spec("graphviz") is not None:
+        import graphviz
+
+        head, brace, body = dot.partition("{")
+        source = graphviz.Source(f"{head}{brace}\n\tdpi={_DPI[form]}{body}")
+        try:
+            return bytes(source.pipe(format=form, quiet=True))
+        except graphviz.CalledProcessError as error:
+            raise _failed("dot", error.returncode, error.stderr) from error
+        except graphviz.ExecutableNotFound:
+            if find_spec("pygraphviz") is not None:
+                command = [sys.executable, "-P", "-c", _PYGRAPHVIZ, form, _DPI[form]]
+                process = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
+                if process.returncode != 0 or not process.stdout:
+                    raise _failed("pygraphviz", process.returncode, process.stderr) from None
+                return process.stdout
+    raise DrawingError(
+        "drawing needs Graphviz: pip install 'fsm-rollout[diagrams]' brings one along; "
+        "only DOT (.dot) and Mermaid (.mmd) do without"
+    )
+
+
+def _failed(program: str, code: int, output: bytes | None) -> DrawingError:
+    last_line = (output or b"").decode(errors="replace").strip().rpartition("\n")[2]
+    return DrawingError(f"Graphviz ({program}) failed with code {code}: {last_line}")
 
 
 def template_environment(
