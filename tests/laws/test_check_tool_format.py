@@ -14,7 +14,7 @@ from fsm_rollout.chat.formats import Call, Parsed
 from fsm_rollout.chat.formats.base import BadCallError, Collector, read_json
 from fsm_rollout.errors import ChatTemplateError
 from fsm_rollout.testing import ConformanceError, check_tool_format
-from fsm_rollout.testing.strategies.calls import WRITERS
+from fsm_rollout.testing.strategies.calls import WRITERS, plain_data
 from tests.cases import mistakes, written
 from tests.embedded import tokenizer as embedded_tokenizer
 
@@ -29,6 +29,25 @@ def joined(tool_format: str, between: str = "\n") -> Callable[[Sequence[Written]
     return lambda calls: between.join(WRITERS[tool_format](name, arguments) for name, arguments in calls)
 
 
+# Texts that models may put into arguments, with what stands for something in the grammars.
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=12) | st.sampled_from(
+    ["5", "true", "</parameter>", "<tool_call>", " padded ", "a\nb", "{}", "None"]
+)
+numbers = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
+values = plain_data(texts, numbers, max_leaves=6)
+tricky_arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts,
+        "ratio": numbers,
+        "items": st.lists(values, max_size=2),
+        "nested": st.dictionaries(texts, values, max_size=3),
+    },
+)
+tricky_calls = st.lists(st.tuples(st.sampled_from(["lookup", "write_note"]), tricky_arguments), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("calls", [None, tricky_calls], ids=["any", "tricky"])
 @pytest.mark.parametrize(
     ("name", "render"),
     [
@@ -40,8 +59,8 @@ def joined(tool_format: str, between: str = "\n") -> Callable[[Sequence[Written]
         ("mistral", mistral_list),
     ],
 )
-def test_the_built_in_formats_conform(name: str, render: Any) -> None:
-    checked = check_tool_format(name, render, examples=30)
+def test_the_built_in_formats_conform(name: str, render: Any, calls: Any) -> None:
+    checked = check_tool_format(name, render, calls=calls, examples=30)
     assert checked.examples > 90
 
 

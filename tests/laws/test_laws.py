@@ -38,6 +38,7 @@ from tests.laws.world import turns
 from tests.paired_shards import sharing
 from tests.remote import served
 from tests.runs import agent
+from tests.sessions import ends_sessions
 
 FAILURES = {"failed:Overload", "failed:EngineError", "failed:RuntimeError"}
 """What the drawn world may be blamed for; any other failure would be our own."""
@@ -74,7 +75,7 @@ def everything(run: Simulation) -> Simulation:
     for trajectory in run.trajectories:
         note(f"{trajectory} {trajectory.detail or ''} {trajectory.visits}")
     held = [laws.keeps_running, laws.comes_back, laws.stays_within(prove(run.graph)), laws.keeps_limits]
-    held += [laws.keeps_streams, laws.keeps_events, laws.ends_sessions, fails_only_as_drawn, come_with_their_rows]
+    held += [laws.keeps_streams, laws.keeps_events, ends_sessions, fails_only_as_drawn, come_with_their_rows]
     return judge(run, held)
 
 

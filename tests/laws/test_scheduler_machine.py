@@ -23,7 +23,6 @@ from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.scheduler import Scheduler
-from fsm_rollout.testing.simulation.laws import kept_sessions
 from fsm_rollout.testing.simulation.virtual_time import VirtualTimeLoop
 from fsm_rollout.trajectory.events import AnyEvent, Ended
 from fsm_rollout.trajectory.prompt import Prompt
@@ -31,6 +30,7 @@ from fsm_rollout.trajectory.tokens import Owner
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.laws.mortals import Losses, Mortal, MortalPool
 from tests.runs import TOOLS, agent, changed
+from tests.sessions import kept_sessions
 
 ATTEMPTS = 2
 """Tries of a generation, after which the dispatcher gives it up."""

@@ -18,12 +18,12 @@ from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.taught_runs import teach
 from fsm_rollout.scheduler.teachers import TaughtBy, TeacherSettings
-from fsm_rollout.testing.simulation import laws
 from fsm_rollout.testing.simulation.plan import Plan
 from fsm_rollout.testing.simulation.simulate import Simulation, embedded_tokenizer, simulate
 from fsm_rollout.trajectory.events import TeacherScored
 from tests.laws.agents import agents
 from tests.laws.test_laws import drawn, said, without_clocks
+from tests.sessions import ends_sessions
 
 HINT = "<|im_start|>system\nAsked: {{ task }}<|im_end|>\n"
 SETTINGS = {"plain": TeacherSettings(), "hinted": TeacherSettings(top_k=2, hint=HINT)}
@@ -105,7 +105,7 @@ def test_whatever_fails_each_token_has_the_teachers_own_log_prob_or_says_why_not
     scored(run)
     asks_once(run)
     events_hold(run)
-    laws.ends_sessions(run)
+    ends_sessions(run)
 
 
 @given(said(failures=False, faults=False))

@@ -11,13 +11,13 @@ package's data types and none of its logic; a breach raises :class:`LawBroken`, 
 | 5 | each generation's input extends the one before it, token for token; a stream's requests are one session |
 | 6 | a calm run's results do not depend on the schedule, nor on where it was set aside; events fold to the trajectory |
 | 7 | every sampled token of a trained context is in exactly one row |
-| 8 | every prompt comes back exactly once, ended or suspended, and nothing is left running or kept by an engine |
+| 8 | every prompt comes back exactly once, ended or suspended, and nothing is left running |
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -25,8 +25,6 @@ import numpy as np
 from fsm_rollout.agent.graph import AgentGraph
 from fsm_rollout.agent.proof import Bound
 from fsm_rollout.batch.rows import TrainingRow, rows
-from fsm_rollout.engines.protocol import Request
-from fsm_rollout.engines.scripted.engine import Logged, SessionEnded
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.testing.simulation.simulate import Sampled, Simulation
 from fsm_rollout.trajectory.enums import ROLES, LimitName, Role, Trigger
@@ -98,34 +96,6 @@ def comes_back(run: Simulation) -> None:
         if ends != (not aside) or trajectory.ended == aside:
             ending = f"it has ended {ends} times and is {'' if aside else 'not '}set aside"
             raise LawBroken(8, f"{ending}; one of the two, once", trajectory.trajectory_id)
-
-
-def ends_sessions(run: Simulation) -> None:
-    """Law 8: each session that an engine has begun to keep ends there once; an engine that was killed keeps nothing."""
-    lives = [life for lives in run.replicas.lives.values() for life in lives]
-    for life in lives:
-        left = kept_sessions(life.scripted.log, alone=len(lives) == 1)
-        if life.failure is None and left:
-            raise LawBroken(8, f"the engine never heard of the end of session '{left[0]}'")
-
-
-def kept_sessions(log: Iterable[Logged], *, alone: bool = True) -> list[str]:
-    """Return the sessions of which an engine has not heard the end, by its own log.
-
-    Raises:
-        LawBroken: one ends that is not kept, or (of an engine ``alone``, to which it cannot have moved) comes back.
-    """
-    kept: dict[str, bool] = {}
-    for what in [line.what for line in log]:
-        if isinstance(what, Request) and what.session:
-            if alone and kept.get(what.session) is False:
-                raise LawBroken(8, f"session '{what.session}' comes back after its end", what.trajectory_id)
-            kept[what.session] = True
-        elif isinstance(what, SessionEnded):
-            if not kept.get(what.session):
-                raise LawBroken(8, f"session '{what.session}' ends, and the engine keeps nothing for it")
-            kept[what.session] = False
-    return [session for session, is_kept in kept.items() if is_kept]
 
 
 def stays_within(bound: Bound) -> Law:

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import nullcontext
 from itertools import accumulate
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsm_rollout.concurrency.deadline import Deadline
@@ -16,6 +16,8 @@ times = st.one_of(st.integers(1, LONGEST), st.integers(1, LONGEST), st.none())
 steps = st.lists(st.tuples(st.sampled_from([0, 1, -1, AWAY]), st.integers(1, 20)), max_size=12)
 
 
+@example([(0, 5), (1, 2), (1, 2), (-1, 2), (-1, 2)], 7, None)
+@example([(1, 5), (AWAY, 2)], 7, 9)
 @given(steps, times, times)
 def test_it_expires_when_it_has_run_for_its_seconds_or_its_wall_has_passed(
     steps: list[tuple[int, int]], seconds: int | None, wall: int | None

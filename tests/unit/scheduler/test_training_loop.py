@@ -22,7 +22,6 @@ from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.testing import run_virtual
-from fsm_rollout.testing.simulation.laws import kept_sessions
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent
 from fsm_rollout.trajectory.prompt import Prompt
@@ -30,6 +29,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
 from tests.laws.world import call
 from tests.runs import Bench, agent, ages, histories, outline, prompts, slow, with_tool
+from tests.sessions import kept_sessions
 
 pytestmark = pytest.mark.virtual_time
 

@@ -18,6 +18,7 @@ from fsm_rollout.testing.simulation.simulate import Simulation, simulate
 from fsm_rollout.trajectory.tokens import Owner, TokenStream
 from tests.cases import FILES
 from tests.kit import ROOT
+from tests.sessions import ends_sessions
 
 AGENT = ROOT / "configs/agents/single_turn.yaml"
 PLAN = Plan(prompts=2, n=2, says=({"single_turn/main": (Turn(text="The answer is 4."),)},))
@@ -58,7 +59,7 @@ def hold_all(run: Simulation) -> None:
     bound = laws.stays_within(prove(run.graph))
     for law in (
         laws.keeps_running, laws.comes_back, bound, laws.keeps_limits, laws.keeps_streams, laws.keeps_events,
-        laws.ends_sessions,
+        ends_sessions,
     ):  # fmt: skip
         law(run)
 

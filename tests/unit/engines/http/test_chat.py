@@ -278,7 +278,7 @@ async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
     engine = ChatEngine("o4-mini", tokenizer=TOKENIZER, base_url="http://unused")
     answered = engine.generate([Request("r", as_ids(range(5)), SamplingParams(8))])
     await engine.abort(["r"])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(600):
         assert [chunk.finish_reason async for chunk in answered] == ["abort"]
     await engine.aclose()
 
@@ -291,7 +291,7 @@ async def test_a_request_whose_failure_cannot_be_read_ends_with_that(monkeypatch
 
     monkeypatch.setattr(engine, "_answered", fails)
     monkeypatch.setattr(engine._api, "failure", fails)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(600):
         (last,) = [chunk async for chunk in engine.generate([Request("r", as_ids(range(5)), SamplingParams(8))])]
     assert last.finish_reason == "abort"
     assert "a form that nobody knows" in str(last.error)

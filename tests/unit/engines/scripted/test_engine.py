@@ -38,10 +38,6 @@ def shape(chunks: list[tuple[float, Chunk]]) -> list[tuple[float, int, str | Non
     return [(at, len(chunk.ids), chunk.finish_reason) for at, chunk in chunks]
 
 
-def test_it_is_an_engine(tokenizer: Any):
-    assert isinstance(ScriptedEngine([], tokenizer=tokenizer), Engine)
-
-
 @pytest.mark.parametrize(
     ("script", "warnings"), [(["a", "b"], 1), ({"main": ["a", "b"], "critic": ["c", "d"]}, 0), (lambda request: "x", 0)]
 )
@@ -133,24 +129,6 @@ async def test_it_sleeps_only_when_idle_or_paused(tokenizer: Any):
     assert (await stream)[-1][0] == 51
 
 
-async def test_pieces_carry_the_version_of_their_time(tokenizer: Any):
-    engine = ScriptedEngine([Turn(text="abc", chunks=4, delay=1)], tokenizer=tokenizer)
-    loop = asyncio.get_running_loop()
-    tasks = [
-        loop.create_task(_at(2.5, engine.update_weights({}))),
-        loop.create_task(_at(3.5, engine.update_weights({}, 9))),
-    ]
-    chunks = await collect(engine, request("r"))
-    await asyncio.gather(*tasks)
-    assert engine.weight_version == 9
-    assert [chunk.weight_version for _, chunk in chunks] == [0, 0, 0, 1, 9]
-
-
-async def _at(delay: float, what: Any) -> None:
-    await asyncio.sleep(delay)
-    await what
-
-
 async def test_closing_ends_everything_also_what_waits(tokenizer: Any):
     engine = ScriptedEngine([Turn(hang=True)], tokenizer=tokenizer, max_running=1)
     stream = asyncio.create_task(collect(engine, *(request(name) for name in "abc")))
@@ -168,15 +146,6 @@ async def test_a_listener_that_leaves_ends_its_requests(tokenizer: Any):
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     assert engine.load() == Load()
-
-
-async def test_an_id_under_way_is_not_taken_twice(tokenizer: Any):
-    engine = ScriptedEngine([Turn(text="x", delay=1)], tokenizer=tokenizer)
-    stream = engine.generate([request("a")])
-    with pytest.raises(EngineError, match="request id 'a' is under way already"):
-        engine.generate([request("a")])
-    assert [chunk.finish_reason async for chunk in stream] == [None, "stop"]
-    assert [chunk.finish_reason async for chunk in engine.generate([request("a")])] == [None, "stop"]
 
 
 def test_the_log_holds_every_request_and_chunk_in_order(tokenizer: Any):

@@ -137,16 +137,6 @@ def test_a_model_with_adapters_is_decoded_with_them(model: Any):
     assert logprobs_of(chunks) == pytest.approx(expected, rel=CLOSE, abs=CLOSE)  # seen: 1.03e-5 of 3.3
 
 
-def test_a_stop_token_ends_a_request_and_is_its_last_token(model: Any):
-    (free,) = run(loop_of(model), {0: [Request("r", as_ids([5, 6]), SamplingParams(20, seed=3))]}).values()
-    stop = ids_of(free)[7]
-    first = ids_of(free).index(stop)
-    sampling = SamplingParams(20, seed=3, stop_ids=frozenset({stop}))
-    (stopped,) = run(loop_of(model), {0: [Request("r", as_ids([5, 6]), sampling)]}).values()
-    assert ids_of(stopped) == ids_of(free)[: first + 1]
-    assert stopped[-1].finish_reason == "stop"
-
-
 def test_the_window_ends_a_request(model: Any):
     request = Request("r", as_ids(prompt(0, 20)), SamplingParams(100))
     (chunks,) = run(loop_of(model, max_context=32), {0: [request]}).values()
