@@ -5,6 +5,7 @@
     python benchmarks/overhead.py --n 512 --delay 0.2                      # each generation takes 0.2 s
     python benchmarks/overhead.py --workers 2                              # two shards, each with its engine
     python benchmarks/overhead.py --context 100000 --n 16 --turns 32       # what a turn costs in a long context
+    python benchmarks/overhead.py --memory 0.25 --n 512 --reps 25          # what it costs to heed a server's memory
     python benchmarks/overhead.py --mode ray --workers 2                   # two shards as actors of Ray
     python benchmarks/overhead.py --workload DIR --peer VENV               # beside verl, in turn, with ratios
 
@@ -21,6 +22,10 @@ shard: where there are cores enough, the larger of them bounds the rate. ``us_cp
 of the batch alone. Of ``--mode ray`` only the wall time is told: actors are not processes of this one.
 ``kb_per_trajectory`` is what one trajectory holds in resident memory while all of them wait for their second turn,
 besides 16 bytes per token; only the first repetition tells it, since later ones find memory that is there already.
+
+``--memory`` runs two in turn, ``--reps`` times, and prints the ratio of their CPU times: one on an engine that says how
+many tokens it has room for, that share of all trajectories' at their ends (``concurrency: auto``), and one on an engine
+that does not, with as many trajectories at once. Both keep sessions.
 """
 
 from __future__ import annotations
@@ -73,9 +78,10 @@ class InstantEngine:
     max_context = 10**7
     weight_version = 0
 
-    def __init__(self, work: Any, delay: float) -> None:
+    def __init__(self, work: Any, delay: float, capacity: int = 0) -> None:
         self.tokenizer = work.tok
         self._delay = delay
+        self._capacity = capacity
         self._turns = work.turns + 1
         self._variants = [
             [(array("i", ids), array("f", [-0.5]) * len(ids)) for ids in work.script(i)] for i in range(work.variants)
@@ -123,10 +129,13 @@ class InstantEngine:
         return self.weight_version
 
     def load(self) -> Any:
-        """Return nothing: it is never busy."""
+        """Say how much it has room for, if it is to, and no more: it is never busy."""
         from fsm_rollout.engines.protocol import Load
 
-        return Load()
+        return Load(capacity=self._capacity)
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Nothing is kept for them."""
 
 
 def resident_mb() -> float:
@@ -227,14 +236,16 @@ def wrong(work: Any, prompts: Sequence[Any], tools: Any, batch: Any) -> int:
     return bad
 
 
-async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: Sequence[Any], rep: int) -> Any:
-    """Run all prompts, make the batch, and return what it took."""
+async def run_once(
+    options: argparse.Namespace, work: Any, graph: Any, prompts: Sequence[Any], rep: int, capacity: int = 0
+) -> Any:
+    """Run all prompts, make the batch, and return what it took; ``capacity``: of an engine that says it."""
     from fsm_rollout import Prompt, Rollout
     from fsm_rollout.trajectory.journal import Journal
 
-    engine = InstantEngine(work, options.delay)
+    engine = InstantEngine(work, options.delay, capacity)
     marks = SimpleNamespace(cpu=0.0, resident=0.0, tokens=0, aside_cpu=0.0, aside_wall=0.0, batch_cpu=0.0)
-    if options.turns and options.workers == 1 and options.mode == "worker":
+    if options.turns and options.workers == 1 and options.mode == "worker" and not options.memory:
         # A gate before the second turn, where every trajectory waits.
         engine.gate, engine.expected = 1, len(prompts)
 
@@ -250,14 +261,14 @@ async def run_once(options: argparse.Namespace, work: Any, graph: Any, prompts: 
     shards = options.workers > 1 or options.mode == "ray"
     folder = tempfile.TemporaryDirectory()
     journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
-    count = max(len(prompts), 1)
+    count = max(round(len(prompts) * min(1.0, options.memory or 1.0)), 1)
     placement = "ray" if options.mode == "ray" else "local"
     with Rollout(graph, engine) as alone:
         (agent,) = alone.scheduler.agents.all
         tools = agent.toolbox.schemas("main")
     rollout = Rollout(
-        graph, spec_of(options) if shards else engine, concurrency=count, journal=journal, workers=options.workers,
-        worker_placement=placement,
+        graph, spec_of(options) if shards else engine, concurrency="auto" if capacity else count, journal=journal,
+        workers=options.workers, worker_placement=placement,
     )  # fmt: skip
     make = rollout.batch
 
@@ -330,10 +341,27 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         graph = load_bench_agent(options)
         prompts = prompts_of(options, work)
         asyncio.run(run_once(options, work, graph, prompts[:16], -1))
+        capacity = round(options.memory * sum(size_of(work, prompt, index) for index, prompt in enumerate(prompts)))
+        ratios: list[float] = []
         for rep in range(options.reps):
-            results.append(asyncio.run(run_once(options, work, graph, prompts, rep)))
-            show(results[-1], options)
+            sides = [capacity, 0] if rep % 2 else [0, capacity] if capacity else [0]
+            pair = {side: asyncio.run(run_once(options, work, graph, prompts, rep, side)) for side in sides}
+            results += pair.values()
+            for result in pair.values():
+                show(result, options)
+            if capacity:
+                ratios.append(pair[capacity]["us_cpu_per_gen"] / pair[0]["us_cpu_per_gen"])
+    if ratios:
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        print(f"CPU with the engine's memory, against without: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
     return results
+
+
+def size_of(work: Any, prompt: Any, index: int) -> int:
+    """Return how many tokens a trajectory has at its end."""
+    messages = [dict(message) for message in prompt.messages]
+    opening = work.tok.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    return len(opening) + len(work.expected(index)[1])
 
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
@@ -435,6 +463,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=1024, help="width of the batch's responses")
     parser.add_argument("--context", type=int, default=0, help="make each prompt so many tokens longer")
     parser.add_argument("--journal", action="store_true", help="keep a journal")
+    parser.add_argument("--memory", type=float, default=0.0, help="compare with an engine that has room for this share")
     parser.add_argument("--workers", type=int, default=1, help="processes that run the trajectories")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one object a line")

@@ -95,7 +95,8 @@ class Placing:
         """Take in a request of a client, whose sessions' names begin with ``label``."""
         request = pending.request
         if self.residency is not None and request.session:
-            key = label + root_of(request)
+            known = self.residency.by_session.get(request.session)
+            key = label + root_of(request) if known is None else known.key
             most = request.sampling.max_tokens
             pending.tree = self.residency.ask(key, request.group_id or key, request.session, request.ids, most)
             while self.residency.given_up:
@@ -282,8 +283,7 @@ class Placing:
         held, admitted = self.queue.held, list[Tree]()
         if not residency.memories and held:
             self.queue.release(list(held))
-        while (tree := residency.first()) is not None:
-            takers = self._fleet.among(residency.takers(tree))
+        while (tree := residency.first) is not None and len(takers := self._fleet.among(residency.takers(tree))):
             taker = takers[0]
             if len(takers) > 1 and tree in held and takers.has_room:
                 asked = min(held[tree], key=attrgetter("lane", "place"))
@@ -295,7 +295,7 @@ class Placing:
         if admitted:
             self.queue.release(admitted)
             self._keep_none_waiting()
-        if self._timer is None and residency.waits:
+        if self._timer is None and tree is not None:
             most = max([memory.capacity for memory in residency.memories.values()], default=0)
             after = max(MARK_LEAST, MARK_EVERY * self.unit * self.share * most)
             self._timer = asyncio.get_running_loop().call_later(after, self._mark)

@@ -25,9 +25,12 @@ class RequestQueue:
 
     def put_back(self, requests: Iterable[PendingRequest]) -> None:
         """Take in requests that stood here before, each by when it came."""
+        lanes = set[int]()
         for pending in requests:
             self.lanes[pending.lane][pending] = None
-        self.lanes = [dict.fromkeys(sorted(lane, key=attrgetter("place"))) for lane in self.lanes]
+            lanes.add(pending.lane)
+        for lane in lanes:
+            self.lanes[lane] = dict.fromkeys(sorted(self.lanes[lane], key=attrgetter("place")))
 
     def hold(self, pending: PendingRequest, replica: Replica | None = None) -> None:
         """Let a request wait until its trajectory has a place, or a replica room."""

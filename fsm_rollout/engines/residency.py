@@ -30,7 +30,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,14 +96,6 @@ class Tree:
     paused: bool = False
     """Whether it has been, as memory was short."""
 
-    def grow(self, session: str, tokens: int) -> int:
-        """Let a session have so many tokens; return how many more the tree has now."""
-        own = max(0, tokens - self.begins[session])
-        more = own - self.contexts.get(session, 0)
-        self.contexts[session] = own
-        self.tokens += more
-        return more
-
 
 @dataclass(slots=True)
 class RecentMean:
@@ -139,17 +131,10 @@ class ReplicaMemory:
     place: int = 0
     """That of its replica among all."""
     residents: dict[Tree, None] = field(default_factory=dict)
-    own: int = 0
-    """The tokens of its residents, without what they share with their groups."""
     groups: Counter[TreeGroup] = field(default_factory=Counter)
     """How many residents each group has."""
-    openings: int = 0
-    """The tokens of these groups' openings."""
-
-    @property
-    def held(self) -> int:
-        """The tokens of its residents, each once."""
-        return self.own + self.openings - len(self.known.beginning) * max(0, len(self.groups) - 1)
+    held: int = 0
+    """The tokens of its residents, each once."""
 
     @property
     def room(self) -> float:
@@ -173,19 +158,28 @@ class ReplicaMemory:
 
     def add(self, tree: Tree) -> None:
         """Have one resident more."""
+        self.held += self.share(tree)
         self.residents[tree] = None
-        self.own += tree.tokens
-        self.openings += 0 if tree.group in self.groups else len(tree.group.opening)
         self.groups[tree.group] += 1
 
     def remove(self, tree: Tree) -> None:
         """Have one resident less."""
+        self.held -= self.share(tree)
         del self.residents[tree]
-        self.own -= tree.tokens
         self.groups[tree.group] -= 1
         if not self.groups[tree.group]:
             del self.groups[tree.group]
-            self.openings -= len(tree.group.opening)
+
+    def smallest_first(self, trees: Iterable[Tree]) -> Iterator[Tree]:
+        """Return some residents by their shares as of now, the smallest first; of equals the latest."""
+        groups, begins = self.groups, len(self.known.beginning) if len(self.groups) > 1 else 0
+        line = [
+            (tree.tokens + (len(tree.group.opening) - begins if groups[tree.group] == 1 else 0), -tree.number, tree)
+            for tree in trees
+        ]
+        heapq.heapify(line)
+        while line:
+            yield heapq.heappop(line)[-1]
 
 
 class Residency:
@@ -200,11 +194,12 @@ class Residency:
         self._places: dict[str, int] = {}  # of groups
         self._groups: dict[str, TreeGroup] = {}  # those that have trees
         self._known = Known()
-        self._trees: dict[str, Tree] = {}  # by session
+        self.by_session: dict[str, Tree] = {}
         self._line: list[tuple[int, int, Tree]] = []  # a heap; who does not stand in it any more is skipped
         self._came = 0
         self._order: dict[str, int] = {}  # the places of replicas
         self._rooms = np.empty(0)  # what each memory has room for, by its place; -inf: it is not known yet
+        self._changed: set[ReplicaMemory] = set()  # those whose rooms are to be looked at again
 
     # -- the replicas -------------------------------------------------------------------------------------------------
 
@@ -220,7 +215,7 @@ class Residency:
         elif memory.capacity == capacity:
             return
         memory.capacity = capacity
-        self._changed(memory)
+        self._changed.add(memory)
 
     def arrange(self, names: Sequence[str]) -> None:
         """Give replicas their places, those with a memory and others, and forget what is not among them.
@@ -235,7 +230,7 @@ class Residency:
         self._rooms = np.full(len(names), -math.inf)
         for name, memory in self.memories.items():
             memory.place = self._order[name]
-            self._changed(memory)
+        self._changed = set(self.memories.values())
 
     # -- the trees ----------------------------------------------------------------------------------------------------
 
@@ -250,8 +245,8 @@ class Residency:
             tree = self.trees[key] = Tree(key, self._group(group, ids), self._came)
             tree.group.trees[tree] = None
         if session not in tree.begins:
-            self._trees[session] = tree
-            tree.begins[session] = common_length(tree.group.opening, ids)
+            self.by_session[session] = tree
+            tree.begins[session], tree.contexts[session] = common_length(tree.group.opening, ids), 0
         self._grow(tree, session, len(ids) + min(most, round(RESERVED * self._known.says.value)))
         if tree.home is not None and not tree.asking:
             memory = self.memories[tree.home]
@@ -262,21 +257,22 @@ class Residency:
                     self.given_up += other.contexts
         tree.asking += 1
         tree.idle = False
-        self._stand_in_line(tree)
+        if tree.home is None:
+            self._stand_in_line(tree)
         return tree
 
     def answer(self, tree: Tree, session: str, tokens: int, sampled: int = 0) -> None:
         """Note the end of a request, after which its session has so many tokens, of which it has said some."""
         tree.asking -= 1
         self._known.says.add(sampled)
-        if self._trees.get(session) is tree:  # else the session has ended
+        if self.by_session.get(session) is tree:  # else the session has ended
             self._grow(tree, session, tokens)
 
     def end(self, sessions: Iterable[str]) -> None:
         """Note the ends of sessions; a tree without any has left."""
         had: dict[Tree, int] = {}
         for session in sessions:
-            if (tree := self._trees.pop(session, None)) is not None:
+            if (tree := self.by_session.pop(session, None)) is not None:
                 had.setdefault(tree, tree.tokens)
                 self._grow(tree, session, 0)
                 del tree.contexts[session], tree.begins[session]
@@ -293,28 +289,24 @@ class Residency:
         if tree.home is not None:
             memory = self.memories[tree.home]
             memory.remove(tree)
-            self._changed(memory)
+            self._changed.add(memory)
             self.resident -= 1
             tree.home = None
-        self._stand_in_line(tree)
+        if tree.asking:
+            self._stand_in_line(tree)
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
+    @property
     def first(self) -> Tree | None:
-        """Return the first in the line, if any replica may admit it."""
+        """The first in the line."""
         while self._line:
             tree = self._line[0][-1]
-            if tree.home is not None or not tree.asking or not tree.queued:
-                heapq.heappop(self._line)
-                tree.queued = False
-                continue
-            return tree if self.takers(tree).any() else None
+            if tree.home is None and tree.asking and tree.queued:
+                return tree
+            heapq.heappop(self._line)
+            tree.queued = False
         return None
-
-    @property
-    def waits(self) -> bool:
-        """Whether anybody stands in the line."""
-        return self.first() is not None or bool(self._line)
 
     def mark(self) -> None:
         """Let who has asked for nothing since the last mark give way to as many in the line as fit then.
@@ -322,7 +314,7 @@ class Residency:
         The smallest go first. These are in long tools, with users, or suspended: what others wait for is better used,
         and computed again.
         """
-        if self.first() is None:
+        if (first := self.first) is not None and not np.count_nonzero(self.takers(first)):
             waiting = deque(tree for *_, tree in sorted(self._line) if tree.queued and tree.asking and not tree.home)
             for memory in self.memories.values():
                 # What it would be if all of them gave way, and how much is to be free for those who would fit then.
@@ -342,16 +334,23 @@ class Residency:
     def takers(self, tree: Tree) -> NDArray[np.bool_]:
         """Return which replicas may admit a tree, by their places."""
         need = tree.tokens + len(tree.group.opening) - len(self._known.beginning)
-        takes: NDArray[np.bool_] = self._rooms >= need + (GROWTH * self._known.ends.value if tree.paused else 0.0)
+        takes: NDArray[np.bool_] = self.rooms() >= need + (GROWTH * self._known.ends.value if tree.paused else 0.0)
         for home in {other.home for other in tree.group.trees} - {None}:  # where what the group shares is already
             memory = self.memories[str(home)]
             takes[memory.place] = memory.takes(tree)
         return takes
 
+    def rooms(self) -> NDArray[np.float64]:
+        """Return what each memory has room for, by its place; -inf: it is not known yet."""
+        for memory in self._changed:
+            self._rooms[memory.place] = memory.room
+        self._changed.clear()
+        return self._rooms
+
     def admit(self, tree: Tree, name: str) -> None:
         """Give a tree that stands in the line its place."""
         self.memories[name].add(tree)
-        self._changed(self.memories[name])
+        self._changed.add(self.memories[name])
         self.resident += 1
         tree.home = name
 
@@ -377,8 +376,9 @@ class Residency:
             return
         group.opening = group.opening[:length]
         for memory in self.memories.values():
-            memory.openings -= cut if group in memory.groups else 0
-            self._changed(memory)
+            if group in memory.groups:
+                memory.held -= cut
+                self._changed.add(memory)
         self._begin_alike(length)
         for tree in group.trees:
             for session, begins in tree.begins.items():
@@ -387,25 +387,27 @@ class Residency:
 
     def _begin_alike(self, length: int) -> None:
         """Learn that all openings begin with so much at most of what they were known to begin with."""
-        if length < len(self._known.beginning):
+        if (cut := len(self._known.beginning) - length) > 0:
             self._known.beginning = self._known.beginning[:length]
             for memory in self.memories.values():
-                self._changed(memory)
+                memory.held += cut * max(0, len(memory.groups) - 1)
+                self._changed.add(memory)
 
     def _stand_in_line(self, tree: Tree) -> None:
-        if tree.home is None and tree.asking and not tree.queued:
+        if not tree.queued:
             tree.queued = True
             heapq.heappush(self._line, (tree.group.place, tree.number, tree))
 
     def _grow(self, tree: Tree, session: str, tokens: int) -> None:
-        more = tree.grow(session, tokens)
+        """Let a session of a tree have so many tokens."""
+        own = max(0, tokens - tree.begins[session])
+        more = own - tree.contexts[session]
+        tree.contexts[session] = own
+        tree.tokens += more
         if tree.home is not None:
             memory = self.memories[tree.home]
-            memory.own += more
-            self._changed(memory)
-
-    def _changed(self, memory: ReplicaMemory) -> None:
-        self._rooms[memory.place] = memory.room
+            memory.held += more
+            self._changed.add(memory)
 
     def _pause(self, memory: ReplicaMemory, idle: list[Tree], most: float, least: int = 0) -> list[Tree]:
         """Pause some of those who stand at a boundary, the smallest first, and return them.
@@ -413,7 +415,7 @@ class Residency:
         That is until the others hold so many tokens at ``most``, or until so many are left.
         """
         gone: list[Tree] = []
-        for tree in sorted(idle, key=lambda tree: (memory.share(tree), -tree.number)):
+        for tree in memory.smallest_first(idle):
             if memory.held <= most or len(memory.residents) <= least:
                 break
             self.paused += 1

@@ -96,9 +96,10 @@ class Fleet(Sequence[V]):
 
     def among(self, which: NDArray[np.bool_]) -> Fleet[V]:
         """Return some of them, as they are now, by their places."""
-        if which.all():
+        count = int(np.count_nonzero(which))
+        if count == len(self._replicas):
             return self
-        places = np.flatnonzero(which).tolist()
+        places = np.flatnonzero(which).tolist() if count else []
         return Fleet([self._replicas[place] for place in places], self._loads[places])
 
 

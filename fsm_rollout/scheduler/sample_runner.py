@@ -64,7 +64,9 @@ class SampleRunner:
         pool, task = self._policy.pool, asyncio.current_task()
         if self._concurrency == "auto" and pool.placing.residency is not None:
             # When requests go out, there may be room for more.
-            pool.before_dispatch[self] = lambda: run.changed.set() if self.to_start else None
+            pool.before_dispatch[self] = lambda: (
+                run.changed.set() if self.to_start and run.running < pool.placing.worth_having else None
+            )
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:

@@ -69,7 +69,7 @@ class Engine:
 
     def admit(self) -> None:
         residency = self.residency
-        while (tree := residency.first()) is not None:
+        while (tree := admissible(residency)) is not None:
             # Nobody of an earlier group, or who came earlier within the group, waits for a place.
             line = [other for other in residency.trees.values() if other.home is None and other.asking]
             assert (tree.group.place, tree.number) == min((other.group.place, other.number) for other in line)
@@ -148,6 +148,12 @@ def test_who_gives_way_comes_back_though_others_come_and_go(workload, sizes, rep
     assert not engine.residency.trees
 
 
+def admissible(residency: Residency) -> Tree | None:
+    """Return the first in the line, if any replica may admit it."""
+    tree = residency.first
+    return tree if tree is not None and residency.takers(tree).any() else None
+
+
 def context(key: str, tokens: int) -> Ids:
     """Return a context that shares nothing with another's."""
     return array("i", [sum(key.encode()) * 100 + len(key)] * tokens)
@@ -155,7 +161,7 @@ def context(key: str, tokens: int) -> Ids:
 
 def placed(residency: Residency, key: str, tokens: int) -> Tree:
     tree = residency.ask(key, key, f"{key}/main", context(key, tokens))
-    while (first := residency.first()) is not None:
+    while (first := admissible(residency)) is not None:
         residency.admit(first, next(name for name, memory in residency.memories.items() if memory.takes(first)))
     return tree
 
@@ -191,16 +197,16 @@ def test_who_is_away_for_long_gives_way_and_keeps_the_place_of_its_group() -> No
     away, waits = placed(residency, "a", 60), placed(residency, "b", 60)
     residency.answer(away, "a/main", 60)
     residency.mark()
-    assert residency.first() is None
+    assert admissible(residency) is None
     residency.mark()
-    assert residency.first() is waits
+    assert admissible(residency) is waits
     residency.admit(waits, "r")
     late = residency.ask("c", "c", "c/main", context("c", 10))
     residency.ask("a", "a", "a/main", context("a", 60))
     assert away.group.place < late.group.place
     residency.answer(waits, "b/main", 60)
     residency.end(["b/main"])
-    assert residency.first() is away
+    assert admissible(residency) is away
 
 
 def test_residents_of_a_replica_that_is_lost_stand_in_the_line_again() -> None:
@@ -217,7 +223,7 @@ def test_residents_of_a_replica_that_is_lost_stand_in_the_line_again() -> None:
     residency.arrange([])
     assert residency.resident == 0
     residency.resize("t", 500)
-    assert residency.first() is asks
+    assert admissible(residency) is asks
     assert lost in (asks, idle)
 
 
@@ -253,7 +259,7 @@ def test_what_siblings_share_counts_once_on_each_replica_and_what_all_share_once
     helper = residency.ask("a1", "a", "a1/0/helper/main", array("i", [*system, *[7] * 50]))
     assert helper is trees["a1"]
     held = []
-    while (tree := residency.first()) is not None:
+    while (tree := admissible(residency)) is not None:
         residency.admit(tree, "r")
         held.append(residency.memories["r"].held)
     assert held == [300, 300 + 50, 300 + 50 + 100]
@@ -280,12 +286,12 @@ def test_who_was_paused_comes_back_where_it_can_grow_as_others_did() -> None:
     residency.ask("a", "a", "a/0/child/main", context("child", 0))
     # It had 500: of 1,000 tokens 300 are held, and 200 fit, but not 1.3 times 500 more.
     residency.end(["a/main", "a/0/child/main"])
-    assert residency.first() is None
+    assert admissible(residency) is None
     residency.answer(large, "c/main", 300)  # and who has that place is away for long
     residency.mark()
-    assert residency.first() is None
+    assert admissible(residency) is None
     residency.mark()
-    assert residency.first() is small
+    assert admissible(residency) is small
 
 
 def test_who_is_away_gives_way_with_what_only_they_share() -> None:
@@ -301,7 +307,7 @@ def test_who_is_away_gives_way_with_what_only_they_share() -> None:
     residency.mark()
     residency.mark()
     assert [tree.home for tree in (stays, *away)] == ["r", None, None]
-    assert residency.first() is waits
+    assert admissible(residency) is waits
 
 
 def test_room_is_reserved_for_a_part_of_what_a_request_says_but_never_for_more_than_it_may_say() -> None:

@@ -141,7 +141,7 @@ def test_what_goes_where_is_as_if_all_replicas_were_looked_at_again_each_time(
         )
         placing._fleet = fleet
         if residency is not None:
-            rooms = {name: residency._rooms[memory.place] for name, memory in residency.memories.items()}
+            rooms = {name: residency.rooms()[memory.place] for name, memory in residency.memories.items()}
             behind.extend(name for name, memory in residency.memories.items() if rooms[name] != memory.room)
         placing.queue.release([*placing.queue.held])  # and all that waits is looked at
         for pending in [pending for lane in placing.queue.lanes for pending in lane if pending.tree is not None]:
