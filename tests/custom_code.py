@@ -128,11 +128,4 @@ class TakesOne(Free):
         return Outcome("done")
 
 
-class CannotBeBuilt(Free):
-    """Its constructor fails."""
-
-    def __init__(self, name: str, spec: object) -> None:
-        raise RuntimeError("no such index")
-
-
 an_instance = Undeclared()

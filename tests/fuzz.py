@@ -52,10 +52,6 @@ NASTY: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-class Skipped(Exception):
-    """A mutation that gives no input."""
-
-
 # -- mutations ------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ from tests.unit.chat import chat_zoo as zoo
 TOKENIZER = zoo.tokenizer_for(zoo.CHATML + "{#- <tool_call></tool_call> -#}")
 CHAT = ChatTemplate(TOKENIZER)
 STOP = TOKENIZER.eos_token_id
-USER_TURN = "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 TEXT = [zoo.user(), zoo.said()]
 MORE = [zoo.user("more")]
 

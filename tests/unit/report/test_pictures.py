@@ -29,8 +29,6 @@ from fsm_rollout.view.beside import beside_page
 from tests.kit import on_screen
 from tests.unit.report.recorded_runs import NASTY, PADS, Elements, showing, write_run
 
-Shown = tuple[str, str, str]
-
 
 def picture(seed: int, width: int = 64, height: int = 48) -> StoredPicture:
     return picture_of(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))

@@ -8,8 +8,6 @@ from fsm_rollout.states.external.origins import Origin, origin_of, reads_as_side
 from fsm_rollout.states.external.sameness import HUGE, LONG, Pins, _known_digest, chains_of
 from tests.cases import cases
 
-BILLING = "x-anthropic-billing-header: cc_version=2.1.3.ab; cc_entrypoint=cli; cch={};You are {}."
-
 
 @cases("states")
 def test_what_changes_from_call_to_call_is_taken_as_it_first_was(first: str, second: str, same: bool) -> None:
