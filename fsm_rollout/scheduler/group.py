@@ -68,6 +68,8 @@ class Group:
     """Where it is on its way to the caller."""
     place: int = -1
     """When it was opened: after so many others of its scheduler."""
+    version: int = -1
+    """That of the policy's weights then; of one that is resumed, that of its oldest token."""
     active: dict[str, ActiveTrajectory] = field(default_factory=dict)
     """Its trajectories that run or can go on in this process, by trajectory id."""
     attempts: dict[int, int] = field(default_factory=dict)

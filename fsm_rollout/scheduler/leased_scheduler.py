@@ -71,7 +71,7 @@ class LeasedScheduler(Scheduler):
         self.capacity = math.ceil(concurrency / shards.count)
         """How many trajectories may be under way in each shard."""
         self.recorder = Recorder(None, ())
-        self.groups = GroupTable()
+        self.groups = GroupTable(lambda: self.shards.version)
         self.staleness = Staleness(max_staleness, max_restarts, lambda: self.shards.version)
         self.starter = cast(TrajectoryStarter, _RunNumber())
         self.samples = cast(Any, Leases(self))

@@ -68,6 +68,8 @@ def resumed_groups(
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
         group.discard_unread()
+        sampled = [span.version for t in group.all for stream in t.streams for span in stream.tokens.sampled()]
+        group.version = min(sampled, default=group.version)
         groups.append(group)
     if problems:
         raise ConfigError(problems)

@@ -76,8 +76,9 @@ class GroupTable(dict[str, Group]):
     Invariant: each group stands in the view of its ``state``, behind those that came to that state before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
+        self.version = version  # returns that of the policy's weights
         self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         """The groups in each state, in the order in which they came to it: only read it."""
         self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
@@ -94,6 +95,7 @@ class GroupTable(dict[str, Group]):
         """Let a group, which may be new here, be in a state: behind the others that are."""
         if state is GroupState.RUNNING and group.place < 0:
             group.place, self.opened = self.opened, self.opened + 1
+            group.version = self.version() if group.version < 0 else group.version
         self.by_state[group.state].pop(group.group_id, None)
         self[group.group_id] = self.by_state[state][group.group_id] = group
         group.state = state
@@ -276,7 +278,8 @@ class RunState:
         done: Collection[Group] = groups.by_state[GroupState.DONE].values()
         if done and self.target is not None and self.tail.orders:
             waiting = [group for group in groups.by_state[GroupState.WAITING].values() if group.place >= 0]
-            done = self.tail.ready(done, [*groups.under_way, *waiting])
+            lacks = self.target - len(self.counted)
+            done = self.tail.ready(done, [*groups.under_way, *waiting], self.target, lacks, groups.version())
         if not self.deliver_at_end:
             return list(islice(done, 1))
         if self.target is not None:

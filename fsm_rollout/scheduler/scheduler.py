@@ -122,7 +122,7 @@ class Scheduler(SchedulerOrders):
             kept=self.recorder,
         )
         # 2. Which group is where.
-        groups = self.groups = GroupTable()
+        groups = self.groups = GroupTable(self.staleness.version)
         self.samples = SampleRunner(self.starter, groups, self.scoring, self.staleness, failures, concurrency, policy)
         self.samples.tail = tail_of(tail, max_staleness)
         self._delivered: list[str] = []  # groups that are not marked yet: the caller has not asked for more

@@ -10,7 +10,8 @@ depend on time, each trajectory is the same under all of them.
 ``sync``     opens as many groups as the batch takes, and waits for all of them
 ``carry``    opens ``over_sample`` times as many; the first to end are the batch, the others go on in the next run
 ``paced``    opens the groups of the next ``max_staleness`` batches, too, and delivers them in the order in which they
-             were opened: so none is too old when its turn comes, and what is trained is as long as what was begun
+             were opened. One that is slow is passed by later ones, but only as far as it can still be delivered before
+             it is too old: so none becomes too old, and what is trained is as long as what was begun
 ``longest``  beside one of these: a group's first sample is its probe, and the others begin with the longest probe's
 ===========  ==========================================================================================================
 """
@@ -18,8 +19,9 @@ depend on time, each trajectory is the same under all of them.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -49,8 +51,16 @@ class Tail:
         """Return how many groups may be open, done or delivered in a run with a target."""
         return math.ceil(target * over_sample)
 
-    def ready(self, done: Iterable[Group], others: Iterable[Group]) -> list[Group]:
-        """Return those of the groups that are done which a batch may take, in order; ``others`` were opened, too."""
+    def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
+        """Return those of the groups that are done which a batch may take, in order.
+
+        Args:
+            done: they.
+            others: those that were opened, and are not done.
+            target: how many groups are a batch.
+            lacks: how many this one still lacks.
+            now: the version of the weights; it changes after each batch.
+        """
         return list(done)
 
     def next_sample(self, samples: deque[tuple[Group, int]]) -> tuple[Group, int]:
@@ -84,10 +94,26 @@ class Paced(Tail):
         """Return those of this batch, and of as many more as may be late."""
         return super().most_groups(target, over_sample if self.staleness is None else 1 + self.staleness)
 
-    def ready(self, done: Iterable[Group], others: Iterable[Group]) -> list[Group]:
-        """Return those before which all are done."""
-        first = min([group.place for group in others], default=math.inf)
-        return sorted([group for group in done if group.place < first], key=lambda group: group.place)
+    def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
+        """Return those that no other has to go before.
+
+        What was opened at version v is to be in the batch of version v + staleness at the latest (without a bound, in
+        the next one). As many younger ones may pass it as that leaves room for, beside all that are as old.
+        """
+        found, done = list[Group](), sorted(done, key=attrgetter("place"))
+        takes_room = Counter(group.version for group in (*filter(attrgetter("counts"), done), *others))
+        spare, old = dict[int, int](), 0
+        for version in sorted(takes_room):
+            old += takes_room[version]
+            spare[version] = lacks + target * max(0, version + (self.staleness or 0) - now) - old
+        for group in done:
+            older = [version for version in spare if version < group.version]
+            if any(spare[version] <= 0 for version in older):
+                break
+            for version in older:
+                spare[version] -= group.counts
+            found.append(group)
+        return found
 
 
 POLICIES: dict[str, type[Tail]] = {"carry": Tail, "sync": Sync, "paced": Paced}

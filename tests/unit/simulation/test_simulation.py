@@ -59,17 +59,17 @@ def test_what_trajectories_hold_never_exceeds_the_memory_by_more_than_they_say()
     assert max(auto.course.used) <= 1.0
 
 
-def test_batches_that_take_what_is_quick_are_short_at_first_and_paced_ones_are_not() -> None:
+def test_batches_that_take_what_is_quick_are_short_at_first_and_paced_ones_are_about_in_turn() -> None:
     workload, server = small("search", groups=24), ServerCosts(tokens=60_000)
     sync, carry, paced = (
         simulate(workload, server, policy=Policy.of(f"auto+{tail}"), target=3, staleness=2)
         for tail in ("sync", "carry", "paced")
     )
-    assert (
-        [sorted(batch) for batch in sync.batches] == paced.batches == [[*range(at, at + 3)] for at in range(0, 24, 3)]
-    )
+    assert [sorted(batch) for batch in sync.batches] == [[*range(at, at + 3)] for at in range(0, 24, 3)]
+    assert sorted(paced.order) == [*range(24)]
+    assert all(abs(number - group // 3) <= 2 for number, batch in enumerate(paced.batches) for group in batch)
     assert sorted(carry.order) == [*range(24)]
-    assert carry.biases[0] < paced.biases[0]
+    assert carry.biases[0] < sync.biases[0]
     assert max(paced.makespan, carry.makespan) < sync.makespan
     assert sum(map(len, carry.batches)) + carry.dropped == 24
 
