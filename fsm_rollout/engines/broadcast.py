@@ -1,7 +1,8 @@
 """New weights by broadcast: this process is rank 0 of a process group, and each server has its ranks; on any host.
 
 Invariant: a group is used while the same servers take part, and is formed anew when they change, or when anything in it
-has failed: whoever then waits in the old one hears of its end at once.
+has failed: whoever then waits in the old one hears of its end at once. A server that refuses or dies costs the others
+nothing but time: they are asked for the same bucket again, in a group without it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     import torch
 
 PATIENCE = 120.0  # seconds that the others have to join, and to take a bucket
+# Seconds in which all find a group that forms. It is not given up before: SGLang looks for one that is gone for 30 min.
+FOUND_WITHIN = 5.0
+
+
+class _Interrupted(HalfLoaded):
+    """A server could not because another one, or its process, has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +98,36 @@ class BroadcastGroup:
         self.name = f"fsm-rollout-{secrets.token_hex(4)}"
         host = self.host or _address_towards([engine.address.url for engine in engines])
         port = await asyncio.to_thread(self._listen, size)
-        ours = asyncio.ensure_future(asyncio.to_thread(self._join, size, backend))
+        ours = asyncio.to_thread(self._join, port, size, backend)
         seats = [Seat(host, port, rank, size, self.name, backend) for rank in offsets]
         asked = [engine.join_group(seat) for engine, seat in zip(engines, seats, strict=True)]
-        results = await self._together(asked, ours, seconds)
+        results = await self._together(asked, ours, seconds, FOUND_WITHIN)
         if not any(results):
             self._members = members
-        return results
+            return results
+        return [result or _Interrupted("another server could not join the group") for result in results]
 
     def _listen(self, size: int) -> int:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore("0.0.0.0", 0, size, True, timedelta(seconds=self.patience), wait_for_workers=False)
+        self._store = self._store_at("0.0.0.0", 0, size, ours=True)
         return int(self._store.port)
 
-    def _join(self, size: int, backend: str) -> None:
+    def _store_at(self, host: str, port: int, size: int, *, ours: bool) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        return TCPStore(host, port, size, ours, timedelta(seconds=self.patience), wait_for_workers=False)
+
+    def _join(self, port: int, size: int, backend: str) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
-        # As servers do it: beside the default group, which this process may have or not.
+        # As servers do it: beside the default group, which this process may have or not; and by a connection to the
+        # store, so that nothing but `_store` keeps it: without it everybody who waits there fails.
         self._group, _ = _new_process_group_helper(
             size,
             0,
             [],
             Backend(backend),
-            PrefixStore(self.name, self._store),
+            PrefixStore(self.name, self._store_at("127.0.0.1", port, size, ours=False)),
             group_name=GroupName(self.name),
             backend_options=None,
             timeout=timedelta(seconds=self.patience),
@@ -123,9 +135,8 @@ class BroadcastGroup:
 
     async def send(self, bucket: Bucket, engines: Sequence[BroadcastSink], seconds: float) -> list[Exception | None]:
         """Broadcast a bucket; return for each engine why it does not have it."""
-        ours = asyncio.ensure_future(asyncio.to_thread(self._broadcast, bucket.flat))
         asked = [engine.receive_bucket(bucket, self.name) for engine in engines]
-        return await self._together(asked, ours, seconds)
+        return await self._together(asked, asyncio.to_thread(self._broadcast, bucket.flat), seconds)
 
     def _broadcast(self, flat: torch.Tensor) -> None:
         from torch.distributed import BroadcastOptions
@@ -139,24 +150,32 @@ class BroadcastGroup:
             torch.cuda.synchronize(flat.device)
 
     async def _together(
-        self, asked: Sequence[Any], ours: asyncio.Future[None], seconds: float
+        self, asked: Sequence[Awaitable[None]], ours: Awaitable[None], seconds: float, found_within: float = 0.0
     ) -> list[Exception | None]:
-        """Wait for what all do at once; when one fails, none waits for it any longer."""
+        """Wait for what all do at once; when one fails, none waits for it any longer: it is _Interrupted."""
+        failed: list[Exception] = []  # in this order
 
-        async def theirs(step: Any) -> Exception | None:
-            (result,) = await answers([step], seconds)
-            if result is not None:
+        async def rank_0() -> None:
+            try:
+                await ours
+            except Exception as error:  # whatever torch raises, with where in C++ it did
+                raise HalfLoaded(f"rank 0 could not broadcast: {str(error).partition(chr(10))[0]}") from error
+
+        async def each(step: Awaitable[None]) -> Exception | None:
+            (error,) = await answers([step], min(seconds, self.patience))
+            if error is not None:
+                failed.append(error)
+                if failed[0] is error:
+                    await asyncio.sleep(found_within)
                 self.close()
-            return result
+            return error
 
-        results = await asyncio.gather(*map(theirs, asked))
-        try:
-            await ours
-        except Exception as error:  # whatever torch raises
-            self.close()
-            failed = HalfLoaded(f"rank 0 could not broadcast: {error}")
-            return [failed if result is None else result for result in results]
-        return results
+        mine, *results = await asyncio.gather(*map(each, (rank_0(), *asked)))
+        # Who is lost has ended it, however fast the others have noticed.
+        causes = [error for error in failed if not isinstance(error, HalfLoaded)] or failed[:1]
+        if mine in causes:
+            return [result and mine for result in results]
+        return [_Interrupted(str(error)) if error is not None and error not in causes else error for error in results]
 
     def close(self) -> None:
         """Leave the group; safe to call twice."""
@@ -205,11 +224,15 @@ class Broadcast(Tensors):
 
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
-    async def _load(self, bucket: Bucket, seconds: float, engines: Sequence[Any]) -> Sequence[Exception | None]:
-        joined = await self.group.form(engines, bucket.flat.device.type, seconds)
-        if any(joined):
-            return [result or HalfLoaded("others could not join the group") for result in joined]
-        return await self.group.send(bucket, engines, seconds)
+    async def _load(self, bucket: Bucket, seconds: float, engines: Sequence[Any]) -> list[Exception | None]:
+        results, going = dict[Any, Exception | None](), engines
+        while going:
+            found = await self.group.form(going, bucket.flat.device.type, seconds)
+            if not any(found):
+                found = await self.group.send(bucket, going, seconds)
+            results |= zip(going, found, strict=True)
+            going = [engine for engine in going if isinstance(results[engine], _Interrupted)]
+        return [results[engine] for engine in engines]
 
 
 def _address_towards(urls: Sequence[str]) -> str:

@@ -25,13 +25,13 @@ from fsm_rollout.engines.engine_ids import ABORT_GRACE, EngineIds
 from fsm_rollout.engines.following import FollowingReplicas
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.placing import Placing
+from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import Chunk, EngineFacts, ReplicaLost, Request, TokenSource, facts_of
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, Rows, rows_of
 from fsm_rollout.engines.replicas import Replicas
 from fsm_rollout.engines.retries import Retries, Tries
 from fsm_rollout.engines.router import Router, StickyRouter
 from fsm_rollout.engines.silence import SilenceWatch
-from fsm_rollout.engines.weight_sources import PresentWeights
 from fsm_rollout.errors import EngineError
 from fsm_rollout.trajectory.enums import FinishReason
 

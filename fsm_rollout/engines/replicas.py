@@ -20,9 +20,10 @@ from anyio.from_thread import start_blocking_portal
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.concurrency.durations import Phases
 from fsm_rollout.engines.orders import Orders, first_of
+from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink, WeightSource
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, model_of, ping
-from fsm_rollout.engines.weight_sources import PresentWeights, WeightsGone
+from fsm_rollout.engines.weight_sources import WeightsGone
 from fsm_rollout.errors import EngineError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -445,6 +446,5 @@ class Replicas(Orders):
         """Ping every replica regularly, and give up those that do not answer in time."""
         while True:
             await asyncio.sleep(self.times.ping_every)
-            failed = await self._on_each(ping, self.times.ping)
-            for replica, error in failed.items():
+            for replica, error in (await self._on_each(ping, self.times.ping)).items():
                 self.lose(replica, replica.engine, f"it does not answer: {describe(error)}")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ ADAPTED = frozenset({"an adapter"})  # the name of what an adapter loads, which 
 UPDATE_WITHIN = 600.0  # seconds that an engine has for one step
 
 PackedPiece = tuple[str, str, list[int], int, int]  # a tensor's name, dtype, shape, and where in its bucket it is
+_Step: TypeAlias = "Callable[[Sequence[BucketSink]], Awaitable[list[Exception | None]]]"  # why each could not
 NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 
 
@@ -265,7 +267,10 @@ class Tensors:
             if half and self.again:
                 with suppress(WeightsGone):
                     results |= zip(half, await self._pass(half, version, seconds), strict=True)
-            rest = await answers([self._load_whole(engine, version) for engine in others], seconds)
+            rest = list[Exception | None]()
+            if others:
+                whole = asyncio.ensure_future(asyncio.to_thread(self.whole))  # once for all of them
+                rest = await answers([self._load_whole(engine, whole, version) for engine in others], seconds)
         finally:
             if engines and self._once is not None:
                 await asyncio.to_thread(self._drain, self._once)
@@ -276,40 +281,39 @@ class Tensors:
         self._read = True
         self._on_device()
         try:
-            for _ in pairs:
-                pass
+            deque(pairs, maxlen=0)
         except Exception as error:  # whatever the trainer's own code raises; why nobody takes them is told
             logger.warning("new weights could not be read to their end: %s: %s", type(error).__name__, error)
 
-    async def _load_whole(self, engine: TokenSource, version: int) -> None:
-        await load_weights(engine, await asyncio.to_thread(self.whole), version)
+    async def _load_whole(self, engine: TokenSource, whole: Awaitable[Weights], version: int) -> None:
+        await load_weights(engine, await asyncio.shield(whole), version)
 
     async def _pass(self, engines: Sequence[BucketSink], version: int, seconds: float) -> list[Exception | None]:
         self._failed = False
         results: dict[BucketSink, Exception | None] = dict.fromkeys(engines)
 
-        async def each(step: Callable[[list[BucketSink]], Awaitable[Sequence[Exception | None]]]) -> None:
+        async def each(step: _Step) -> None:
             """Have all that have not failed take a step."""
             going = [engine for engine, result in results.items() if result is None]
             results.update(zip(going, await step(going), strict=True))
 
-        def end(version: int | None) -> Callable[[list[BucketSink]], Awaitable[Sequence[Exception | None]]]:
+        def begin(going: Sequence[BucketSink]) -> Awaitable[list[Exception | None]]:
+            return answers([engine.begin_update(self._named or {}, local=self.local) for engine in going], seconds)
+
+        def end(version: int | None) -> _Step:
             return lambda going: answers([engine.end_update(version) for engine in going], seconds)
 
+        step, buckets = begin, self._buckets()
         try:
-            known = self._named or {}
-            await each(
-                lambda going: answers([engine.begin_update(known, local=self.local) for engine in going], seconds)
-            )
-            buckets = self._buckets()
-            bucket = await asyncio.to_thread(self._next, buckets)
-            while bucket is not None and not all(results.values()):
-                following = asyncio.ensure_future(asyncio.to_thread(self._next, buckets))  # while this one is loaded
+            while True:
+                following = asyncio.ensure_future(asyncio.to_thread(self._next, buckets))  # while they take this step
                 try:
-                    await each(partial(self._load, bucket, seconds))
+                    await each(step)
                 finally:
                     await asyncio.wait([following])
-                bucket = following.result()
+                if (bucket := following.result()) is None or all(results.values()):
+                    break
+                step = partial(self._load, bucket, seconds)
         except Exception as error:  # whatever the source's own code raises
             await each(end(None))
             if isinstance(error, WeightsGone):
@@ -343,7 +347,7 @@ class Tensors:
         storage = torch.UntypedStorage._new_using_filename_cpu(size)
         return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
 
-    async def _load(self, bucket: Bucket, seconds: float, engines: Sequence[BucketSink]) -> Sequence[Exception | None]:
+    async def _load(self, bucket: Bucket, seconds: float, engines: Sequence[BucketSink]) -> list[Exception | None]:
         """Have engines load a bucket."""
         return await answers([engine.load_bucket(bucket) for engine in engines], seconds)
 
@@ -368,44 +372,6 @@ class Loaded:
     ) -> list[Exception | None]:
         """See :class:`~fsm_rollout.engines.protocol.WeightSource`."""
         return await answers([load_weights(engine, self.weights, version) for engine in engines], seconds)
-
-
-@dataclass(frozen=True)
-class PresentWeights:
-    """What turns the weights that an engine is built with into the present ones: updates and their versions, in order.
-
-    They are the last whole ones, and those updates by tensors since of which later ones have not replaced every tensor.
-    """
-
-    updates: tuple[tuple[WeightSource, int], ...] = ()
-    model: frozenset[str] = frozenset()
-    """The names of all tensors that the model has; empty: nobody knows."""
-
-    def with_update(self, source: WeightSource, version: int) -> PresentWeights:
-        """Return what they are after one more."""
-        needed, replaced = [(source, version)], ADAPTED.union(source.names or ())
-        for update in reversed(self.updates) if not self._whole(source.names) else ():
-            names = update[0].names
-            if names is None or not names <= replaced:
-                needed.insert(0, update)
-                replaced |= names or frozenset()
-        return PresentWeights(tuple(needed), self.model)
-
-    def _whole(self, names: frozenset[str] | None) -> bool:
-        return names is None or bool(self.model and self.model <= names)
-
-    def cover(self, names: frozenset[str] | None) -> bool:
-        """Say whether they replace all these tensors; ``None``: any that a model has."""
-        known = [source.names for source, _ in self.updates]
-        together = frozenset[str]().union(*filter(None, known))
-        return None in known or self._whole(together) or (names is not None and names <= together)
-
-    async def fill(self, engine: TokenSource, seconds: float) -> None:
-        """Load them; WeightsGone: some are there no more; or the engine's own error."""
-        for source, version in self.updates:
-            for error in await source.deliver([engine], version, seconds):
-                if error is not None:
-                    raise error
 
 
 def as_source(weights: Weights | WeightSource) -> WeightSource:

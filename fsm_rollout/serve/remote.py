@@ -19,8 +19,9 @@ from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.batch.part import parts_of
 from fsm_rollout.concurrency.loop_thread import plain
 from fsm_rollout.engines.adapters import Adapter
+from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import Weights, WeightSource
-from fsm_rollout.engines.weight_sources import Loaded, PresentWeights, WeightsGone, as_source
+from fsm_rollout.engines.weight_sources import Loaded, WeightsGone, as_source
 from fsm_rollout.errors import ConfigError, EngineError, RefusedError
 from fsm_rollout.jobs.shard_run import PackedPicture, packed_pictures
 from fsm_rollout.model.folders import load_processor

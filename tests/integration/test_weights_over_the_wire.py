@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import fsm_rollout as fr
+from fsm_rollout.engines.broadcast import Seat
 from fsm_rollout.engines.build import build_engine
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.pool import EnginePool
@@ -88,6 +90,7 @@ async def sampled_with(pool: EnginePool, weights: dict[int, str]) -> None:
         for got in await ask(replica.live, *asked):
             assert set(got.versions) <= weights.keys()
             assert worst(got, weights) < CLOSE
+        replica.losses = 0  # as when a request of the pool's has ended
 
 
 def written(pool: EnginePool) -> int:
@@ -156,6 +159,40 @@ def test_a_server_that_dies_in_an_update_comes_back_with_it_and_no_token_is_lost
         assert seen - {(first,)} == {(first, version)}
         await sampled_with(pool, {version: "early"})
         await client.drain()
+        group.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["refuses the group", "dies as it joins", "dies as it receives"])
+def test_a_server_that_fails_in_a_broadcast_is_left_out_and_what_is_read_once_reaches_the_other(
+    pool: EnginePool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        pool.here()
+        client, group = EngineClient(pool), fr.BroadcastGroup(patience=10 * PATIENCE)
+        await client.update_weights(tensors("final"))
+        failing, other = (replica.live for replica in pool.replicas[:2])
+        join = failing.join_group
+
+        async def joins(seat: Seat) -> None:
+            if when == "dies as it joins":
+                failing._process.kill()
+            await join(replace(seat, backend="of none") if when == "refuses the group" else seat)
+
+        monkeypatch.setattr(failing, "join_group", joins)
+        given = Counted("early", failing._process.kill if when == "dies as it receives" else None)
+        async with asyncio.timeout(PATIENCE):
+            version = await client.update_weights(fr.Broadcast(given(), group, bucket_bytes=BUCKET))
+        assert set(given.read.values()) == {1}
+        assert pool.replicas[0].state == "starting", "it waits for weights that can be had again"
+        (got,) = await ask(other, request(other, next(names), 1, 24))
+        assert worst(got, {version: "early"}) < CLOSE
+        version = await client.update_weights(tensors("final"))
+        async with asyncio.timeout(PATIENCE):
+            while pool.replicas[0].state != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await sampled_with(pool, {version: "final"})
         group.close()
 
     asyncio.run(main())

@@ -156,3 +156,5 @@ class SGLangEngine(SGLangServer):
         else:
             raise self._process.failure()
         await endpoint.meet()
+        # SGLang asks itself, unless it is too busy for 10 s. Then a flush on a CPU walks through all of its objects.
+        await endpoint.call("/freeze_gc", {})

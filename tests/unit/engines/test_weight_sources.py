@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from fsm_rollout.engines.adapters import Adapter
 from fsm_rollout.engines.broadcast import Broadcast
 from fsm_rollout.engines.digests import _sums, digest
+from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
-from fsm_rollout.engines.weight_sources import Bucket, PresentWeights, Tensors, WeightsGone, as_source
+from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
 from fsm_rollout.errors import EngineError
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.float8_e5m2, torch.bool]
@@ -49,6 +50,20 @@ class Taker:
             raise HalfLoaded("it has a part")
 
 
+class Whole(Taker):
+    """Loads all at once."""
+
+    begin_update = None
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.tensors |= {name: tensor.clone() for name, tensor in weights.items()}
+        await self.end_update(version)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
 def deliver(source: Tensors, *takers: Any) -> list[Exception | None]:
     return asyncio.run(source.deliver(takers, 7, 60.0))
 
@@ -66,11 +81,12 @@ TENSOR = st.builds(
 @given(
     tensors=st.dictionaries(st.text(min_size=1, max_size=3), TENSOR, max_size=9),
     size=st.integers(1, 400),
-    slow=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    slow=st.lists(st.integers(0, 2), min_size=1, max_size=4),
     form=st.sampled_from(["mapping", "function", "pairs"]),
+    kind=st.sampled_from([Taker, Whole]),
 )
 def test_every_engine_has_what_was_read_once_with_two_buckets_in_memory(
-    tensors: dict[str, torch.Tensor], size: int, slow: list[int], form: str
+    tensors: dict[str, torch.Tensor], size: int, slow: list[int], form: str, kind: type[Taker]
 ) -> None:
     read: Counter[str] = Counter()
     held: WeakSet[Any] = WeakSet()
@@ -90,7 +106,7 @@ def test_every_engine_has_what_was_read_once_with_two_buckets_in_memory(
 
     forms: dict[str, Any] = {"mapping": tensors, "function": pairs, "pairs": pairs()}
     source = Counted(forms[form], bucket_bytes=size)
-    takers = [Taker(steps) for steps in slow]
+    takers = [kind(steps) for steps in slow]
     assert deliver(source, *takers) == [None] * len(takers)
     assert source.names == tensors.keys()
     for taker in takers:

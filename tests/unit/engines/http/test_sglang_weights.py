@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -70,19 +71,24 @@ async def test_one_that_refuses_what_follows_new_weights_is_not_taken_for_one_th
 ) -> None:
     """Others' requests may be under way there, say; its number is the old one's until the end."""
 
-    def refusing() -> dict[str, torch.Tensor]:  # from when the update has begun
+    def refuse() -> None:
         server.raw["/flush_cache" if path == "the trainer's own" else path] = REFUSED
-        return TENSORS
+
+    def refusing() -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(2 if path == "/flush_cache" else 0):  # which begins an update, too; the third is asked for later
+            yield from TENSORS.items()
+        refuse()
+        yield from TENSORS.items()
 
     async def own_update(client: EngineClient) -> None:
         async with updating(client.update_weights):
-            refusing()
+            refuse()
 
     nothing = Tensors(lambda: {str(1 / 0): SHORT})  # fails before its first tensor
     async with aclosing(SGLangHTTPEngine(server.url)) as engine:
-        client = EngineClient(engine)
+        client, ours = EngineClient(engine), Tensors(refusing, bucket_bytes=1)
         with pytest.raises(HalfLoaded, match="answered 403"):
-            await (own_update(client) if path == "the trainer's own" else client.update_weights(Tensors(refusing)))
+            await (own_update(client) if path == "the trainer's own" else client.update_weights(ours))
         opened, closed = (len(server.bodies(f"/{which}_weight_update")) for which in ("begin", "end"))
         assert (opened if path != BEGUN[0] else 0) == closed, "its session is closed"
         asked = asyncio.ensure_future(one(engine))
