@@ -45,13 +45,13 @@ class _Interrupted(HalfLoaded):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A server's place in a group: its first rank, and where the group meets."""
+    """A server's place in a group: its first rank, and where the group meets; in SGLang's words."""
 
-    host: str
-    port: int
-    rank: int
+    master_address: str
+    master_port: int
+    rank_offset: int
     world_size: int
-    group: str
+    group_name: str
     backend: str
 
 

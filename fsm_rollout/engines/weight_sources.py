@@ -252,7 +252,7 @@ class Tensors:
         An engine that has a part of them, because another one has failed, is asked once more.
 
         Args:
-            engines: they are to be held meanwhile, or hold themselves.
+            engines: of one kind; they are to be held meanwhile, or hold themselves.
             version: the weights' own.
             seconds: that an engine has for each step.
 
@@ -260,21 +260,21 @@ class Tensors:
             WeightsGone: they were asked for again, and are not there.
         """
         takers = [engine for engine in engines if isinstance(engine, BucketSink)]
-        others = [engine for engine in engines if not isinstance(engine, BucketSink)]
+        if not engines:
+            return []
         try:
-            results = dict(zip(takers, await self._pass(takers, version, seconds), strict=True)) if takers else {}
+            if len(takers) < len(engines):
+                whole = asyncio.ensure_future(asyncio.to_thread(self.whole))  # once for all of them
+                return await answers([self._load_whole(engine, whole, version) for engine in engines], seconds)
+            results = dict(zip(takers, await self._pass(takers, version, seconds), strict=True))
             half = [engine for engine in takers if isinstance(results[engine], HalfLoaded)]
             if half and self.again:
                 with suppress(WeightsGone):
                     results |= zip(half, await self._pass(half, version, seconds), strict=True)
-            rest = list[Exception | None]()
-            if others:
-                whole = asyncio.ensure_future(asyncio.to_thread(self.whole))  # once for all of them
-                rest = await answers([self._load_whole(engine, whole, version) for engine in others], seconds)
+            return list(results.values())
         finally:
-            if engines and self._once is not None:
+            if self._once is not None:
                 await asyncio.to_thread(self._drain, self._once)
-        return [(results | dict(zip(others, rest, strict=True)))[engine] for engine in engines]
 
     def _drain(self, pairs: Iterator[object]) -> None:
         """Read what nobody takes any more."""

@@ -233,9 +233,18 @@ class SGLangEndpoint(AdaptedEndpoint):
 
     def body(self, entry: Entry) -> dict[str, object]:
         """Write a request; EngineError if SGLang cannot say the logprobs of such sampling."""
-        if entry.request.scored_from:
-            return self._scoring(entry)
-        params = entry.request.sampling
+        request, params = entry.request, entry.request.sampling
+        body: dict[str, object] = {"input_ids": entry.ids.tolist()}
+        if self.processor is not None:
+            body = self._pictures.prompt(entry.ids, request.media)
+        body |= {"rid": entry.rid, "return_logprob": True, "stream": True}
+        if self.keeps_sessions and request.session:
+            body["session_id"] = f"{self._caller}/{request.session}"
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
+        if request.scored_from:  # SGLang computes what is cached of these ids again, and no more
+            body |= {"top_logprobs_num": request.score_top, "logprob_start_len": request.scored_from - 1}
+            return body | {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         sampling: dict[str, object] = {
             "max_new_tokens": entry.room,
             "temperature": params.temperature,
@@ -243,25 +252,18 @@ class SGLangEndpoint(AdaptedEndpoint):
             "sampling_seed": params.seed % 2**63,
             "stream_interval": self._send_every,
         }
+        body["sampling_params"] = sampling
         if not params.ignore_eos:
             sampling["stop_token_ids"] = list(params.stop_ids)
-        body: dict[str, object] = {"input_ids": entry.ids.tolist()}
-        if self.processor is not None:
-            body = self._pictures.prompt(entry.ids, entry.request.media)
-        body |= {"rid": entry.rid, "sampling_params": sampling, "return_logprob": True, "stream": True}
-        if self.keeps_sessions and entry.request.session:
-            body["session_id"] = f"{self._caller}/{entry.request.session}"
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
         if self._urgency:  # what has begun comes first, as in the pool's queue
-            body["priority"] = self._urgency * (2 if entry.request.sampled else min(1, entry.request.turn))
+            body["priority"] = self._urgency * (2 if request.sampled else min(1, request.turn))
         if self._says_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": entry.routed}
         sampling |= params.penalties
         if taken := sorted(params.extra.keys() & (sampling.keys() | OWN)):
             raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
         sampling |= params.extra
-        if params.extra and GRAMMARS & params.extra.keys() and (entry.sampled or entry.request.sampled):
+        if params.extra and GRAMMARS & params.extra.keys() and (entry.sampled or request.sampled):
             raise EngineError("SGLang begins a grammar anew where a turn goes on, so it cannot; ask for the turn again")
         if params.cuts:
             if params.top_k > self._mask_tokens:
@@ -276,21 +278,6 @@ class SGLangEndpoint(AdaptedEndpoint):
             sampling |= {"top_p": params.top_p, "top_k": params.top_k or most, "min_p": params.min_p}
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return body
-
-    def _scoring(self, entry: Entry) -> dict[str, object]:
-        """Write a request for the log-probs of its ids: SGLang computes what is cached of these again, and no more."""
-        request = entry.request
-        prompt: dict[str, object] = {"input_ids": entry.ids.tolist()}
-        if self.processor is not None:
-            prompt = self._pictures.prompt(entry.ids, request.media)
-        if self.keeps_sessions and request.session:
-            prompt["session_id"] = f"{self._caller}/{request.session}"
-        if self.adapter is not None:
-            prompt["lora_path"] = self.adapter
-        return prompt | {
-            "rid": entry.rid, "stream": True, "return_logprob": True, "top_logprobs_num": request.score_top,
-            "logprob_start_len": request.scored_from - 1, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        }  # fmt: skip
 
     def read_part(self, event: bytes, body: Mapping[str, Any]) -> AnswerPart:
         """Read one of SGLang's outputs; one of other weights than ours is an error, as of a restarted server."""

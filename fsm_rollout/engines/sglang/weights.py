@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,17 +108,7 @@ class WeightRoutes:
 
     async def join(self, seat: Seat) -> None:
         """Take the server's ranks in a group."""
-        await self._tell(
-            "/init_weights_update_group",
-            {
-                "master_address": seat.host,
-                "master_port": seat.port,
-                "rank_offset": seat.rank,
-                "world_size": seat.world_size,
-                "group_name": seat.group,
-                "backend": seat.backend,
-            },
-        )
+        await self._tell("/init_weights_update_group", asdict(seat))
 
     async def leave(self, group: str) -> None:
         """Give them back."""
@@ -200,10 +190,6 @@ class SGLangServer(HTTPEngine):
 
     async def receive_bucket(self, bucket: Bucket, group: str) -> None:
         """See :class:`~fsm_rollout.engines.broadcast.BroadcastSink`."""
-        body = {
-            "names": [piece.name for piece in bucket.pieces],
-            "dtypes": [str(piece.dtype).removeprefix("torch.") for piece in bucket.pieces],
-            "shapes": [list(piece.shape) for piece in bucket.pieces],
-            "group_name": group,
-        }
+        names, dtypes, shapes, *_ = zip(*bucket.contents, strict=True)
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
         await self._step(partial(self._weights.load, "/update_weights_from_distributed", body, bucket.tensors))
