@@ -147,28 +147,19 @@ class AgentMachine(transitions.Machine):
         A trigger that no transition takes, and a predicate that raises, become ``failed`` in the same state; if that
         cannot be routed either, the trajectory ends. With ``routed=False`` no transition of the user's is tried.
         """
-        try:
-            if self._fire(trajectory, outcome, at, emit, routed=routed):
-                return
-            failed = Outcome(
-                Trigger.FAILED,
-                error="NoTransition",
-                detail=f"no transition takes '{outcome.trigger}' in state '{trajectory.state}'",
-            )
-        except PredicateFailed as error:
-            failed = Outcome(Trigger.FAILED, error="PredicateFailed", detail=str(error))
-        try:
-            # After `limit_reached` no `failed` transition may be tried: the proof does not count that step.
-            self._fire(trajectory, failed, at, emit, routed=outcome.limit is None)
-        except PredicateFailed:  # in the transitions for `failed` themselves
-            self._fire(trajectory, failed, at, emit, routed=False)
-
-    def _fire(self, trajectory: Trajectory, outcome: Outcome, at: float, emit: Emit, *, routed: bool) -> bool:
-        """Have the library fire a transition; ``False``: none takes the trigger in the present state."""
-        event = self.events.get(outcome.trigger)
-        if event is None:
-            return False
-        if trajectory.state not in event.transitions and trajectory.state in self.states:
-            return False  # of which the library would warn in the log; a state that is none it refuses
-        # The trajectory is there twice: as what has a state, and as the first argument of conditions.
-        return event.trigger(trajectory, trajectory, outcome, at, emit, routed)
+        # The trajectory is there twice: as what has a state, and as the first argument of conditions. What fails is
+        # tried again as `failed`: after `limit_reached` without transitions of the user, since the proof does not count
+        # that step, and at last without them too.
+        taken = outcome
+        for tried in (routed, outcome.limit is None, False):
+            try:
+                event, state = self.events.get(taken.trigger), trajectory.state
+                # The library would warn in the log of a trigger that none takes here; a state that is none it refuses.
+                takes = event is not None and (state in event.transitions or state not in self.states)
+                if event and takes and event.trigger(trajectory, trajectory, taken, at, emit, tried):
+                    return
+                error, detail = "NoTransition", f"no transition takes '{taken.trigger}' in state '{state}'"
+            except PredicateFailed as raised:
+                error, detail = "PredicateFailed", str(raised)
+            if taken is outcome:
+                taken = Outcome(Trigger.FAILED, error=error, detail=detail)

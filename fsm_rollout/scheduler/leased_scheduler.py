@@ -229,9 +229,6 @@ class LeasedScheduler(Scheduler):
         await self.shards.take_weights("take", version, isinstance(weights, Adapter))
         return version
 
-    def _waits(self) -> list[str]:
-        return []
-
 
 class _RunNumber:
     """Which run it is: all that a driver knows of how trajectories begin."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.run_state import GroupTable
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.trajectory.enums import LimitName
 from fsm_rollout.trajectory.events import AnyEvent, CallBegun
@@ -60,8 +61,8 @@ class Recorder:
 
     def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
         self.journal = journal
+        self._watch: Callable[[], object] | None = None  # begins to watch again after a silence that was told
         self.listeners = listeners
-        self._stalls: StallWatch | None = None  # watches the present run
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
@@ -72,6 +73,10 @@ class Recorder:
     def listeners(self, listeners: Sequence[Listener]) -> None:
         self._listeners = tuple(listeners)
         self._hearers: dict[type[AnyEvent], list[Listener]] = {}  # by kinds of events, as far as any was recorded
+        self._see_who_hears()
+
+    def _see_who_hears(self) -> None:
+        self.hears = bool(self._listeners) or self._watch is not None
 
     def _hearers_of(self, kind: type[AnyEvent]) -> list[Listener]:
         each = [one.hearer(kind) if isinstance(one, SelectiveListener) else one for one in self._listeners]
@@ -90,14 +95,41 @@ class Recorder:
         return blob(run_journal(self.journal.path), name)  # a shard that died may have kept them, in its own
 
     @contextmanager
-    def watched(self, seconds: float, waits: Callable[[], Sequence[str]]) -> Iterator[None]:
-        """Log what a run waits for when nothing has happened in it for so many seconds."""
-        stalls = self._stalls = StallWatch(seconds, waits)
+    def watched(self, seconds: float, groups: GroupTable, clients: Mapping[str, EngineClient]) -> Iterator[None]:
+        """Log what a run waits for when nothing has happened in it for so many seconds (seen up to as many later).
+
+        Each silence is told once; the next event ends it.
+        """
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, lambda: look())
+        before: dict[str, float] = {}  # when the latest event of each trajectory under way had come, at the last look
+
+        def watch() -> None:
+            nonlocal timer
+            timer, self._watch = loop.call_later(seconds, look), None
+            self._see_who_hears()
+
+        def look() -> None:
+            nonlocal before
+            now = {t.trajectory_id: t.latest_at for group in groups.under_way for t in group.all}
+            if now != before:
+                before = now
+                watch()
+                return
+            if now and (waits := waits_of(groups.under_way, clients, loop.time())):
+                more = f"; and {len(waits) - MOST_NAMED:,} more" if len(waits) > MOST_NAMED else ""
+                named = "; ".join(waits[:MOST_NAMED])
+                logger.warning("nothing has happened for %g s; waiting for: %s%s", seconds, named, more)
+            self._watch = watch
+            self._see_who_hears()
+
         try:
             yield
         finally:
-            stalls.stop()
-            self._stalls = None
+            timer.cancel()
+            if self._watch is not None:
+                self._watch = None
+                self._see_who_hears()
 
     def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
         """Record an event that was applied to a trajectory; ``payload`` is its encoding, if that is known."""
@@ -105,10 +137,8 @@ class Recorder:
             self.journal.append(trajectory.trajectory_id, event, payload)
             if isinstance(event, CallBegun):
                 self.journal.persist()  # this call must not be made twice, so a resumed run has to know of it
-        if self._stalls is not None:
-            self._stalls.heard = True
-            if self._stalls.timer is None:
-                self._stalls.watch()
+        if self._watch is not None:
+            self._watch()
         kind = type(event)
         hearers = self._hearers.get(kind)
         if hearers is None:
@@ -120,42 +150,7 @@ class Recorder:
                 logger.exception("an event listener failed on %s of %s", type(event).__name__, trajectory.trajectory_id)
 
 
-class StallWatch:
-    """Logs what is waited for, once for each silence of ``seconds`` (seen up to as many seconds later).
-
-    Args:
-        seconds: how long nothing may happen.
-        waits: says what is waited for, the longest wait first; nothing if the run waits for nobody.
-    """
-
-    def __init__(self, seconds: float, waits: Callable[[], Sequence[str]]) -> None:
-        self._seconds = seconds
-        self._waits = waits
-        self.heard = False  # whether anything has happened since the timer was set
-        self.timer: asyncio.TimerHandle | None = None  # `None` before the first event, and in a silence that was told
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-    def watch(self) -> None:
-        """Look, after as many seconds, whether anything has happened by then."""
-        self.heard = False
-        self.timer = asyncio.get_running_loop().call_later(self._seconds, self._look)
-
-    def _look(self) -> None:
-        self.timer = None
-        if self.heard:
-            self.watch()
-        elif waits := self._waits():
-            more = f"; and {len(waits) - MOST_NAMED:,} more" if len(waits) > MOST_NAMED else ""
-            named = "; ".join(waits[:MOST_NAMED])
-            logger.warning("nothing has happened for %g s; waiting for: %s%s", self._seconds, named, more)
-
-
-def waits_of(groups: Sequence[Group], clients: Mapping[str, EngineClient], now: float) -> list[str]:
+def waits_of(groups: Iterable[Group], clients: Mapping[str, EngineClient], now: float) -> list[str]:
     """Return what the trajectories of some groups wait for, the longest wait first."""
     waits: list[tuple[float, str]] = []
     for group in groups:

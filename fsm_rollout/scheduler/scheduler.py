@@ -41,7 +41,7 @@ from fsm_rollout.errors import ConfigError, GlueMismatchError, check_at_least, s
 from fsm_rollout.scheduler.failure_policy import ENDS, Failures, class_of
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.orders import Listens, SchedulerOrders
-from fsm_rollout.scheduler.recorder import Listener, Recorder, waits_of
+from fsm_rollout.scheduler.recorder import Listener, Recorder
 from fsm_rollout.scheduler.resume import DeadProcess, History, resumed_groups
 from fsm_rollout.scheduler.run_agents import RunAgents
 from fsm_rollout.scheduler.run_state import GroupTable, PromptQueue, RunState, Watch
@@ -107,19 +107,18 @@ class Scheduler(SchedulerOrders):
         self.sampling, self.validate = sampling or Sampling(), validate
         self.recorder, self.failures = Recorder(journal, listeners), failures
         policy = clients[POLICY]
-        self.scoring = Scoring(reward, group_filter, self.recorder.record)
+        self.scoring = Scoring(reward, group_filter, self.recorder)
         self.staleness = Staleness(max_staleness, max_restarts, lambda: policy.weight_version)
         self.agents = RunAgents(agents, clients, self.sampling, failures)
         self.toolboxes: Sequence[Toolbox] = [agent.toolbox for agent in self.agents.all if agent.graph.tools]
         mismatch = WeakMethod(self.glue_mismatch)  # no cycle: what a run held is freed as soon as it is over
         self.starter = TrajectoryStarter(
-            self.agents,
-            self.recorder.record,
-            lambda error: None if (report := mismatch()) is None else report(error),
-            self.staleness.version,
+            agents=self.agents,
+            recorder=self.recorder,
+            report_mismatch=lambda error: None if (report := mismatch()) is None else report(error),
+            version=self.staleness.version,
             seed=seed,
             validate=validate,
-            kept=self.recorder,
         )
         # 2. Which group is where.
         groups = self.groups = GroupTable(self.staleness.version)
@@ -200,7 +199,7 @@ class Scheduler(SchedulerOrders):
             # 2. While it is under way: events are on disk before the generations that build on them are asked for.
             meanwhile.enter_context(calm_collection(self._most_at_once))
             if self.failures.stall_seconds is not None:
-                meanwhile.enter_context(self.recorder.watched(self.failures.stall_seconds, self._waits))
+                meanwhile.enter_context(self.recorder.watched(self.failures.stall_seconds, self.groups, self.clients))
             if self.lag is not None:
                 meanwhile.enter_context(self.lag.watched())
             try:
@@ -391,9 +390,6 @@ class Scheduler(SchedulerOrders):
             groups.append(carried[0])
             await self._drop(carried[0])
         return groups
-
-    def _waits(self) -> list[str]:
-        return waits_of(self.groups.under_way, self.clients, asyncio.get_running_loop().time())
 
     # -- weights, stopping --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from fsm_rollout.scheduler.failure_policy import is_the_policys
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.teachers import Teachers
-from fsm_rollout.states.active_trajectory import Record
+from fsm_rollout.states.active_trajectory import EventSink
 from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.events import REWARD, NotScored, Scored
 
@@ -22,11 +22,11 @@ from fsm_rollout.trajectory.events import REWARD, NotScored, Scored
 class Scoring:
     """A scheduler's reward, group filter and teachers; all may be missing."""
 
-    def __init__(self, reward: Reward | None, group_filter: GroupFilter | None, record: Record) -> None:
+    def __init__(self, reward: Reward | None, group_filter: GroupFilter | None, recorder: EventSink) -> None:
         self.teachers: Teachers | None = None
         self.reward = reward
         self.group_filter = group_filter
-        self._record = record
+        self._recorder = recorder
 
     async def score(self, run: RunState, group: Group) -> bool:
         """Score a group; return whether that came to its end, which it does not when the run is stopped."""
@@ -37,7 +37,7 @@ class Scoring:
             for live in [live for live in group.active.values() if live.trajectory.ended]:
                 await live.close()  # it ended while it was suspended
             if not group.dropped:
-                await _score(group, self.reward, self._record)
+                await _score(group, self.reward, self._recorder)
                 scored = sum(trajectory.rewarded for trajectory in group.trajectories)
                 run.stopped_by = run.stopped_by or run.watch.judged(scored, group.reward_errors)
                 if self.group_filter is not None and group.ended:
@@ -60,7 +60,7 @@ class Scoring:
         return True
 
 
-async def _score(group: Group, reward: Reward | None, record: Record) -> None:
+async def _score(group: Group, reward: Reward | None, recorder: EventSink) -> None:
     """Score a group's ended samples; a sub-agent's trajectory gets the score of the sample that it served.
 
     A trajectory that already has a reward is re-scored only by a group reward. One that failed by no fault of the
@@ -101,4 +101,4 @@ async def _score(group: Group, reward: Reward | None, record: Record) -> None:
             event = NotScored(at=now, detail=missing[sample], seconds=took)
         if trajectory.ended and event is not None:
             trajectory.apply(event)
-            record(trajectory, event, None)
+            recorder.record(trajectory, event)

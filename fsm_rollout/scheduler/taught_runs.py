@@ -19,7 +19,7 @@ from fsm_rollout.trajectory.config_errors import explanations
 def teach(scheduler: Scheduler, teachers: Mapping[str, TaughtBy]) -> None:
     """Have teachers score what a scheduler samples from now on; ConfigError for one that cannot. Called once."""
     recorder, stops = scheduler.recorder, scheduler.failures.engine.do == "stop"
-    found = scheduler.scoring.teachers = Teachers(teachers, scheduler.clients, recorder.record, stops=stops)
+    found = scheduler.scoring.teachers = Teachers(teachers, scheduler.clients, recorder, stops=stops)
     recorder.listeners += (found.heard,)
 
 

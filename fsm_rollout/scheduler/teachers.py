@@ -21,7 +21,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import ConfigError, RolloutError, RunStopped, describe
-from fsm_rollout.states.active_trajectory import Record
+from fsm_rollout.states.active_trajectory import EventSink
 from fsm_rollout.states.bound_agent import compiled
 from fsm_rollout.trajectory.events import AnyEvent, Generated, Suspended, TeacherScored
 from fsm_rollout.trajectory.settings import Count, StrictModel
@@ -105,14 +105,14 @@ class Teachers:
     Args:
         teachers: they, by name.
         clients: the run's engines, by name.
-        record: what an event goes to.
+        recorder: what an event goes to.
         stops: whether one that has failed for good stops the run.
     """
 
     def __init__(
-        self, teachers: Mapping[str, TaughtBy], clients: Mapping[str, EngineClient], record: Record, *, stops: bool
+        self, teachers: Mapping[str, TaughtBy], clients: Mapping[str, EngineClient], recorder: EventSink, *, stops: bool
     ) -> None:
-        self._record, self._stops = record, stops
+        self._recorder, self._stops = recorder, stops
         self._teachers = tuple(Teacher(name, clients[by.engine], by.settings) for name, by in teachers.items())
         for teacher in self._teachers:
             teacher.check(clients[POLICY])
@@ -205,7 +205,7 @@ class Teachers:
                 scores, now = pending.scores, clock()
                 said = TeacherScored(at=now, scores=scores, version=pending.scored_by, seconds=now - begun, **facts)
                 trajectory.apply(said)
-                self._record(trajectory, said, None)
+                self._recorder.record(trajectory, said)
             elif pending.error is not None:
                 self._failed(trajectory, facts, len(places), pending.error)
             else:
@@ -219,7 +219,7 @@ class Teachers:
         none, now = TokenScores(as_logprobs([math.nan] * count)), asyncio.get_running_loop().time()
         event = TeacherScored(at=now, scores=none, version=NO_VERSION, failure=describe(error), **facts)
         trajectory.apply(event)
-        self._record(trajectory, event, None)
+        self._recorder.record(trajectory, event)
 
     async def settle(self, trajectories: Iterable[Trajectory]) -> RunStopped | None:
         """Wait until all is said of trajectories that have ended that can be; return why to stop the run."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -26,24 +26,23 @@ from fsm_rollout.concurrency.cancellation import being_cancelled, runs_in
 from fsm_rollout.concurrency.deadline import PATIENCE, Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.concurrency.step_timing import watch_steps
-from fsm_rollout.errors import EngineError, GlueMismatchError, describe, single
+from fsm_rollout.errors import EngineError, describe, single
 from fsm_rollout.scheduler.failure_policy import class_of, class_of_timeout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
 from fsm_rollout.states import built_in
-from fsm_rollout.states.active_trajectory import ActiveTrajectory, Kept, LiveUser, Record
+from fsm_rollout.states.active_trajectory import ActiveTrajectory, RunServices
 from fsm_rollout.states.base import State
 from fsm_rollout.states.context import HandlerContext
-from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.states.restoring import restore
 from fsm_rollout.tools import AgentAnswer, AgentCall
 from fsm_rollout.tools.bounded_call import Expired, ToolDied
 from fsm_rollout.trajectory.enums import IMPLICIT_TRIGGERS, FailureClass, LimitName, StopReason, Trigger
-from fsm_rollout.trajectory.events import UNREAD, AnyEvent, Ended, Prompted, Refused, TimedOut
+from fsm_rollout.trajectory.events import UNREAD, Ended, Prompted, Refused, TimedOut
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.stream import pictures_of, root_of
-from fsm_rollout.trajectory.trace_ids import NO_RUN, RunNow, tries_before, visit_key, within
+from fsm_rollout.trajectory.trace_ids import tries_before, visit_key, within
 from fsm_rollout.trajectory.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -51,23 +50,15 @@ logger = logging.getLogger(__name__)
 _logged: WeakSet[type[State]] = WeakSet()  # handlers of which a warning was logged
 
 
-@dataclass(eq=False)
-class TrajectoryStarter:
+@dataclass(eq=False, kw_only=True)
+class TrajectoryStarter(RunServices):
     """Makes trajectories that run, for a scheduler."""
 
     agents: RunAgents
-    record: Record
-    report_mismatch: Callable[[GlueMismatchError], None]  # called when an entry of a template's cache is wrong
     version: Callable[[], int]  # returns the version of the policy's weights
     seed: int = 0
     validate: bool = False  # whether trajectories are marked as validation
     run_number: int = -1  # the number of the present or latest run, from 0
-    run: RunNow = NO_RUN  # the present run
-    # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
-    replayed: Mapping[str, Sequence[AnyEvent]] | None = None
-    live_user: LiveUser | None = None  # answers live, in place of interactions
-    kept: Kept | None = None  # where the state of tools and users is kept
-    careful: bool = False  # as of `ActiveTrajectory`
     # Why trajectories are given up when they are to go on, by id: the process died in their hands, and not only once.
     given_up: dict[str, str] = field(default_factory=dict)
 
@@ -117,7 +108,8 @@ class TrajectoryStarter:
             spent={} if spends is None else {spends: 1},  # an entry like any other
         )
         trajectory = Trajectory.fold([prompted])
-        self.record(trajectory, prompted, None)
+        if self.recorder.hears or self.recorder.journal is not None:
+            self.recorder.record(trajectory, prompted)
         return self.activate(group, trajectory, agent, caller)
 
     def activate(
@@ -132,12 +124,7 @@ class TrajectoryStarter:
         if agent is None:
             agents = group.agent, *self.agents.all  # a sub-agent's is not the group's
             agent = next(agent for agent in agents if agent.graph.agent == trajectory.agent)
-        run_agent = partial(self._run_agent, group, trajectory_id)
-        live = ActiveTrajectory(
-            trajectory, agent, run_agent, self.record, self.report_mismatch, caller,
-            None if self.replayed is None else Replayed(self.replayed.get(trajectory_id, ())), self.live_user,
-            self.kept, self.run, self.careful,
-        )  # fmt: skip
+        live = ActiveTrajectory(trajectory, agent, self, partial(self._run_agent, group, trajectory_id), caller)
         group.active[trajectory_id] = live
         group.glue_entries[trajectory_id] = live.glue_entries
         return live
@@ -151,7 +138,7 @@ class TrajectoryStarter:
     ) -> ActiveTrajectory:
         """Let a trajectory go on that was set aside, or cut off by a crash."""
         live = group.active.get(trajectory.trajectory_id) or self.activate(group, trajectory, agent)
-        live.stop, live.caller, live.run = None, caller, self.run
+        live.stop, live.caller = None, caller
         now, version = asyncio.get_running_loop().time(), self.version()
         live.emit(self.run.resumed(now, now - trajectory.latest_at, version))
         if (why := self.given_up.pop(trajectory.trajectory_id, None)) is not None:
@@ -213,7 +200,7 @@ class TrajectoryStarter:
                     Ended(at=now, stop_reason=StopReason.CANCELLED, detail=UNREAD),
                 ):
                     child.apply(event)
-                    self.record(child, event, None)
+                    self.recorder.record(child, event)
                 live = group.active.pop(child.trajectory_id, None)
                 if live is not None:
                     await live.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -23,7 +23,7 @@ from fsm_rollout.errors import GlueMismatchError, JournalError, describe
 from fsm_rollout.states.bound_agent import CALLERS_TOOLS, SIDE_CALL, BoundAgent, BoundContext, users_tools
 from fsm_rollout.states.effect_log import Replayed
 from fsm_rollout.tools import RunAgent, ToolSession
-from fsm_rollout.trajectory.enums import FailureClass, ForkReason, Trigger
+from fsm_rollout.trajectory.enums import ForkReason, Trigger
 from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Message, Snapshotted, Suspended, ToolCall
 from fsm_rollout.trajectory.journal import Journal
@@ -51,8 +51,6 @@ class Suspension:
     reason: str
 
 
-# Called with each event that was applied to a trajectory, and with its encoding, if that is known.
-Record = Callable[[Trajectory, AnyEvent, bytes | None], None]
 Stop = Outcome | Suspension  # how a trajectory is stopped from outside: it ends with an outcome, or is suspended
 # How one is stopped when its run has reached its target; its tools and interactions stay open.
 CARRIED = Suspension("carried")
@@ -78,10 +76,14 @@ class LiveUser(Protocol):
         """Carry out calls of tools that it has brought; return what they came to, and what it says beside that."""
 
 
-class Kept(Protocol):
-    """Where the state of tools and users is kept, from which a trajectory can go on in another process."""
+class EventSink(Protocol):
+    """Where events go, and the state of tools and users, from which a trajectory can go on in another process."""
 
+    hears: bool  # whether anybody hears of events, beside the journal
     journal: Journal | None  # `None`: nothing is kept
+
+    def record(self, trajectory: Trajectory, event: AnyEvent, payload: bytes | None = None) -> None:
+        """Record an event that was applied to a trajectory; ``payload`` is its encoding, if that is known."""
 
     def keep(self, data: bytes) -> str:
         """Keep bytes and return their name."""
@@ -90,26 +92,37 @@ class Kept(Protocol):
         """Return the bytes of that name, or raise JournalError."""
 
 
+@dataclass(eq=False, kw_only=True)
+class RunServices:
+    """What the trajectories of a scheduler share."""
+
+    recorder: EventSink
+    # Called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
+    report_mismatch: Callable[[GlueMismatchError], None]
+    # Recorded events by trajectory, from which tools, users and judges answer when a run is run again.
+    replayed: Mapping[str, Sequence[AnyEvent]] | None = None
+    live_user: LiveUser | None = None  # answers live, in place of interactions
+    run: RunNow = NO_RUN  # the present run
+    careful: bool = False  # whether each call that runs in this process is recorded before: a process has died of one
+
+
 @dataclass(eq=False)
 class ActiveTrajectory:
     """A trajectory that runs, or can go on at once, in this process."""
 
     trajectory: Trajectory
     agent: BoundAgent
+    services: RunServices
     run_agent: RunAgent | None  # runs an agent that is used as a tool
-    record: Record
-    # Called when an entry of a chat template's cache, and so the tokens made from it, are wrong.
-    report_mismatch: Callable[[GlueMismatchError], None]
     caller: ActiveTrajectory | None = None  # the trajectory that called it, if it is a sub-agent's
-    replayed: Replayed | None = None  # recorded answers of tools, users and judges, if a recorded run is replayed
-    live_user: LiveUser | None = None  # answers in place of its interactions, if there is one
-    kept: Kept | None = None  # where the state of its tools and users is kept; `None`: nowhere
-    run: RunNow = NO_RUN  # the run that it is in
-    careful: bool = False  # whether each call that runs in this process is recorded before: a process has died of one
 
     def __post_init__(self) -> None:
-        trajectory = self.trajectory
-        self.live_user = self.live_user if trajectory.parent_id is None else None
+        trajectory, services = self.trajectory, self.services
+        self.live_user = services.live_user if trajectory.parent_id is None else None
+        # Recorded answers of tools, users and judges, if a recorded run is replayed.
+        self.replayed: Replayed | None = None
+        if services.replayed is not None:
+            self.replayed = Replayed(services.replayed.get(trajectory.trajectory_id, ()))
         self.task: asyncio.Task[None] | None = None  # the task that runs it
         self.stop: Stop | None = None  # how it is being stopped
         self.restart = False  # whether a new attempt takes its place when it has been stopped
@@ -129,7 +142,7 @@ class ActiveTrajectory:
             self.users_tools = frozenset(tool["function"]["name"] for tool in brought)
         if trajectory.extra.get("tools_kwargs"):
             _ = self.tools  # which checks them
-        trace = self.run.trace
+        trace = services.run.trace
         # How its spans are called; `None`: nobody traces it.
         self.trace = None if trace is None else trace.of(trajectory.group_id, trajectory.trajectory_id)
         self.glue_entries: set[object] = set()  # the entries of the chat templates' caches that its glue came from
@@ -156,22 +169,21 @@ class ActiveTrajectory:
             extra=trajectory.extra,
             elsewhere=self.users_tools,
             run_agent=self.run_agent,
-            keeps=self.kept is not None and self.kept.journal is not None,
+            keeps=self.services.recorder.journal is not None,
         )
 
     def keep(self, name: str, data: bytes) -> None:
         """Record the state that a tool or a user has now."""
-        if self.kept is not None:
-            now = asyncio.get_running_loop().time()
-            self.emit(Snapshotted(at=now, tool=name, blob=self.kept.keep(data)))
+        now = asyncio.get_running_loop().time()
+        self.emit(Snapshotted(at=now, tool=name, blob=self.services.recorder.keep(data)))
 
     def snapshot(self, name: str) -> bytes | None:
         """Return the state that a tool or a user had after the latest call or reply, if it was kept."""
-        blob = self.trajectory.snapshots.get(name)
-        if blob is None or self.kept is None or self.kept.journal is None:
+        blob, recorder = self.trajectory.snapshots.get(name), self.services.recorder
+        if blob is None or recorder.journal is None:
             return None
         try:
-            return self.kept.kept(blob)
+            return recorder.kept(blob)
         except JournalError as error:
             logger.warning("trajectory %s: %s", self.trajectory.trajectory_id, error)
             return None
@@ -190,7 +202,9 @@ class ActiveTrajectory:
         """Apply and record an event; one that cannot be written down raises, and is not applied."""
         payload = encode(event)
         self.trajectory.apply(event)
-        self.record(self.trajectory, event, payload)
+        recorder = self.services.recorder
+        if recorder.hears or recorder.journal is not None:
+            recorder.record(self.trajectory, event, payload)
 
     def interaction(self, state: str) -> BoundInteraction:
         """Return the interaction of a state, built at its first use and kept for the trajectory."""
@@ -218,7 +232,7 @@ class ActiveTrajectory:
     async def state_of_user(self, state: str) -> bytes | None:
         """Return what the interaction of a state knows now, if that is kept; what fails is logged, and not kept."""
         interaction = self.interaction(state)
-        if self.kept is None or self.kept.journal is None or not interaction.snapshots:
+        if self.services.recorder.journal is None or not interaction.snapshots:
             return None
         try:
             return await interaction.snapshot()
@@ -239,7 +253,7 @@ class ActiveTrajectory:
                 return await answer
         finally:
             now, version = clock(), self.agent.contexts[MAIN].client.weight_version
-            self.emit(self.run.resumed(now, now - since, version))
+            self.emit(self.services.run.resumed(now, now - since, version))
 
     @property
     def stays_open(self) -> bool:
@@ -274,13 +288,9 @@ class ActiveTrajectory:
 
     def end_if_final(self) -> None:
         """Give it its stop reason if it stands in a final state."""
-        transition = self.trajectory.exit
-        if transition is not None and self.trajectory.stop_reason is None:
-            self._end(transition.stop_reason or "", transition.detail, transition.failure)
-
-    def _end(self, stop_reason: str, detail: str | None, failure: FailureClass | None) -> None:
-        now = asyncio.get_running_loop().time()
-        self.emit(Ended(at=now, stop_reason=stop_reason, detail=detail, failure=failure))
+        last, now = self.trajectory.exit, asyncio.get_running_loop().time()
+        if last is not None and self.trajectory.stop_reason is None:
+            self.emit(Ended(at=now, stop_reason=last.stop_reason or "", detail=last.detail, failure=last.failure))
 
     def request_stop(self, stop: Stop) -> None:
         """Stop it soon: cancel its task, unless it is being stopped already or has ended."""
@@ -303,7 +313,8 @@ class ActiveTrajectory:
     def fail(self, outcome: Outcome) -> None:
         """End it as failed, however else it is being stopped, and also if it has ended."""
         if self.trajectory.ended:
-            self._end(outcome.stop_reason, outcome.detail, outcome.failure)
+            now, reason = asyncio.get_running_loop().time(), outcome.stop_reason
+            self.emit(Ended(at=now, stop_reason=reason, detail=outcome.detail, failure=outcome.failure))
             return
         root = self
         root.stop = outcome

@@ -352,7 +352,7 @@ class HandlerContext:
     async def _make_call(self, attempt: ToolCall | MalformedCall) -> Called:
         name = attempt.name if isinstance(attempt, ToolCall) else ""
         tool = self.agent.toolbox.tool(name)
-        if tool is not None and (not tool.may_repeat or (self.active.careful and tool.runs_here)):
+        if tool is not None and (not tool.may_repeat or (self.active.services.careful and tool.runs_here)):
             begun = any(
                 isinstance(event, events.CallBegun) and event.id == attempt.id for event in self.trajectory.visit_events
             )

@@ -284,7 +284,7 @@ class Generation:
                 def audit() -> None:
                     mismatch = chat.audit(asked, encoded)
                     if mismatch is not None:
-                        visit.active.report_mismatch(mismatch)
+                        visit.active.services.report_mismatch(mismatch)
 
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.

@@ -148,7 +148,7 @@ class Stream(msgspec.Struct):
         self.guarded_at.extend([length + at for at in event.guarded_at])
         self.parts.extend([part.moved(length, self.glued) for part in event.parts])
         self.media.extend([span.moved(length) for span in event.media])
-        self.tokens.write(event.ids, state=event.state, turn=turn)
+        self.tokens.append(event.ids, state=event.state, turn=turn)
         self.awaiting = True
         self.glued = len(self.messages)
         self.pending_state = None
@@ -193,10 +193,8 @@ class Stream(msgspec.Struct):
             ids, logprobs, after = event.ids, event.logprobs, start + count
             if count < len(ids):
                 ids, logprobs = ids[start:after], logprobs[start:after]
-            if version == NO_VERSION:  # what closed its thinking
-                self.tokens.write(ids, state=event.state, turn=turn)
-            else:
-                self.tokens.sample(ids, logprobs, state=event.state, turn=turn, version=version)
+            sampled = None if version == NO_VERSION else logprobs  # without a version: what closed its thinking
+            self.tokens.append(ids, sampled, state=event.state, turn=turn, version=version)
             start = after
         self.awaiting = False
         self.finish_reason = event.finish_reason

@@ -269,32 +269,32 @@ class TokenStream:
         self.sampled_length = 0  # the number of tokens that the engine sampled, trained or not
         self._spans = [Span(0, self.length, Owner.PROMPT, state, turn)]
 
-    def write(self, ids: Sequence[int], *, state: str, turn: int) -> None:
-        """Append tokens of the environment (mask 0, logprob 0.0)."""
-        self._append(ids, None, Owner.ENVIRONMENT, state, turn)
-
-    def sample(self, ids: Sequence[int], logprobs: Sequence[float], *, state: str, turn: int, version: int) -> None:
-        """Append tokens sampled under the weights ``version``; StreamError: not exactly one logprob per token."""
-        if len(ids) != len(logprobs):
-            raise StreamError(f"{len(ids)} sampled tokens came with {len(logprobs)} logprobs; each needs one")
-        self._append(ids, logprobs, Owner.MODEL, state, turn, version)
-        self.sampled_length += len(ids)
-
-    def _append(
+    def append(
         self,
         ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        owner: Owner,
+        logprobs: Sequence[float] | None = None,
+        *,
         state: str,
         turn: int,
         version: int = NO_VERSION,
     ) -> None:
-        if not len(ids):
+        """Append tokens: with ``logprobs``, sampled under the weights ``version``; else the environment's (mask 0).
+
+        Raises:
+            StreamError: sampled tokens have not exactly one logprob each.
+        """
+        count, owner = len(ids), Owner.ENVIRONMENT if logprobs is None else Owner.MODEL
+        if logprobs is None:
+            logprobs = array("f", bytes(4 * count))
+        elif len(logprobs) != count:
+            raise StreamError(f"{count} sampled tokens came with {len(logprobs)} logprobs; each needs one")
+        else:
+            self.sampled_length += count
+        if not count:
             return
-        start = self.length
         self._ids.extend(ids)
-        self._logprobs.extend(array("f", bytes(4 * len(ids))) if logprobs is None else logprobs)
-        self.length += len(ids)
+        self._logprobs.extend(logprobs)
+        start, self.length = self.length, self.length + count
         last = self._spans[-1]
         if last.owner is owner and (last.state, last.turn, last.version) == (state, turn, version):
             start = self._spans.pop().start

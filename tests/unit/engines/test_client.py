@@ -29,7 +29,7 @@ def test_the_last_weight_version_is_the_last_that_a_batch_can_tell() -> None:
     async def body(client: EngineClient) -> int:
         last = await client.update_weights({}, 2**31 - 1)
         tokens = TokenStream([1], state="GENERATING")
-        tokens.sample([2], [-1.0], state="GENERATING", turn=0, version=last)
+        tokens.append([2], [-1.0], state="GENERATING", turn=0, version=last)
         assert tokens.response_versions().tolist() == [last]
         with pytest.raises(EngineError, match="got 2147483648"):
             await client.update_weights({})

@@ -111,7 +111,7 @@ def test_what_a_stream_adds_is_known():
     sender, receiver = Contexts(), Contexts()
     stream = TokenStream([1, 2, 3], state="PENDING")
     before = stream.ids
-    stream.write([4, 5], state="GENERATING", turn=1)
+    stream.append([4, 5], state="GENERATING", turn=1)
     for ids, shared in ((before, 0), (stream.ids, 3), (stream.ids, 5)):
         assert sender.shared_length("t/", ids) == shared
         request = Request("r", ids, SamplingParams(1), session="t/")

@@ -34,10 +34,10 @@ def played(prompt: list[int], history: list[tuple], trained: bool) -> tuple[Toke
     oracle = [(i, 0.0, Owner.PROMPT, "PENDING", 0, NO_VERSION) for i in prompt]
     for kind, tokens, state, turn, *version in history:
         if kind == "write":
-            stream.write(tokens, state=state, turn=turn)
+            stream.append(tokens, state=state, turn=turn)
             oracle += [(i, 0.0, Owner.ENVIRONMENT, state, turn, NO_VERSION) for i in tokens]
         else:
-            stream.sample([i for i, _ in tokens], [p for _, p in tokens], state=state, turn=turn, version=version[0])
+            stream.append([i for i, _ in tokens], [p for _, p in tokens], state=state, turn=turn, version=version[0])
             oracle += [(i, p, Owner.MODEL, state, turn, version[0]) for i, p in tokens]
     return stream, oracle
 
@@ -75,9 +75,9 @@ def test_spans_cover_the_stream_without_gap_or_overlap(prompt: list[int], histor
 def test_neighbours_are_one_span_when_they_differ_in_nothing() -> None:
     stream = TokenStream([0], state="GENERATING")
     for state, turn, version in [("A", 0, 0), ("A", 0, 0), ("A", 0, 1), ("A", 1, 1), ("B", 1, 1), ("B", 1, 1)]:
-        stream.sample([5], [-0.5], state=state, turn=turn, version=version)
+        stream.append([5], [-0.5], state=state, turn=turn, version=version)
     for state, turn in [("B", 1), ("B", 1), ("B", 2), ("C", 2)]:
-        stream.write([6], state=state, turn=turn)
+        stream.append([6], state=state, turn=turn)
     assert [(s.state, s.turn, s.version, len(s)) for s in stream.spans[1:]] == [
         ("A", 0, 0, 2),
         ("A", 0, 1, 1),
@@ -120,7 +120,7 @@ def test_a_prompt_is_shared_and_what_follows_is_copied() -> None:
     prompt, sampled, logprobs = array("i", [1]), array("i", [2]), array("f", [-0.5])
     one, other = (TokenStream(prompt, state="PENDING") for _ in range(2))
     for stream in (one, other):
-        stream.sample(sampled, logprobs, state="GENERATING", turn=0, version=0)
+        stream.append(sampled, logprobs, state="GENERATING", turn=0, version=0)
     assert one._prompt is other._prompt is prompt
     assert list(prompt) == [1], "no stream writes into it"
     sampled[0], logprobs[0] = 7, -7.0
@@ -132,14 +132,14 @@ def test_a_prompt_is_shared_and_what_follows_is_copied() -> None:
 def test_sampled_tokens_need_one_logprob_each(count: int, logprobs: list[float]) -> None:
     stream = TokenStream([1, 2], state="PENDING")
     with pytest.raises(StreamError, match=f"{count} sampled tokens came with {len(logprobs)} logprobs"):
-        stream.sample([3] * count, logprobs, state="GENERATING", turn=0, version=0)
+        stream.append([3] * count, logprobs, state="GENERATING", turn=0, version=0)
     assert len(stream) == 2, "a refused sample leaves nothing behind"
 
 
 def test_streams_differ_by_tokens_by_logprobs_by_origin_and_by_training() -> None:
     def stream(token: int = 1, logprob: float = -0.5, version: int = 0, trained: bool = True) -> TokenStream:
         made = TokenStream([0], state="PENDING", trained=trained)
-        made.sample([token], [logprob], state="GENERATING", turn=0, version=version)
+        made.append([token], [logprob], state="GENERATING", turn=0, version=version)
         return made
 
     assert stream() == stream()
@@ -152,7 +152,7 @@ def test_streams_differ_by_tokens_by_logprobs_by_origin_and_by_training() -> Non
 
 def test_types() -> None:
     stream = TokenStream([1], state="PENDING")
-    stream.sample([2], [-0.5], state="GENERATING", turn=0, version=3)
+    stream.append([2], [-0.5], state="GENERATING", turn=0, version=3)
     types = {
         "prompt_ids": np.int32,
         "response_ids": np.int32,
