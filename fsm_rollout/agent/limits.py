@@ -18,6 +18,8 @@ While the handler runs:
 6. after a generation that was cut short of its ``max_tokens``: the token limit that cut it
 7. after tool calls: ``bad_calls``
 
+Whoever writes or samples tokens asks here for room first, so no stream outgrows what its engine reads.
+
 A reached limit raises ``limit_reached``. Transitions may route each limit once. From then on it no longer holds in
 states that have a ``max_visits`` of their own, which alone bounds them, and it ends the trajectory in all others.
 """
@@ -107,3 +109,35 @@ def on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, at: 
     if spends is not None and remaining(graph, trajectory, spends, trajectory.spent.get(spends, 0)) < 0:
         return spends, wall
     return LimitName.WALL_SECONDS if wall <= 0 else None, wall
+
+
+def room_in_context(graph: AgentGraph, trajectory: Trajectory, window: int, length: int) -> float:
+    """Return how many tokens ``context_tokens`` and the engine's ``window`` leave a stream of that length."""
+    if trajectory.limits.get(LimitName.CONTEXT_TOKENS) is None:
+        return window - length
+    return min(window - length, remaining(graph, trajectory, LimitName.CONTEXT_TOKENS, length))
+
+
+def room_to_sample(
+    graph: AgentGraph, trajectory: Trajectory, window: int, engine: str, length: int, added: int = 0
+) -> dict[str | None, float]:
+    """Return how many tokens each limit allows a stream (``added`` of ``length`` new); LimitReached: none."""
+    used = trajectory.response_tokens + added
+    room: dict[str | None, float] = {
+        LimitName.RESPONSE_TOKENS: remaining(graph, trajectory, LimitName.RESPONSE_TOKENS, used),
+        LimitName.CONTEXT_TOKENS: room_in_context(graph, trajectory, window, length),
+    }
+    if room[LimitName.RESPONSE_TOKENS] < 1:
+        raise LimitReached(LimitName.RESPONSE_TOKENS)
+    if room[LimitName.CONTEXT_TOKENS] < 1:
+        raise token_limit(trajectory, LimitName.CONTEXT_TOKENS, window, engine)
+    return room
+
+
+def token_limit(trajectory: Trajectory, limit: str, window: int, engine: str) -> LimitReached:
+    """Return the error for a limit that stops a generation; it says so if the engine's ``window`` is the limit."""
+    context_tokens = trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+    if limit != LimitName.CONTEXT_TOKENS or (context_tokens is not None and context_tokens <= window):
+        return LimitReached(limit)
+    setting = "not set" if context_tokens is None else f"{context_tokens:,}"
+    return LimitReached(limit, f"the window of engine '{engine}' is {window:,} tokens, and context_tokens is {setting}")

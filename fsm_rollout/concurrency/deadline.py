@@ -19,6 +19,8 @@ PATIENCE = 30.0
 class Deadline:
     """The timeout of one visit, as a context manager. ``None`` seconds never expire.
 
+    One that expires cancels its block, and the code behind that goes on: ``expired`` says so.
+
     ``seconds`` are counted while no hold is in force, those of ``wall`` always. ``unheard`` is called when the block
     has not ended :data:`PATIENCE` seconds after it was cancelled.
     """
@@ -46,14 +48,15 @@ class Deadline:
         self._schedule()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """Stop counting; raises TimeoutError in place of the cancellation when the deadline expired."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> bool:
+        """Stop counting; the cancellation of a deadline that expired ends here, with the block."""
         task, self._task = self._task, None
         if self._timer is not None:
             self._timer.cancel()
         assert task is not None
-        if self.expired and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise TimeoutError from error
+        if not self.expired:
+            return False
+        return task.uncancel() <= self._cancelling and kind in (asyncio.CancelledError, TimeoutError)
 
     def hold(self) -> None:
         """Stop the count until :meth:`run`. Holds nest."""
@@ -83,31 +86,30 @@ class Deadline:
             self.run()
             self._schedule()
 
-    def _next(self) -> float | None:
-        """Return when it expires unless it is held, or run, before."""
-        if self._remaining is None or self._holds:
-            return self._wall
-        end = self._since + self._remaining
-        return end if self._wall is None or end < self._wall else self._wall
-
     def _schedule(self) -> None:
-        """Make the timer fire no later than the deadline expires; one that fires too early sets the next."""
-        when, timer = self._next(), self._timer
+        """Make the timer fire no later than the deadline expires, unless it is held, or run, before."""
+        timer = self._timer
+        if self._remaining is None or self._holds:
+            when = self._wall
+        else:
+            end = self._since + self._remaining
+            when = end if self._wall is None or end < self._wall else self._wall
         if when is not None and (timer is None or timer.when() > when):
             if timer is not None:
                 timer.cancel()
             self._timer = asyncio.get_running_loop().call_at(when, self._fire)
 
     def _fire(self) -> None:
-        when, now = self._next(), asyncio.get_running_loop().time()
-        if self._timer is not None:
-            now = max(now, self._timer.when())  # a loop may be early by its clock's resolution
-        self._timer = None
-        if when is None or when > now:
-            self._schedule()
-            return
+        assert self._timer is not None
         assert self._task is not None
+        loop = asyncio.get_running_loop()
+        now = max(loop.time(), self._timer.when())  # a loop may be early by its clock's resolution
+        self._timer = None
+        self._schedule()
+        timer: asyncio.TimerHandle | None = self._timer
+        if timer is None or timer.when() > now:  # too early: it was held, or run, since
+            return
+        timer.cancel()
         self._task.cancel()
-        self.expired, self.walled = True, when == self._wall
-        if self._unheard is not None:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._unheard)
+        self.expired, self.walled = True, timer.when() == self._wall
+        self._timer = None if self._unheard is None else loop.call_later(PATIENCE, self._unheard)

@@ -154,13 +154,30 @@ class SampleRunner:
 
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
         """Run one sample to its end, as many attempts as it takes; the last one to end finishes the group."""
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while run.stop is None:
+                # 1. An attempt, to its end, or until everything is being stopped.
                 began = group.latest(sample) if group.trajectories else None
                 live = self._starter.begin_sample(group, sample) if began is None else await self._go_on(group, began)
-                await self._run_active(run, group, live)
-                # Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a pause.
                 trajectory = live.trajectory
+                self.running[trajectory.trajectory_id] = live
+                live.task, live.stop = task, run.stop or self.stopping
+                try:
+                    await run_trajectory(live, group, group.agent.handlers)
+                except asyncio.CancelledError:
+                    if live.stop is None:
+                        raise
+                    while task.cancelling():
+                        task.uncancel()
+                finally:
+                    live.task = None
+                    del self.running[trajectory.trajectory_id]
+                    if group.children:
+                        await self._starter.end_unread(group, trajectory)
+                # 2. Too far behind the weights, it begins anew at once; else perhaps because it has failed, after a
+                #    pause.
                 if trajectory.stop_reason != StopReason.CANCELLED or not (live.restart or begins_anew(trajectory)):
                     if trajectory.stop_reason is not None:
                         run.stopped_by = run.stopped_by or run.watch.note(trajectory)
@@ -217,28 +234,6 @@ class SampleRunner:
         if await self._end_if_stale(group, live):
             return self._starter.begin_sample(group, trajectory.sample)
         return live
-
-    async def _run_active(self, run: RunState, group: Group, live: ActiveTrajectory) -> None:
-        """Run a trajectory that has begun, unless everything is being stopped."""
-        task = asyncio.current_task()
-        assert task is not None
-        trajectory_id = live.trajectory.trajectory_id
-        self.running[trajectory_id] = live
-        live.task, live.stop = task, run.stop or self.stopping
-        try:
-            await run_trajectory(live, group.agent.handlers)
-        except asyncio.CancelledError:
-            if live.stop is None:
-                raise
-            while task.cancelling():
-                task.uncancel()
-        finally:
-            live.task = None
-            del self.running[trajectory_id]
-            if not live.stays_open:
-                group.active.pop(trajectory_id, None)
-            if group.children:
-                await self._starter.end_unread(group, live.trajectory)
 
     def stop_stale(self, groups: Mapping[str, Group], under_way: Mapping[tuple[str, str], int]) -> None:
         """Stop what runs and is too old; ``under_way``: :meth:`EngineClient.sampling_since`."""

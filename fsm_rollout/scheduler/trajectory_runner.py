@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -31,7 +31,7 @@ from fsm_rollout.scheduler.failure_policy import class_of, class_of_timeout
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
 from fsm_rollout.states import built_in
-from fsm_rollout.states.active_trajectory import ActiveTrajectory, RunServices
+from fsm_rollout.states.active_trajectory import CARRIED, ActiveTrajectory, RunServices
 from fsm_rollout.states.base import State
 from fsm_rollout.states.context import HandlerContext
 from fsm_rollout.states.restoring import restore
@@ -176,11 +176,7 @@ class TrajectoryStarter(RunServices):
         if child.ended:
             group.active.pop(child_id, None)
         else:
-            try:
-                await run_trajectory(live, agent.handlers)
-            finally:
-                if not live.stays_open:
-                    group.active.pop(child_id, None)
+            await run_trajectory(live, group, agent.handlers)
         # 3. Its answer.
         texts = list(child.assistant_texts())
         answered = child.exit is not None and child.exit.trigger not in IMPLICIT_TRIGGERS and texts
@@ -207,8 +203,11 @@ class TrajectoryStarter(RunServices):
         group.discard_unread()
 
 
-async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) -> None:
-    """Visit states until a transition leads to a final one; cancellation ends (or suspends) the trajectory."""
+async def run_trajectory(live: ActiveTrajectory, group: Group, handlers: Mapping[str, State]) -> None:
+    """Visit states until a transition leads to a final one; cancellation ends (or suspends) the trajectory.
+
+    Then it is closed, unless its tools and interactions stay open, because it is to go on in this process.
+    """
     trajectory, machine = live.trajectory, live.agent.machine
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     try:
@@ -232,8 +231,11 @@ async def run_trajectory(live: ActiveTrajectory, handlers: Mapping[str, State]) 
         live.stop_cancelled()
         raise
     finally:
-        if not live.stays_open:
-            await live.close()
+        if live.stop is not CARRIED or trajectory.stop_reason is not None:
+            try:
+                await live.close()
+            finally:
+                group.active.pop(trajectory.trajectory_id, None)
 
 
 async def _visit(live: ActiveTrajectory, handler: State, now: float, task: asyncio.Task[object] | None) -> Outcome:
@@ -250,10 +252,20 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
             live.emit(Refused(at=now))
         return Outcome(Trigger.LIMIT_REACHED, limit=limit)
     # 2. The handler, until its outcome or its deadline.
-    ctx = HandlerContext(live)
+    ctx, outcome = HandlerContext(live), None
+    spec, warn = ctx.spec, partial(_warn_of_ignored_cancellation, trajectory)
     try:
         try:
-            outcome = await _run_handler(live, handler, ctx, wall) if trajectory.time_up is None else None
+            if trajectory.time_up is None:
+                with Deadline(spec.timeout, None if wall == float("inf") else wall, unheard=warn) as ctx.deadline:
+                    if spec.prompt is not None or spec.reset:
+                        await ctx.enter()
+                    work = handler.run(trajectory, ctx)
+                    outcome = await (
+                        work if type(handler).__module__ == built_in.__name__ else _watched(live, handler, work)
+                    )
+                if outcome is None and ctx.deadline.expired:
+                    live.emit(TimedOut(at=ctx.clock(), walled=ctx.deadline.walled))
             if (expiry := trajectory.time_up) is not None:  # just now, or before an interruption
                 handler.timed_out(trajectory, ctx)
                 if expiry.walled:
@@ -277,25 +289,12 @@ async def _visit(live: ActiveTrajectory, handler: State, now: float, task: async
     return outcome
 
 
-async def _run_handler(live: ActiveTrajectory, handler: State, ctx: HandlerContext, wall: float) -> Outcome | None:
-    """Run a handler; its outcome is ``None`` when its time is up. A user's own is watched: it may block the loop."""
-    spec, warn = ctx.spec, partial(_warn_of_ignored_cancellation, live.trajectory)
-    try:
-        with Deadline(spec.timeout, None if wall == float("inf") else wall, unheard=warn) as ctx.deadline:
-            if spec.prompt is not None or spec.reset:
-                await ctx.enter()
-            work = handler.run(live.trajectory, ctx)
-            if type(handler).__module__ == built_in.__name__:
-                return await work
-            if live.trace is not None:
-                key = visit_key(live.trajectory.transitions, live.trajectory.resumptions)
-                work = within(live.trace.parent(key), work)
-            return await watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
-    except TimeoutError:
-        if not ctx.deadline.expired:
-            raise  # the handler's own
-        live.emit(TimedOut(at=ctx.clock(), walled=ctx.deadline.walled))
-        return None
+def _watched(live: ActiveTrajectory, handler: State, work: Coroutine[object, object, Outcome]) -> Awaitable[Outcome]:
+    """Return the work of a user's own handler, traced, and watched: it may block the loop."""
+    if live.trace is not None:
+        key = visit_key(live.trajectory.transitions, live.trajectory.resumptions)
+        work = within(live.trace.parent(key), work)
+    return watch_steps(work, partial(_warn_of_blocking, type(handler), live.trajectory))
 
 
 def _warn_of_blocking(handler: type[State], trajectory: Trajectory, seconds: float) -> None:

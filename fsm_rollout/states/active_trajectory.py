@@ -255,11 +255,6 @@ class ActiveTrajectory:
             now, version = clock(), self.agent.contexts[MAIN].client.weight_version
             self.emit(self.services.run.resumed(now, now - since, version))
 
-    @property
-    def stays_open(self) -> bool:
-        """Whether its tools and interactions stay open, because it is to go on in this process."""
-        return self.stop is CARRIED and self.trajectory.stop_reason is None
-
     async def close(self) -> None:
         """Release the tools and close the interactions, each once; what fails is reported, never fatal."""
         trajectory_id = self.trajectory.trajectory_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace as copy_with
 from functools import cached_property, partial
 from typing import TypeVar
@@ -17,7 +17,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from fsm_rollout.agent.graph import MAIN
-from fsm_rollout.agent.limits import LimitReached, remaining, spent
+from fsm_rollout.agent.limits import LimitReached, remaining, room_in_context, spent
+from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.messages import check_written
 from fsm_rollout.chat.reference import Opening
 from fsm_rollout.concurrency.cancellation import being_cancelled
@@ -25,16 +26,16 @@ from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.engine_ids import ABORT_GRACE
 from fsm_rollout.environment.users import Conversation, Reply
-from fsm_rollout.errors import ReplayDiverged, StreamError, ToolError, did_you_mean
+from fsm_rollout.errors import PromptTooLong, ReplayDiverged, StreamError, ToolError, did_you_mean
 from fsm_rollout.states.active_trajectory import ActiveTrajectory
 from fsm_rollout.states.bound_agent import BoundContext
 from fsm_rollout.states.effect_log import NO_EFFECTS, EffectLog
-from fsm_rollout.states.generation import Generation, OnTokens, ask, begin_stream
-from fsm_rollout.states.room import limit_reached, room_for_result
+from fsm_rollout.states.generation import Generation, OnTokens, ask
 from fsm_rollout.tools import tool_messages
 from fsm_rollout.tools.bounded_call import ToolDied
+from fsm_rollout.tools.toolbox import LEAST_TOKENS
 from fsm_rollout.trajectory import events
-from fsm_rollout.trajectory.enums import FailureClass, FinishReason, LimitName
+from fsm_rollout.trajectory.enums import FailureClass, LimitName
 from fsm_rollout.trajectory.events import AnyEvent, Called, Generated, MalformedCall, Message, ModelQueried, ToolCall
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream, root_of
@@ -64,12 +65,12 @@ class HandlerContext:
         # The first event that the interrupted visit had recorded; if `enter` records one, it is that one.
         self._entry = next(iter(self.trajectory.visit_events), None)
         # What the visit had done before it was interrupted; nothing, nearly always.
-        self._effects = EffectLog(self.trajectory.visit_events) if self.trajectory.visit_events else NO_EFFECTS
+        self.effects = EffectLog(self.trajectory.visit_events) if self.trajectory.visit_events else NO_EFFECTS
         # How many generations of the visit are charged already: 1, if entering the state charged for the first.
-        self._prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
+        self.prepaid = int(self.agent.machine.spends[self.state] == LimitName.ASSISTANT_TURNS)
         # The index of the next query, by engine; a visit that begins again counts from where it began first.
         self._queries = dict(self.trajectory.queries_before)
-        self._generations: dict[str, Generation] = {}  # those under way, by context
+        self.generations: dict[str, Generation] = {}  # those under way, by context
 
     async def close(self) -> None:
         """End the visit. A generation that the handler left running is aborted and recorded.
@@ -78,7 +79,7 @@ class HandlerContext:
             StreamError: a generation was left running.
         """
         running: list[asyncio.Task[object]] = []
-        for generation in self._generations.values():
+        for generation in self.generations.values():
             if generation.task is not None and not generation.task.done():
                 generation.task.cancel()
                 running.append(generation.task)
@@ -130,7 +131,7 @@ class HandlerContext:
 
     def charge(self, limit: str) -> None:
         """Spend one of a counted limit, or raise ``LimitReached``."""
-        if not self._effects or self._effects.take(events.LimitCharged, limit) is None:
+        if not self.effects or self.effects.take(events.LimitCharged, limit) is None:
             self.take_in(events.LimitCharged(at=self.clock(), limit=limit))
         self.check(limit)
 
@@ -145,7 +146,7 @@ class HandlerContext:
         spec = self.spec
         if self._entry is not None:
             # Recorded before an interruption; the handler must not get it as an effect of its own.
-            self._effects.take(type(self._entry), spec.context)
+            self.effects.take(type(self._entry), spec.context)
             return
         messages: list[Message] | None = None
         if spec.prompt is not None:
@@ -193,8 +194,8 @@ class HandlerContext:
         """
         before = self.trajectory.open_streams.get(bound.name)
         recorded = None
-        if self._effects and not instead_of_glue:
-            recorded = self._effects.take(events.ContextOpened, bound.name)
+        if self.effects and not instead_of_glue:
+            recorded = self.effects.take(events.ContextOpened, bound.name)
         if before is not None and recorded is not None:
             return before
         encoded = await bound.chat.encode(Opening(messages, bound.tools, self.active.date))
@@ -203,7 +204,43 @@ class HandlerContext:
             return meanwhile
         if instead_of_glue and before is not None and len(before.messages) > len(messages):  # ... has written to it
             return await self.open(bound, list(before.messages), instead_of_glue=True)
-        return begin_stream(self, bound, messages, encoded, instead_of_glue=instead_of_glue)
+        return self.begin(bound, messages, encoded, instead_of_glue=instead_of_glue)
+
+    def begin(
+        self, bound: BoundContext, messages: list[Message], encoded: Encoded, *, instead_of_glue: bool = False,
+        shares: tuple[int, int] | None = None,
+    ) -> Stream:  # fmt: skip
+        """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
+        text_only = bound.client.facts.text_only  # then its engine says how many tokens there are
+        window, length = bound.client.facts.max_context, 0 if text_only else len(encoded.ids)
+        if room_in_context(self.agent.graph, self.trajectory, window, length) < 1:
+            context_tokens = self.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
+            raise PromptTooLong(
+                f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
+                f"window is {window} (its max_context), limits.context_tokens is "
+                f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
+            )
+        opened = events.ContextOpened(
+            at=self.clock(),
+            context=bound.name,
+            state=self.state,
+            messages=messages,
+            ids=encoded.ids,
+            trained=bound.trained,
+            engine=bound.spec.engine,
+            guarded=encoded.guarded,
+            guarded_at=list(encoded.guarded_at),
+            parts=list(encoded.parts),
+            media=list(encoded.media),
+            shares=shares,
+            why=bound.why,
+            instead_of_glue=instead_of_glue,
+            text_only=text_only,
+        )
+        if (before := self.trajectory.open_streams.get(bound.name)) is not None:
+            self.active.end_sessions(f"{bound.name}/{before.number + 1}")
+        self.take_in(opened)
+        return self.trajectory.streams[-1]
 
     def write(self, messages: Sequence[Message], *, context: str) -> None:
         """Append the environment's messages to a context; they enter its tokens with the next generation.
@@ -216,20 +253,20 @@ class HandlerContext:
 
     def append(self, messages: Sequence[Message], *, context: str) -> None:
         """Do what :meth:`write` does with messages that need no look."""
-        if not messages or (self._effects and self._effects.take(events.MessagesAppended, context) is not None):
+        if not messages or (self.effects and self.effects.take(events.MessagesAppended, context) is not None):
             return
         if context not in self.trajectory.open_streams:  # nothing may wait here: what is written is there at once
             bound = self.context(context)
             opening = self._opening_messages(bound, None)
-            begin_stream(self, bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.active.date)))
+            self.begin(bound, opening, bound.chat.encode_here(Opening(opening, bound.tools, self.active.date)))
         self.take_in(
             events.MessagesAppended(at=self.clock(), context=context, state=self.state, messages=list(messages))
         )
 
     # -- generation ---------------------------------------------------------------------------------------------
 
-    async def generate(self, context: str, sampling: Sampling | None = None) -> Generated:
-        """Sample one assistant turn in a context (or go on with one that was cut) and return the event.
+    def generate(self, context: str, sampling: Sampling | None = None) -> Coroutine[object, object, Generated]:
+        """Sample one assistant turn in a context (or go on with one that was cut) and return the event: await it.
 
         Costs one of ``assistant_turns`` unless entering the state has paid for it. ``finish_reason`` is ``length`` only
         when the turn's own ``max_tokens`` cut it. Generations side by side, each in a context of its own, are recorded
@@ -241,61 +278,16 @@ class HandlerContext:
             EngineError: the engine failed for good (what it had sampled is recorded).
             StreamError: there is no such context, or another generation of it is under way.
         """
-        bound = self.context(context)
-        self._charge_turn()
-        while self._effects and (recorded := self._effects.take(Generated, context)) is not None:
-            if recorded.finish_reason == FinishReason.ABORT:
-                continue  # the sampling below goes on from its tokens
-            if recorded.cut_by is not None:
-                raise limit_reached(self, bound, recorded.cut_by)
-            return recorded
-        return await self._sample(bound, sampling, self._generations.values())
+        return Generation(self, self.context(context)).run(sampling)
 
-    def _charge_turn(self) -> None:
-        """Charge for a generation, unless entering the state has paid for it."""
-        if self._prepaid:
-            self._prepaid -= 1
-        else:
-            self.charge(LimitName.ASSISTANT_TURNS)
-
-    async def _sample(
-        self, bound: BoundContext, sampling: Sampling | None, earlier: Iterable[Generation],
-        on_tokens: OnTokens | None = None,
-    ) -> Generated:  # fmt: skip
-        """Sample a turn that is paid for; ``earlier``: the generations that are recorded before it."""
-        if bound.name in self._generations:
-            raise StreamError(f"two generations at once in context '{bound.name}'; give each a context of its own")
-        generation = self._generations[bound.name] = Generation(self, bound, earlier)
-        try:
-            return await generation.sample(sampling, on_tokens)
-        finally:
-            if generation.recorded is not None:
-                generation.recorded.set()
-            del self._generations[bound.name]
-
-    def forget_recorded(self) -> None:
-        """Let a visit that begins again repeat its operations; its handler sees in the streams what it had done.
-
-        What was charged and not generated before the interruption is not charged again.
-        """
-        self._effects = NO_EFFECTS
-        for event in self.trajectory.visit_events:
-            if isinstance(event, events.LimitCharged):
-                self._prepaid += event.limit == LimitName.ASSISTANT_TURNS
-            elif isinstance(event, Generated):
-                self._prepaid -= not event.resumed
-        self._prepaid = max(0, self._prepaid)
-
-    async def generate_beside(
+    def generate_beside(
         self, context: str, sampling: Sampling | None, on_tokens: OnTokens | None, *, paid: bool
-    ) -> Generated:
+    ) -> Coroutine[object, object, Generated]:
         """Sample as :meth:`generate` does, and record it at once, whatever other generations are under way.
 
         For foreign agents, whose calls have no other order than time. ``paid``: it continues a turn that was charged.
         """
-        if not paid:
-            self._charge_turn()
-        return await self._sample(self.context(context), sampling, (), on_tokens)
+        return Generation(self, self.context(context), beside=True, on_tokens=on_tokens).run(sampling, paid=paid)
 
     # -- tools, interactions, scores ----------------------------------------------------------------------------
 
@@ -339,7 +331,7 @@ class HandlerContext:
         Raises:
             ReplayDiverged: a run is replayed, and has recorded nothing.
         """
-        if self._effects and (event := self._effects.take(kind, key)) is not None:
+        if self.effects and (event := self.effects.take(kind, key)) is not None:
             return event
         replayed = self.active.replayed
         if replayed is None or (kind is Called and key in replayed.by_agents):
@@ -363,7 +355,7 @@ class HandlerContext:
         last = self.trajectory.last
         bound = self.context(last.context if last is not None else MAIN)
         tokenizer = bound.client.facts.tokenizer
-        tools, room = self.active.tools, partial(room_for_result, self, bound)
+        tools, room = self.active.tools, partial(self._room_for_result, bound)
         span = None
         if (trace := self.active.trace) is not None:
             span = partial(trace.of_try, attempt.id, tries_before(self.trajectory.called, attempt.id))
@@ -373,6 +365,16 @@ class HandlerContext:
         if tools.snapshots and (state := tools.snapshots.pop(name, None)) is not None:
             self.active.keep(name, state)
         return called
+
+    def _room_for_result(self, bound: BoundContext) -> int:
+        """Return how many tokens one of a turn's tool results may have, so that all leave half of what there is."""
+        trajectory, graph = self.trajectory, self.agent.graph
+        stream, window = trajectory.stream(bound.name), bound.client.facts.max_context
+        left = min(
+            room_in_context(graph, trajectory, window, 0 if stream is None else stream.length),
+            remaining(graph, trajectory, LimitName.RESPONSE_TOKENS, trajectory.response_tokens),
+        )
+        return max(LEAST_TOKENS, int(left / 2 / max(1, len(trajectory.attempts))))
 
     def record_here(self, event: E) -> E:
         """Record an event with the present time and state, and return it."""
@@ -435,11 +437,11 @@ class HandlerContext:
             StreamError: there is no such turn, or the score is not a finite number.
         """
         latest = self.trajectory.generations - 1
-        turn = latest - self._effects.turns_ahead() if turn is None else turn
+        turn = latest - self.effects.turns_ahead() if turn is None else turn
         if not isinstance(turn, int) or not 0 <= turn <= latest:
             existing = "none has been generated yet" if latest < 0 else f"the first is 0, the latest {latest}"
             raise StreamError(f"there is no turn {turn} to score; {existing}")
-        if self._effects and self._effects.take(events.Scored, turn) is not None:
+        if self.effects and self.effects.take(events.Scored, turn) is not None:
             return
         self.emit(events.Scored(at=self.clock(), value=float(value), turn=turn, source=self.state))
 

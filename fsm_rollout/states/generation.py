@@ -2,30 +2,33 @@
 
 Invariants: a request that a visit has submitted has ended when the visit goes on, whatever cuts it off; a generation's
 input is the stream as it stands, so it extends the one before it and nothing sampled is ever decoded and encoded again;
-whatever the engine answered is recorded, also when the visit is cut off; nothing is written that would leave no room
+whatever the engine answered is recorded, also when the visit is cut off; no glue is written that would leave no room
 for a token.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.agent.limits import LimitReached, room_to_sample, token_limit
 from fsm_rollout.chat.formats import Call
-from fsm_rollout.chat.markers import Encoded
 from fsm_rollout.chat.reference import FollowUp, Opening
+from fsm_rollout.concurrency.deadline import Deadline
 from fsm_rollout.concurrency.seeds import derive_seed
 from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.engines.protocol import Request, SamplingParams, Thinking
-from fsm_rollout.errors import EngineError, PictureSampled, PromptTooLong
-from fsm_rollout.states.bound_agent import BoundContext
-from fsm_rollout.states.room import Visit, limit_reached, room_in_context, room_to_sample
+from fsm_rollout.errors import EngineError, PictureSampled, PromptTooLong, StreamError
+from fsm_rollout.states.active_trajectory import ActiveTrajectory
+from fsm_rollout.states.bound_agent import BoundAgent, BoundContext
+from fsm_rollout.states.effect_log import EffectLog
 from fsm_rollout.trajectory.enums import FinishReason, LimitName
 from fsm_rollout.trajectory.event_bytes import unwritable
 from fsm_rollout.trajectory.events import (
-    ContextOpened,
+    AnyEvent,
     Generated,
     MalformedCall,
     Message,
@@ -36,49 +39,36 @@ from fsm_rollout.trajectory.events import (
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.stream import Stream
 from fsm_rollout.trajectory.tokens import Ids, MediaSpan, Usage
+from fsm_rollout.trajectory.trajectory import Trajectory
 
 OnTokens = Callable[[PendingRequest], object]
 
 
-def begin_stream(
-    visit: Visit,
-    bound: BoundContext,
-    messages: list[Message],
-    encoded: Encoded,
-    *,
-    instead_of_glue: bool = False,
-    shares: tuple[int, int] | None = None,
-) -> Stream:
-    """Record a context's next stream, whose opening is encoded; PromptTooLong: it leaves no room for a token."""
-    text_only = bound.client.facts.text_only  # then its engine says how many tokens there are
-    if room_in_context(visit, bound, 0 if text_only else len(encoded.ids)) < 1:
-        context_tokens = visit.trajectory.limits.get(LimitName.CONTEXT_TOKENS)
-        raise PromptTooLong(
-            f"context '{bound.name}': a prompt of {len(encoded.ids)} tokens leaves no room to answer; the engine's "
-            f"window is {bound.client.facts.max_context} (its max_context), limits.context_tokens is "
-            f"{'not set' if context_tokens is None else context_tokens}; raise the lower one or shorten the prompt"
-        )
-    opened = ContextOpened(
-        at=visit.clock(),
-        context=bound.name,
-        state=visit.state,
-        messages=messages,
-        ids=encoded.ids,
-        trained=bound.trained,
-        engine=bound.spec.engine,
-        guarded=encoded.guarded,
-        guarded_at=list(encoded.guarded_at),
-        parts=list(encoded.parts),
-        media=list(encoded.media),
-        shares=shares,
-        why=bound.why,
-        instead_of_glue=instead_of_glue,
-        text_only=text_only,
-    )
-    if (before := visit.trajectory.open_streams.get(bound.name)) is not None:
-        visit.active.end_sessions(f"{bound.name}/{before.number + 1}")
-    visit.take_in(opened)
-    return visit.trajectory.streams[-1]
+class Visit(Protocol):
+    """What is needed here of the visit that asks (:class:`fsm_rollout.states.context.HandlerContext`)."""
+
+    active: ActiveTrajectory
+    trajectory: Trajectory
+    agent: BoundAgent
+    state: str
+    deadline: Deadline
+    clock: Callable[[], float]
+    take_in: Callable[[AnyEvent], None]
+    effects: EffectLog
+    """What the visit had done before it was interrupted."""
+    prepaid: int
+    """How many generations of the visit are charged already."""
+    generations: dict[str, Generation]
+    """Those under way, by context."""
+
+    async def opened(self, context: str) -> Stream:
+        """Return the open stream of a context."""
+
+    async def open(self, bound: BoundContext, messages: list[Message], *, instead_of_glue: bool = False) -> Stream:
+        """Open a context's next stream."""
+
+    def charge(self, limit: str) -> None:
+        """Spend one of a counted limit, or raise ``LimitReached``."""
 
 
 def submit(
@@ -196,22 +186,58 @@ def cost_of(bound: BoundContext, pending: PendingRequest) -> float | None:
 
 
 class Generation:
-    """One generation of a visit. ``earlier``: those of the visit that were begun before it and are under way."""
+    """One generation of a visit. ``beside``: it is recorded at once, whatever others of the visit are under way."""
 
-    def __init__(self, visit: Visit, bound: BoundContext, earlier: Iterable[Generation]) -> None:
+    def __init__(
+        self, visit: Visit, bound: BoundContext, *, beside: bool = False, on_tokens: OnTokens | None = None
+    ) -> None:
         self.visit = visit
         self.bound = bound
-        self.earlier = list(earlier)
-        for generation in self.earlier:
-            generation.recorded = generation.recorded or asyncio.Event()
-        self.task = asyncio.current_task()
+        self.beside = beside
+        self.on_tokens = on_tokens  # called with the request whenever tokens of it have come
+        self.earlier: list[Generation] = []  # those that are recorded before it
+        self.task: asyncio.Task[object] | None = None
         self.recorded: asyncio.Event | None = None  # made by those who are to wait for it
         self._pad: int | None = None  # an id that stands for a picture, and was sampled
         # What `room_to_sample` returned when glue was written; `None`: none was.
         self._room_after_glue: dict[str | None, float] | None = None
 
-    async def sample(self, sampling: Sampling | None, on_tokens: OnTokens | None = None) -> Generated:
-        """Sample a turn that was charged; ``on_tokens`` is called with the request whenever tokens of it have come."""
+    async def run(self, sampling: Sampling | None, *, paid: bool = False) -> Generated:
+        """Charge for a turn, unless it or entering the state is ``paid``, and sample it."""
+        visit, name = self.visit, self.bound.name
+        # 1. What it costs; and what had been sampled before the visit was interrupted.
+        if not paid and visit.prepaid:
+            visit.prepaid -= 1
+        elif not paid:
+            visit.charge(LimitName.ASSISTANT_TURNS)
+        while visit.effects and (recorded := visit.effects.take(Generated, name)) is not None:
+            if recorded.finish_reason == FinishReason.ABORT:
+                continue  # what follows goes on from its tokens
+            if recorded.cut_by is not None:
+                raise self._limit(recorded.cut_by)
+            return recorded
+        # 2. The turn. Those of the visit that were begun before it and are under way are recorded first.
+        if name in visit.generations:
+            raise StreamError(f"two generations at once in context '{name}'; give each a context of its own")
+        if not self.beside and visit.generations:
+            self.earlier = list(visit.generations.values())
+            for generation in self.earlier:
+                generation.recorded = generation.recorded or asyncio.Event()
+        self.task = asyncio.current_task()
+        visit.generations[name] = self
+        try:
+            return await self._sample(sampling)
+        finally:
+            if self.recorded is not None:
+                self.recorded.set()
+            del visit.generations[name]
+
+    def _limit(self, name: str) -> LimitReached:
+        """Return the error for the token limit that has cut the turn."""
+        return token_limit(self.visit.trajectory, name, self.bound.client.facts.max_context, self.bound.spec.engine)
+
+    async def _sample(self, sampling: Sampling | None) -> Generated:
+        """Sample a turn that was charged."""
         # 1. Where the stream stands: a turn that was cut goes on (`continued`), one that the engine aborted even as the
         #    same generation (`resumed`); else the glue with the new messages comes before the next turn.
         visit, bound = self.visit, self.bound
@@ -227,9 +253,9 @@ class Generation:
             stream = await self._glue(stream, new)
         # 2. The request. Whatever comes of it is recorded, also when the visit is cut off.
         submitted, cut_by = self._submit(stream, sampling, continued=continued, resumed=resumed)
-        if on_tokens is None and visit.active.live_user is not None:
-            on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
-        submitted.on_tokens = on_tokens
+        submitted.on_tokens = self.on_tokens
+        if self.on_tokens is None and visit.active.live_user is not None:
+            submitted.on_tokens = partial(visit.active.live_user.sampled, visit.trajectory, bound, continued)
         record = partial(self._record, submitted, stream, cut_by, continued=continued, resumed=resumed)
         try:
             await ended(bound, submitted)
@@ -250,7 +276,7 @@ class Generation:
         if generated is None or generated.finish_reason == FinishReason.ABORT:
             raise EngineError(f"request {submitted.request.request_id} was aborted by the engine")
         if generated.cut_by is not None:
-            raise limit_reached(visit, bound, generated.cut_by)
+            raise self._limit(generated.cut_by)
         return generated
 
     async def _wait_for_earlier(self, *, cut: bool = False) -> None:
@@ -289,7 +315,10 @@ class Generation:
                 asyncio.get_running_loop().call_soon(audit)
         # 3. Glue that leaves no room for a token is not written.
         added = len(encoded.ids) if stream.counted is None else 0
-        self._room_after_glue = room_to_sample(visit, bound, stream.length + added, added)
+        window, engine = bound.client.facts.max_context, bound.spec.engine
+        self._room_after_glue = room_to_sample(
+            visit.agent.graph, visit.trajectory, window, engine, stream.length + added, added
+        )
         visit.take_in(
             PromptExtended(
                 at=visit.clock(),
@@ -308,21 +337,31 @@ class Generation:
         self, stream: Stream, sampling: Sampling | None, *, continued: bool, resumed: bool
     ) -> tuple[PendingRequest, str | None]:
         """Ask for the next turn; return the limit that bounds its length, too (None: its own max_tokens)."""
-        bound, trajectory = self.bound, self.visit.trajectory
+        visit, bound, trajectory = self.visit, self.bound, self.visit.trajectory
+        facts, engine = bound.client.facts, bound.spec.engine
+        # 1. What the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling.
+        settings = visit.agent.samplings[visit.state, bound.root]
+        if sampling is not None:
+            settings = sampling.over(settings)
+        if visit.active.sampling is not None and engine == POLICY:
+            settings = visit.active.sampling.over_at_most(settings)
+        # 2. How long it may be.
         length = stream.tokens.length
         counted = length if stream.counted is None else stream.counted  # `stream.length`, in no call of its own
-        room = self._room_after_glue or room_to_sample(self.visit, bound, counted)
-        settings = self._sampling(sampling)
+        room = self._room_after_glue or room_to_sample(
+            visit.agent.graph, trajectory, facts.max_context, engine, counted
+        )
         sampled = written = 0
         if resumed:
             sampled = length - next((part.start for part in stream.sampled_with if part.turn == stream.turn), length)
             written = sampled - sum(len(span) for span in stream.tokens.sampled() if span.turn == stream.turn)
         own = float("inf") if settings.max_tokens is None else settings.max_tokens - sampled
-        bounds: dict[str | None, float] = {None: min(own, bound.client.facts.max_output or own), **room}
+        bounds: dict[str | None, float] = {None: min(own, facts.max_output or own), **room}
         cut_by = min(bounds, key=bounds.__getitem__)  # of equal bounds the first, which is the turn's own
+        # 3. The request.
         index = trajectory.context_turns.get(bound.name, 0) - resumed
         pending = submit(
-            self.visit, bound, stream.tokens.ids, stream.media, settings, index=index, sampled=sampled,
+            visit, bound, stream.tokens.ids, stream.media, settings, index=index, sampled=sampled,
             name=f"{bound.name}/{index}/{length}", session=f"{bound.name}/{stream.number + 1}",
             max_tokens=max(1, int(bounds[cut_by])),
             seed=derive_seed(trajectory.seed, bound.name, index),
@@ -331,15 +370,6 @@ class Generation:
             written=written,
         )  # fmt: skip
         return pending, cut_by
-
-    def _sampling(self, sampling: Sampling | None) -> Sampling:
-        """Return what the agent, the run, the handler and (in the policy's contexts) the prompt say about sampling."""
-        visit, bound = self.visit, self.bound
-        settings = visit.agent.samplings[visit.state, bound.root]
-        if sampling is not None:
-            settings = sampling.over(settings)
-        of_prompt = visit.active.sampling
-        return settings if of_prompt is None or bound.spec.engine != POLICY else of_prompt.over_at_most(settings)
 
     def _record(
         self, pending: PendingRequest, stream: Stream, cut_by: str | None, *, continued: bool, resumed: bool

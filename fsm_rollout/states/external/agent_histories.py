@@ -28,6 +28,7 @@ from fsm_rollout.engines.pending import PendingRequest
 from fsm_rollout.errors import ChatTemplateError, EngineError, PictureError, PictureSampled, PromptTooLong
 from fsm_rollout.states.bound_agent import BoundContext, check_shown, showing
 from fsm_rollout.states.context import HandlerContext
+from fsm_rollout.states.effect_log import NO_EFFECTS
 from fsm_rollout.states.external.agent_history import (
     AgentHistory,
     CallersView,
@@ -45,9 +46,9 @@ from fsm_rollout.states.external.origins import COMPACT, Origin, is_side_call, w
 from fsm_rollout.states.external.responding import Answer
 from fsm_rollout.states.external.sameness import Chain, Pins, Schemas, ShownTools, Tools, extend_chain, renamed
 from fsm_rollout.states.external.text_stream import TextStream, until_stop
-from fsm_rollout.states.generation import OnTokens, begin_stream
+from fsm_rollout.states.generation import OnTokens
 from fsm_rollout.trajectory.enums import FinishReason, ForkReason, LimitName, Trigger
-from fsm_rollout.trajectory.events import ContextOpened, Message
+from fsm_rollout.trajectory.events import ContextOpened, Generated, LimitCharged, Message
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.stream import BRANCH, FURTHER, Stream, root_of, text_of
 
@@ -81,8 +82,11 @@ class AgentHistories:
         self._branches: list[AgentHistory] = []
         self._view = CallersView(ctx.agent.contexts[context].chat.thinks)
         self._answers = NamedAnswers(ctx.trajectory, self._view)
-        if ctx.resumed:
-            ctx.forget_recorded()
+        if ctx.resumed:  # calls find in the streams what had been done; what was charged and not sampled is paid for
+            done = ctx.trajectory.visit_events
+            charged = sum(isinstance(e, LimitCharged) and e.limit == LimitName.ASSISTANT_TURNS for e in done)
+            sampled = sum(isinstance(e, Generated) and not e.resumed for e in done)
+            ctx.effects, ctx.prepaid = NO_EFFECTS, max(0, ctx.prepaid + charged - sampled)
         # Of the streams that this visit had opened before it was interrupted, nobody has the answers.
         opened = [event.context for event in ctx.trajectory.visit_events if isinstance(event, ContextOpened)]
         for stream in ctx.trajectory.streams:
@@ -333,7 +337,7 @@ class AgentHistories:
         bound = self._bind(request, BRANCH, bound.tools, why, trained=trained)
         number_of_stream = next(i for i, each in enumerate(self.ctx.trajectory.streams) if each is stream)
         history = [*stream.messages[:shared], *new]
-        begin_stream(self.ctx, bound, history, encoded, shares=(number_of_stream, end))
+        self.ctx.begin(bound, history, encoded, shares=(number_of_stream, end))
         return self._begun(bound, chains, request, branch, shared)
 
     async def _open(
