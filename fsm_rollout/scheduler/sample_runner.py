@@ -111,8 +111,12 @@ class SampleRunner:
         # 2. The next group: one that waits, else that of the next prompt.
         if not self._can_open(run):
             return False
-        waiting = self._groups.by_state[GroupState.WAITING]
-        group = next(iter(waiting.values())) if waiting else self._open_next(run)
+        group = next(iter(self._groups.by_state[GroupState.WAITING].values()), None)
+        # After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
+        # their samples are stopped as they begin: every prompt comes back.
+        takes_prompts = run.target is None or self.stopping is None
+        if group is None and takes_prompts and (taken := run.next_prompt(self._groups)) is not None:
+            group = Group(*taken, self._starter.agents.of_prompt(taken[2]), run.n)
         if group is None:
             run.exhausted = True
             if not self._groups.under_way:  # else their ends are what others wait for
@@ -140,17 +144,6 @@ class SampleRunner:
         if run.target is not None and not run.has_room(self._groups):
             return False
         return bool(waiting) or not isinstance(run.prompts, PromptQueue) or run.prompts.ready
-
-    def _open_next(self, run: RunState) -> Group | None:
-        """Return a group for the next prompt that has none yet; ``None`` when there is no such prompt.
-
-        After :meth:`stop`, a run with a target takes no further prompts. A run without one still takes them all, and
-        their samples are stopped as they begin: every prompt comes back.
-        """
-        if run.target is not None and self.stopping is not None:
-            return None
-        found = run.next_prompt(self._groups)
-        return None if found is None else Group(*found, self._starter.agents.of_prompt(found[2]), run.n)
 
     async def _run_sample(self, run: RunState, group: Group, sample: int) -> None:
         """Run one sample to its end, as many attempts as it takes; the last one to end finishes the group."""

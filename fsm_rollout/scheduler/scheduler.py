@@ -129,6 +129,7 @@ class Scheduler(SchedulerOrders):
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
+        self._cut_off: Stop = Outcome(Trigger.CANCELLED)
 
     async def acheck(self, prompts: Sequence[Prompt]) -> None:
         """Do what :meth:`check` does, wherever agents are bound to engines."""
@@ -183,6 +184,8 @@ class Scheduler(SchedulerOrders):
         if self._delivered:
             self._mark_delivered()
         journal = self.recorder.journal
+        # How trajectories are stopped when it is closed or fails: with a journal they may go on later.
+        self._cut_off = Outcome(Trigger.CANCELLED) if journal is None else INTERRUPTED
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end, frozenset(self.groups),
             watch or Watch(self.failures), journal, self._cut_off, self.samples.tail,
@@ -276,11 +279,6 @@ class Scheduler(SchedulerOrders):
             await to_its_end(self._drop_all([*groups, *over]))
         if cancelled_again is not None:
             raise cancelled_again
-
-    @property
-    def _cut_off(self) -> Stop:
-        """How trajectories are stopped when the run is closed or fails: with a journal they may go on later."""
-        return Outcome(Trigger.CANCELLED) if self.recorder.journal is None else INTERRUPTED
 
     async def _drop_all(self, groups: list[Group]) -> None:
         for group in groups:

@@ -205,7 +205,7 @@ class FunctionTool(BoundTool):
 
     async def call(self, session: Session, arguments: Arguments, context: MakeContext) -> object:
         """Call it where it is placed, with the hidden values laid under the model's arguments."""
-        hidden = fresh({**self.spec.kwargs, **session.hidden.get(self.name, {})})
+        hidden = fresh(given) if (given := {**self.spec.kwargs, **session.hidden.get(self.name, {})}) else {}
         contexts = self.parameters.contexts
         if self.spec.placement == "local":
             context_arguments = {name: context("call") for name in contexts}

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
 from fsm_rollout.chat.render import Tools
@@ -54,7 +55,7 @@ class Parsed:
     @property
     def attempts(self) -> tuple[Call | CallProblem, ...]:
         """Calls and problems in the order in which they were written."""
-        return tuple(sorted((*self.calls, *self.problems), key=lambda item: item.span))
+        return tuple(sorted((*self.calls, *self.problems), key=attrgetter("span")))
 
 
 @runtime_checkable
