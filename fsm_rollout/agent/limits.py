@@ -18,7 +18,7 @@ While the handler runs:
 6. after a generation that was cut short of its ``max_tokens``: the token limit that cut it
 7. after tool calls: ``bad_calls``
 
-Whoever writes or samples tokens asks here for room first, so no stream outgrows what its engine reads.
+Nothing is written or sampled without room for it, so no stream outgrows what its engine reads.
 
 A reached limit raises ``limit_reached``. Transitions may route each limit once. From then on it no longer holds in
 states that have a ``max_visits`` of their own, which alone bounds them, and it ends the trajectory in all others.
