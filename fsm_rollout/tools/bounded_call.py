@@ -121,9 +121,10 @@ def _warn_of_blocking(function: Callable[..., object], seconds: float) -> None:
 
 
 async def bounded(
-    work: Coroutine[object, object, T], seconds: float | None, *, name: str, stop_seconds: float | None = STOP_SECONDS
-) -> T:
-    """Await ``work`` for at most ``seconds``.
+    work: Coroutine[object, object, T], seconds: float | None, *, name: str, stop_seconds: float | None = STOP_SECONDS,
+    waits: bool = False,
+) -> T:  # fmt: skip
+    """Await ``work`` for at most ``seconds``; ``waits``: it is known to wait, for a thread.
 
     When time is up, or when the caller is cancelled, ``work`` is cancelled and has ``stop_seconds`` to clean up; work
     that refuses to stop is left running and logged, so it holds up nobody. Threads are left running at once.
@@ -135,7 +136,8 @@ async def bounded(
     loop = asyncio.get_running_loop()
     begun, task = loop.time(), loop.create_task(work, name=name)
     try:
-        await asyncio.sleep(0)  # in this pass of the loop it runs to its first wait, and many have no wait
+        if not waits:
+            await asyncio.sleep(0)  # in this pass of the loop it runs to its first wait, and many have no wait
         if not task.done():
             await asyncio.wait({task}, timeout=None if seconds is None else begun + seconds - loop.time())
     except asyncio.CancelledError:

@@ -322,8 +322,9 @@ class ToolSession:
                     if span is not None:
                         work = within(span(number), work)
                     value = await bounded(
-                        work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds
-                    )
+                        work, tool.spec.timeout, name=f"tool '{tool.name}'", stop_seconds=tool.stop_seconds,
+                        waits=tool.in_thread,
+                    )  # fmt: skip
                 if value is None:
                     tool.report_silence()
                 said = partial(Called.of, call, tries=number, failed_tries=failed)
