@@ -205,6 +205,8 @@ class Rollout(TrainerOrders):
                 engines_described = {name: described(self.engines[name], spec) for name, spec in specs.items()}
                 pad_id, processor = self.engines[POLICY].facts.pad_id, self.engines[POLICY].facts.processor
             self._of_batches = {"state_names": self.state_names, "pad_id": pad_id, "processor": processor}
+            if start is not None:  # its rows are made where groups run
+                self._of_batches["parts"] = parts_of
             self.description: dict[str, Any] = {
                 "agents": {name: dump(graph) for name, graph in self.agents.items()},
                 "engines": engines_described,
@@ -348,9 +350,6 @@ class Rollout(TrainerOrders):
         """
         from fsm_rollout.batch.batch import TrajectoryBatch  # torch: only when there are tensors to make
 
-        if self._shards is not None:  # which have made the rows
-            groups = list(groups)
-            options["parts"] = parts_of(groups)
         return TrajectoryBatch.from_groups(groups, **self._of_batches | options)
 
     run = plain(arun)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -160,12 +160,13 @@ class TrajectoryBatch(Learnable):
     @classmethod
     @calm_collection(ROWS)
     def from_groups(
-        cls, groups: Iterable[Group], *, pad_id: int, parts: Sequence[BatchPart] | None = None, packed: bool = False,
+        cls, groups: Iterable[Group], *, pad_id: int,
+        parts: Callable[[Sequence[Group]], Sequence[BatchPart]] | None = None, packed: bool = False,
         state_names: Sequence[str] = (), processor: Any = None, overflow: Overflow = "error", **widths: Any,
     ) -> TrajectoryBatch:  # fmt: skip
         """Make the batch of some groups, in the order of their prompts' first appearance, without dropped ones.
 
-        ``parts``: where the rows of these groups are, if they were made before; options as for trajectories.
+        ``parts`` returns where the rows of groups are, if they were made before; options as for trajectories.
         """
         ordered = sorted(groups, key=attrgetter("index"))
         facts: dict[str, GroupFacts | None] = dict.fromkeys(map(attrgetter("group_id"), ordered))
@@ -176,7 +177,7 @@ class TrajectoryBatch(Learnable):
         if parts is None:
             part = part_of(ordered, state_names=state_names, processor=processor, overflow=overflow, **widths)
         else:
-            part = joined_parts(parts, list(facts), state_names, processor, leave_out=dropped)
+            part = joined_parts(parts(ordered), list(facts), state_names, processor, leave_out=dropped)
             check_lengths(part.rows, **widths)  # they were made before anybody knew the widths
         every = part.facts.values()
         kept = [fact for fact in every if fact.group_id not in dropped] if dropped else every

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from fsm_rollout.agent.loader import recorded_agent
 from fsm_rollout.batch.part import parts_of
@@ -39,9 +39,6 @@ from fsm_rollout.trajectory.event_bytes import encode
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Sampling
 from fsm_rollout.trajectory.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from fsm_rollout.batch.batch import TrajectoryBatch
 
 
 @dataclass(slots=True)
@@ -253,7 +250,9 @@ class RemoteRollout(Rollout):
         self.state_names, self.description = tuple(facts.state_names), facts.description
         folder = None if facts.processor is None else Path(facts.processor)
         processor = load_processor(folder) if folder is not None and folder.is_dir() else None
-        self._of_batches = {"state_names": self.state_names, "pad_id": facts.pad_id, "processor": processor}
+        self._of_batches = {
+            "state_names": self.state_names, "pad_id": facts.pad_id, "processor": processor, "parts": parts_of,
+        }  # fmt: skip
 
     def _evaluation_scheduler(self, sampling: Sampling) -> Scheduler:
         return cast(Scheduler, RemoteScheduler(self.line, self._weights, sampling))
@@ -265,11 +264,6 @@ class RemoteRollout(Rollout):
         wanted = histories or target_groups is not None
         cast(RemoteScheduler, scheduler).come_back(histories=wanted, batch_options=batch or {})
         return super()._groups_of(scheduler, prompts, n, target_groups, **options)
-
-    def batch(self, groups: Iterable[Group], **options: Any) -> TrajectoryBatch:
-        """Return the batch of some groups, as :meth:`Rollout.batch` does; their rows were made by the service."""
-        groups = list(groups)
-        return super().batch(groups, parts=parts_of(groups), **options)
 
     async def astatus(self) -> dict[str, Any]:
         """Return how the service stands: its run, engines and weights, and whether it is paused."""
