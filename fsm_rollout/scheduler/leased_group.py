@@ -68,7 +68,8 @@ class LeasedGroup(Group):
     def came_back(self, header: Sequence[Any], part: bytes) -> Sequence[float | None]:
         """Take in what came back of it; return the scores that the group filter saw."""
         _, reason, self.came_back_ended, errors, self.oldest, scores, self.packed, pictures = header
-        self.drop_reason = None if reason is None else DropReason(reason)
+        if reason is not None:
+            self.drop_reason = DropReason(reason)
         self.reward_errors, self.part = list(errors), part
         for picture in pictures:
             self.glue_entries.setdefault("", set()).add(stored(*picture))  # held, so that the events find it

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
+from fsm_rollout.scheduler.leased_group import LeasedGroup
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.resume import resumed_groups
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -75,8 +76,6 @@ class SavedRollout:
         scheduler = self.scheduler
         if scheduler.under_way:
             raise ConfigError("a run is under way; save the state between two runs")
-        if isinstance(scheduler, LeasedScheduler) and scheduler.carried:
-            raise ConfigError("groups that shards carry over cannot be saved; run with workers=1, or without a target")
         carried, events = scheduler.carried, _events_of(scheduler)
         histories = {group.group_id: events.get(group.group_id, []) for group in carried}
         groups: list[dict[str, Any]] = [
@@ -148,7 +147,7 @@ class SavedRollout:
 
 def _events_of(scheduler: Scheduler) -> dict[str, list[list[bytes]]]:
     """Return the events of the groups that are carried over, as the journal has them, by group."""
-    begun = {group.group_id for group in scheduler.carried if group.trajectories}
+    begun = {group.group_id for group in scheduler.carried if _has_begun(group)}
     if not begun:
         return {}
     if (log := scheduler.recorder.journal) is None:
@@ -164,10 +163,32 @@ def _events_of(scheduler: Scheduler) -> dict[str, list[list[bytes]]]:
     return found
 
 
+def _has_begun(group: Group) -> bool:
+    """Whether a group has events; those of one that runs in shards are where these keep them."""
+    if isinstance(group, LeasedGroup):
+        return group.shard is not None or bool(group.histories)
+    return bool(group.trajectories)
+
+
 def _restore(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
     """Let a group wait for the next run, as it did for that of the process before."""
     group_id, n, log = saved["group_id"], saved["n"], scheduler.recorder.journal
     prompt = Prompt.model_validate(unpack_plain(saved["prompt"]))
+    drop_reason = None if saved["drop_reason"] is None else DropReason(saved["drop_reason"])
+    if saved["histories"] and log is not None:
+        if group_id in log.groups:
+            raise ConfigError(
+                f"the journal has group '{group_id}' already, perhaps with what came after the state was saved; give "
+                "the rollout a new journal, into which the state's events are written"
+            )
+        log.groups.add(group_id)
+    if isinstance(scheduler, LeasedScheduler):  # one that is done, too: a shard makes its rows
+        leased = LeasedGroup.of(group_id, saved["index"], prompt, n)
+        leased.histories, leased.drop_reason = saved["histories"], drop_reason
+        events = chain([saved["prompt"]], *leased.histories)
+        leased.glue_entries[""] = {picture for event in events for picture in pictures_in(event)}  # held
+        scheduler.groups.put(leased, GroupState.WAITING)
+        return
     group = Group(group_id, saved["index"], prompt, scheduler.agents.of_prompt(prompt), n)
     if saved["histories"]:
         histories = [_unpack(pack(history)) for history in saved["histories"]]
@@ -175,14 +196,8 @@ def _restore(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
         (group,) = resumed_groups(trajectories, n, scheduler.agents, under_way=scheduler.groups)
         group.index, group.prompt = saved["index"], prompt
         for trajectory, history in zip(trajectories, histories, strict=True):
-            if log is not None and trajectory.trajectory_id in log:
-                raise ConfigError(
-                    f"the journal has '{trajectory.trajectory_id}' already, perhaps with what came after the state was "
-                    "saved; give the rollout a new journal, into which the state's events are written"
-                )
             if log is not None:
                 for event in history:
                     log.append(trajectory.trajectory_id, event)  # who listens has heard it in the process before
-    group.reward_errors = list(saved["reward_errors"])
-    group.drop_reason = None if saved["drop_reason"] is None else DropReason(saved["drop_reason"])
+    group.reward_errors, group.drop_reason = list(saved["reward_errors"]), drop_reason
     scheduler.groups.put(group, GroupState.DONE if saved["done"] else GroupState.WAITING)

@@ -19,6 +19,7 @@ from fsm_rollout.scheduler import shard_placement
 from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.scheduler.shards import Shards
 from fsm_rollout.trajectory import journal
+from fsm_rollout.trajectory.enums import DropReason
 from fsm_rollout.trajectory.journal import Journal, JournalFolder
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.collector import Collector
@@ -198,6 +199,42 @@ async def test_a_target_is_kept_and_what_is_carried_goes_on_with_the_next_run(tm
             assert rows(trajectories([*first, *rest])) == single
             batch = await rollout.arun(iter(prompts(40)[10:]), 2, target_groups=3)
             assert batch.figures["groups"] == 3
+
+
+@pytest.mark.parametrize("after", [2, 1])
+async def test_what_is_carried_is_saved_and_goes_on_in_another_process(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four groups two are done, one of them dropped, and two stand in their second turn; they may go on in one."""
+    monkeypatch.setenv("SHARD_HELD", str(names := tmp_path / "held"))
+    names.write_text("p2 p3")
+    options: dict[str, Any] = {"seed": 7, "reward": "tests.integration.shard_work:seeded", "concurrency": 12}
+    with Journal(tmp_path / "journal.sqlite") as book:
+        async with Rollout(agent(), spec(), workers=2, journal=book, **options) as rollout:
+            stream = rollout.stream(iter(prompts(12)), 2, target_groups=2, over_sample=3)
+            first = [await anext(stream)]
+            await until(lambda: len(rollout.scheduler.groups.by_state[GroupState.DONE]) == 3)
+            first += [group async for group in stream]
+            state = rollout.state_dict()
+        names.unlink()
+        async with Rollout(agent(), spec(), workers=after, journal=book, **options) as rollout:
+            with pytest.raises(ConfigError, match=r"has group 'p\d' already, .* give the rollout a new"):
+                rollout.load_state_dict(state)
+    dropped, other = (saved for saved in state["groups"] if saved["done"])
+    dropped["drop_reason"] = DropReason.WRONG_TOKENS.value  # of which the next process knows nothing else
+    with Journal(tmp_path / "next" / "journal.sqlite") as book:
+        async with Rollout(agent(), spec(), workers=after, journal=book, **options) as rollout:
+            rollout.load_state_dict(state)
+            rest = [group async for group in rollout.stream([], 2)]
+            assert {group.group_id for group in rest} == {"p2", "p3", dropped["group_id"], other["group_id"]}
+            batch = rollout.batch(rest)
+    found, expected = list(journal.read(tmp_path / "next" / "journal.sqlite")), await alone(**options)
+    assert rows(trajectories([*first, *rest])) == expected
+    assert {t.group_id for t in trajectories(rest) if t.resumptions} == {"p2", "p3"}
+    assert rows(found) == {t: row for t, row in expected.items() if t.split("/")[0] not in {g.group_id for g in first}}
+    assert set(batch["group_id"]) == {"p2", "p3", other["group_id"]}
+    assert batch.figures["dropped_wrong_tokens"] == 1
+    assert all(trajectory.score is not None for trajectory in found)
 
 
 async def test_prompts_of_a_run_that_was_closed_get_other_names_in_the_next(tmp_path: Path) -> None:
