@@ -54,23 +54,22 @@ import overhead  # noqa: E402
 EACH = 256  # trajectories in each of many shards
 
 
+def asked(**options: Any) -> argparse.Namespace:
+    """Return what is asked of ``overhead.py``: its defaults, but for these."""
+    return argparse.Namespace(**{**vars(overhead.parsed([])), **options})
+
+
 def in_turn(reps: int, *variants: Mapping[str, Any]) -> list[dict[str, float]]:
     """Run each variant in turn, so often, after a small one to warm up; return the median of each of its figures."""
-    each = [
-        argparse.Namespace(
-            mode="worker", turns=4, extra_tools=0, prompt_length=512, response_length=1024, context=0, journal=False,
-            workload=None, **variant,
-        )
-        for variant in variants
-    ]  # fmt: skip
+    each = [asked(**variant) for variant in variants]
     runs: list[list[dict[str, Any]]] = [[] for _ in each]
     with tempfile.TemporaryDirectory() as folder:
         work = overhead.load_work(each[0], Path(folder))
         graph = overhead.load_bench_agent(each[0])
         for rep in range(-1, reps):
-            for asked, found in zip(each, runs, strict=True):
-                prompts = overhead.prompts_of(asked, work)[: 16 if rep < 0 else None]
-                found.append(asyncio.run(overhead.run_once(asked, work, graph, prompts, rep)))
+            for options, found in zip(each, runs, strict=True):
+                prompts = overhead.prompts_of(options, work)[: 16 if rep < 0 else None]
+                found.append(asyncio.run(overhead.run_once(options, work, graph, prompts, rep)))
     names = (
         "wall_s", "us_wall_per_gen", "us_cpu_per_gen", "us_cpu_of_run", "us_cpu_of_batch", "us_cpu_of_worker",
     )  # fmt: skip
@@ -111,12 +110,12 @@ async def driven(shards: int, start: Callable[[bytes], Any]) -> dict[str, float]
     from fsm_rollout.scheduler import shard_placement
 
     n = EACH * shards
-    asked = argparse.Namespace(n=n, turns=4, extra_tools=0, context=0, workload=None, delay=2.0)
+    options = asked(n=n, delay=2.0)
     with tempfile.TemporaryDirectory() as folder:
-        work = overhead.load_work(asked, Path(folder))
-    graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
+        work = overhead.load_work(options, Path(folder))
+    graph, prompts = overhead.load_bench_agent(options), overhead.prompts_of(options, work)
     shard_placement.start_process = start
-    async with Rollout(graph, overhead.spec_of(asked), concurrency=n, workers=shards) as rollout:
+    async with Rollout(graph, overhead.spec_of(options), concurrency=n, workers=shards) as rollout:
         gc.collect()
         began, cpu = time.perf_counter(), time.process_time()
         groups = [group async for group in rollout.stream(prompts)]
@@ -258,10 +257,10 @@ async def long_prompts(context: int, n: int, passes: Passes) -> dict[str, float]
     from fsm_rollout import Rollout
     from fsm_rollout.concurrency.loop_lag import LoopLag
 
-    asked = argparse.Namespace(n=max(1, n // 16), turns=4, extra_tools=0, context=context, workload=None)
+    options = asked(n=max(1, n // 16), context=context)
     with tempfile.TemporaryDirectory() as folder:
-        work = overhead.load_work(asked, Path(folder))
-    graph, prompts = overhead.load_bench_agent(asked), overhead.prompts_of(asked, work)
+        work = overhead.load_work(options, Path(folder))
+    graph, prompts = overhead.load_bench_agent(options), overhead.prompts_of(options, work)
     async with Rollout(graph, Spread(work, 0.0), concurrency=n) as rollout:
         rollout.scheduler.lag = LoopLag()
         await asyncio.sleep(0)
