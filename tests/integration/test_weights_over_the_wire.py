@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -359,7 +360,9 @@ def test_a_server_is_added_to_shards_that_run(pool: EnginePool) -> None:
     asyncio.run(main())
 
 
-def test_a_trainer_elsewhere_loads_the_servers_of_its_service(pool: EnginePool, tmp_path: Path) -> None:
+def test_a_trainer_elsewhere_loads_the_servers_of_its_service(
+    pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over HTTP, by broadcast, where the service only has the servers take part, and by means of its own."""
     agent, few = fr.load_agent(CONFIGS / "agents/tool_user.yaml"), CONFIGS / "data/arithmetic.jsonl"
     prompts, group = fr.read_prompts(few, limit=2), fr.BroadcastGroup()
@@ -386,6 +389,17 @@ def test_a_trainer_elsewhere_loads_the_servers_of_its_service(pool: EnginePool, 
             rollout.update_weights(fr.Broadcast(lambda: broken, group, bucket_bytes=BUCKET))
         version = rollout.update_weights(fr.Broadcast(Counted("early"), group))
         assert are_of(rollout.run(prompts, n=2), {version: "early"})
+        # One that refuses the next group is left out; the other has what can be read once.
+        group.close()
+        refusing = pool.replicas[0].live
+        join = refusing.join_group
+        monkeypatch.setattr(refusing, "join_group", lambda seat: join(replace(seat, backend="of none")))
+        version = rollout.update_weights(fr.Broadcast(Counted("final")(), group))
+        assert are_of(rollout.run(prompts, n=2), {version: "final"})
+        assert [replica.state for replica in pool.replicas] == ["starting", "up"]
+        rollout.update_weights(tensors("early"))
+        while pool.replicas[0].state != "up":
+            time.sleep(0.05)  # the service has a thread of its own
     group.close()
 
 

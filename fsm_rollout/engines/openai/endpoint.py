@@ -265,9 +265,14 @@ class CompletionsEndpoint(AdaptedEndpoint):
 
     def body(self, entry: Entry) -> dict[str, object]:
         """Write a request in the protocol's words, with the extensions that vLLM and SGLang share."""
-        params = entry.request.sampling
-        if entry.request.scored_from:
-            return self._scoring(entry)
+        request, params = entry.request, entry.request.sampling
+        if request.scored_from:  # which the protocol calls an echo of the prompt
+            if request.score_top:
+                raise EngineError(
+                    "OpenAI's protocol names the likeliest tokens by their texts, which are not their ids; leave the "
+                    "teacher's top_k out, or use `kind: sglang_http`"
+                )
+            return self._asked(entry.ids.tolist(), 1) | {"echo": True, "logprobs": 1, "temperature": 1.0}
         if (why := self._inexact(params)) is not None:
             raise EngineError(why)
         body = self._asked(entry.ids.tolist(), entry.room)
@@ -278,16 +283,6 @@ class CompletionsEndpoint(AdaptedEndpoint):
             raise EngineError(f"sampling.extra: {', '.join(taken)} is set by the engine itself; leave it out")
         body |= params.extra
         return body | ({"ignore_eos": True} if params.ignore_eos else {"stop_token_ids": sorted(params.stop_ids)})
-
-    def _scoring(self, entry: Entry) -> dict[str, object]:
-        """Write a request for the log-probs of its ids, which the protocol calls an echo of the prompt."""
-        request = entry.request
-        if request.score_top:
-            raise EngineError(
-                "OpenAI's protocol names the likeliest tokens by their texts, which are not their ids; leave the "
-                "teacher's top_k out, or use `kind: sglang_http`"
-            )
-        return self._asked(entry.ids.tolist(), 1) | {"echo": True, "logprobs": 1, "temperature": 1.0}
 
     def _inexact(self, params: SamplingParams) -> str | None:
         """Return why the server cannot say the logprobs of such sampling, or ``None``."""
