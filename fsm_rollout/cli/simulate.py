@@ -40,7 +40,9 @@ def simulate(
     target: Annotated[
         int | None, typer.Option("--target", metavar="N", min=1, help="groups of a batch, with +paced and the like")
     ] = None,
-    staleness: Annotated[int, typer.Option("--staleness", metavar="N", min=0, help="batches that one may be late")] = 2,
+    staleness: Annotated[
+        int | None, typer.Option("--staleness", metavar="N", min=0, help="batches that one may be late; default: 2")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="of all that is drawn")] = 0,
     out: Annotated[
         Path | None, typer.Option("-o", metavar="FILE.svg", help="a picture: utilisation and residency over time")

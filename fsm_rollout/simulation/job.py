@@ -37,7 +37,7 @@ class Asked:
     turns: int | None = None
     seed: int = 0
     target: int | None = None
-    staleness: int = STALENESS
+    staleness: int | None = None
 
 
 def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulated], object]) -> list[Simulated]:
@@ -55,12 +55,12 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
     workers = asked.workers or (1 if config is None else config.workers)
     workload = workload_of(config, asked, replicas, min(asked.window, server.tokens // 2))
     found = []
-    options: dict[str, Any] = {
-        "workers": workers,
-        "seed": asked.seed,
-        "target": asked.target,
-        "staleness": asked.staleness,
-    }
+    target, staleness = asked.target, asked.staleness
+    if config is not None:
+        target = target or config.target_groups
+        staleness = config.serve.max_staleness if staleness is None else staleness
+    staleness = STALENESS if staleness is None else staleness
+    options: dict[str, Any] = {"workers": workers, "seed": asked.seed, "target": target, "staleness": staleness}
     for policy in policies:
         found.append(simulate(workload, server, replicas, policy, **options))
         each(found[-1])
@@ -68,9 +68,9 @@ def simulations(config: RunConfig | None, asked: Asked, each: Callable[[Simulate
 
 
 def _policies(config: RunConfig | None) -> list[str]:
-    if config is not None and config.concurrency != "auto":
-        return ["auto", f"count:{config.concurrency}"]
-    return ["auto", "today"]
+    other = "today" if config is None or config.concurrency == "auto" else f"count:{config.concurrency}"
+    tail = "" if config is None or config.target_groups is None else f"+{config.tail}"
+    return [f"auto{tail}", f"{other}{tail}"]
 
 
 def server_of(config: RunConfig | None, tokens: int | None) -> ServerCosts:

@@ -26,6 +26,7 @@ from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
 from fsm_rollout.simulation.agent import Lives
 from fsm_rollout.simulation.bound import bound, bound_in_turn, streams
+from fsm_rollout.simulation.job import Asked, simulations
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
 from fsm_rollout.simulation.workload import WORKLOADS, TurnLengths, Workload, cut, drawn, recorded
@@ -275,6 +276,20 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*words, "--memory", "2"]).exit_code == 0, "no prompt has room there"
     refused = CliRunner().invoke(app, [*words, "-o", "picture.png"])
     assert (refused.exit_code, "-o picture.png: the picture is an SVG" in refused.output) == (2, True)
+
+
+def test_a_run_says_its_batches_and_how_old_they_may_be() -> None:
+    given = ["target_groups=2", "tail=sync+longest", "serve.max_staleness=0", "concurrency=3"]
+    config = load_run(Path(__file__).parents[3] / "configs/runs/scripted.yaml", given)
+    asked = {"workload": "tools", "groups": 6, "n": 2}
+    of_run = simulations(config, Asked(**asked), lambda each: None)
+    assert [each.policy.name for each in of_run] == ["auto+sync+longest", "count:3+sync+longest"]
+    assert [len(batch) for batch in of_run[0].batches] == [2, 2, 2]
+    paced = {"policies": ["auto+paced"], **asked}
+    (late,) = simulations(config, Asked(**paced, target=3, staleness=2), lambda each: None)
+    (in_turn,) = simulations(config, Asked(**paced, target=3), lambda each: None)
+    assert [len(batch) for batch in late.batches] == [3, 3]
+    assert late.makespan < in_turn.makespan, "the next batch begins before this one has ended"
 
 
 def test_shards_share_the_trajectories_and_the_servers() -> None:
