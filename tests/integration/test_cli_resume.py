@@ -191,6 +191,15 @@ def test_a_run_in_shards_goes_on_from_all_their_journals(how: signal.Signals, ru
     assert rows(out) == whole
     assert len(list(read(out))) == 8
     assert json.loads((out / "summary.json").read_text("utf-8"))["trajectories"] == 8
+    for command, says in (
+        ("rescore --reward fsm_rollout.rewards:first_answer", "8 scores, 0 of them changed"),
+        ("replay", "8 trajectories replayed, 0 of them differ"),
+        ("export --format jsonl", "8 rows of 8 trajectories"),
+        ("show", "ended: answered 8"),
+    ):
+        verb, *options = command.split()
+        shown = CliRunner().invoke(app, [verb, str(out), *options])
+        assert (shown.exit_code, says in " ".join(shown.output.split())) == (0, True), shown.output
 
 
 def refused(folder: Path, *overrides: str) -> str:
