@@ -76,9 +76,9 @@ class GroupTable(dict[str, Group]):
     Invariant: each group stands in the view of its ``state``, behind those that came to that state before it.
     """
 
-    def __init__(self, version: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, version: Callable[[], int] | None = None) -> None:
         super().__init__()
-        self.version = version  # returns that of the policy's weights
+        self.version = version  # returns that of the policy's weights; `None`: groups need not have theirs
         self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         """The groups in each state, in the order in which they came to it: only read it."""
         self.delivered: WeakSet[Group] = WeakSet()  # those that the caller still holds
@@ -95,7 +95,8 @@ class GroupTable(dict[str, Group]):
         """Let a group, which may be new here, be in a state: behind the others that are."""
         if state is GroupState.RUNNING and group.place < 0:
             group.place, self.opened = self.opened, self.opened + 1
-            group.version = self.version() if group.version < 0 else group.version
+            if group.version < 0 and self.version is not None:
+                group.version = self.version()
         self.by_state[group.state].pop(group.group_id, None)
         self[group.group_id] = self.by_state[state][group.group_id] = group
         group.state = state
@@ -278,8 +279,8 @@ class RunState:
         done: Collection[Group] = groups.by_state[GroupState.DONE].values()
         if done and self.target is not None and self.tail.orders:
             waiting = [group for group in groups.by_state[GroupState.WAITING].values() if group.place >= 0]
-            lacks = self.target - len(self.counted)
-            done = self.tail.ready(done, [*groups.under_way, *waiting], self.target, lacks, groups.version())
+            lacks, version = self.target - len(self.counted), groups.version() if groups.version else 0
+            done = self.tail.ready(done, [*groups.under_way, *waiting], self.target, lacks, version)
         if not self.deliver_at_end:
             return list(islice(done, 1))
         if self.target is not None:

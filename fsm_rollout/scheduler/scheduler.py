@@ -121,9 +121,10 @@ class Scheduler(SchedulerOrders):
             validate=validate,
         )
         # 2. Which group is where.
-        groups = self.groups = GroupTable(self.staleness.version)
+        order = tail_of(tail, max_staleness)
+        groups = self.groups = GroupTable(self.staleness.version if order.orders else None)
         self.samples = SampleRunner(self.starter, groups, self.scoring, self.staleness, failures, concurrency, policy)
-        self.samples.tail = tail_of(tail, max_staleness)
+        self.samples.tail = order
         self._delivered: list[str] = []  # groups that are not marked yet: the caller has not asked for more
         self.marks = True  # whether the journal is told of them; the driver of shards does that itself
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
