@@ -25,7 +25,7 @@ besides 16 bytes per token; only the first repetition tells it, since later ones
 
 ``--memory`` runs two in turn, ``--reps`` times, and prints the ratio of their CPU times: one on an engine that says how
 many tokens it has room for, that share of all trajectories' at their ends (``concurrency: auto``), and one on an engine
-that does not, with as many trajectories at once. Both keep sessions.
+that does not, with as many trajectories at once, those included that would stand in the line. Both keep sessions.
 """
 
 from __future__ import annotations
@@ -241,6 +241,7 @@ async def run_once(
 ) -> Any:
     """Run all prompts, make the batch, and return what it took; ``capacity``: of an engine that says it."""
     from fsm_rollout import Prompt, Rollout
+    from fsm_rollout.engines.placing import LINE
     from fsm_rollout.trajectory.journal import Journal
 
     engine = InstantEngine(work, options.delay, capacity)
@@ -261,7 +262,9 @@ async def run_once(
     shards = options.workers > 1 or options.mode == "ray"
     folder = tempfile.TemporaryDirectory()
     journal = Journal(Path(folder.name) / "journal.sqlite") if options.journal else None
-    count = max(round(len(prompts) * min(1.0, options.memory or 1.0)), 1)
+    count = max(len(prompts), 1)
+    if 0 < options.memory < 1:
+        count = min(count, round(options.memory * count) + LINE)
     placement = "ray" if options.mode == "ray" else "local"
     with Rollout(graph, engine) as alone:
         (agent,) = alone.scheduler.agents.all

@@ -291,7 +291,8 @@ class Placing:
                     taker = choose(self._router, asked.request, takers)
             residency.admit(tree, taker.name)
             admitted.append(tree)
-            self._keep_waiting(taker)  # so that the next one is not sent there too
+            if len(self._up) > 1:
+                self._keep_waiting(taker)  # so that the next one is not sent there too
         if admitted:
             self.queue.release(admitted)
             self._keep_none_waiting()

@@ -176,7 +176,7 @@ class EnginePool:
         pending.lane = 0 if pending.attempt > 1 or request.sampled else 1 if request.turn else 2
         self.sent[pending.request_id] = pending
         self.placing.queue.lanes[pending.lane][pending] = None
-        if pending.tree is not None:
+        if pending.tree is not None and pending.tree.home is None:
             self.placing.hold_in_line(pending)
         self.replicas_changed()
 
