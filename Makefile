@@ -112,11 +112,13 @@ mutation: $(STAMP) $(TRAINERS:%=$(OVER)/%/.installed)  ## break the core at rand
 	$(BIN)/python -m tests.mutants.sample $(N) $(SEED)
 
 # What takes long: a run is killed at 200 random moments, its replicas at 20 each, and must come to the same rows each
-# time; 100,000 mutated inputs are taken or refused; a million trajectories leave memory as it was.
+# time; 100,000 mutated inputs are taken or refused; 2,000 schedules of updates and of replicas that come and go lose no
+# token; a million trajectories leave memory as it was.
 nightly: $(STAMP)  ## what takes long: kills at 200 moments, a million trajectories
 	$(BIN)/python -m tests.integration.kill_points --points 200
 	KILL_POINTS=20 $(BIN)/python -m pytest -q tests/integration/test_ray_pool.py tests/integration/test_sglang.py -k killed_in_a_run
 	$(BIN)/python -m tests.fuzz --count 100000
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/laws/test_fleet.py
 	$(BIN)/python -m tests.soak --trajectories 1000000
 	SANDBOX_SESSIONS=256 $(BIN)/python -m pytest -q tests/integration/test_sandbox.py -k sessions_at_once
 
