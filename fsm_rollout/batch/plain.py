@@ -17,7 +17,7 @@ from tensordict.utils import LinkedList
 from fsm_rollout.batch.columns import OPTIONAL, PLAIN
 
 _SCALARS = (str, int, float, bool, type(None))
-_ANSWERED = {"_values", "__dict__", "__class__", "batch_size", "shape", "device", "_has_names", "tolist"}
+_ANSWERED = {"_values", "__dict__", "__class__", "_batch_size", "batch_size", "shape", "device", "_has_names", "tolist"}
 
 
 class PlainColumn(NonTensorStack):
@@ -28,7 +28,7 @@ class PlainColumn(NonTensorStack):
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
+        self._values, self._batch_size = values, torch.Size([len(values)])
 
     def __getattribute__(self, name: str) -> Any:
         """Become an ordinary stack first, unless the values are enough to answer."""
@@ -38,11 +38,6 @@ class PlainColumn(NonTensorStack):
             self.__dict__ = NonTensorStack(*scalars).__dict__
             self.__class__ = NonTensorStack
         return object.__getattribute__(self, name)
-
-    @property
-    def batch_size(self) -> torch.Size:
-        """One dimension, of as many as there are values."""
-        return torch.Size([len(self._values)])
 
     @property
     def device(self) -> None:
