@@ -8,6 +8,7 @@ nothing but time: they are asked for the same bucket again, in a group without i
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -101,7 +102,7 @@ class BroadcastGroup:
         ours = asyncio.to_thread(self._join, port, size, backend)
         seats = [Seat(host, port, rank, size, self.name, backend) for rank in offsets]
         asked = [engine.join_group(seat) for engine, seat in zip(engines, seats, strict=True)]
-        results = await self._together(asked, ours, seconds, FOUND_WITHIN)
+        results = await self._together(asked, ours, seconds, FOUND_WITHIN if len(engines) > 1 else 0.0)
         if not any(results):
             self._members = members
             return results
@@ -161,8 +162,8 @@ class BroadcastGroup:
             except Exception as error:  # whatever torch raises, with where in C++ it did
                 raise HalfLoaded(f"rank 0 could not broadcast: {str(error).partition(chr(10))[0]}") from error
 
-        async def each(step: Awaitable[None]) -> Exception | None:
-            (error,) = await answers([step], min(seconds, self.patience))
+        async def each(step: Awaitable[None], within: float) -> Exception | None:
+            (error,) = await answers([step], within)
             if error is not None:
                 failed.append(error)
                 if failed[0] is error:
@@ -170,11 +171,12 @@ class BroadcastGroup:
                 self.close()
             return error
 
-        mine, *results = await asyncio.gather(*map(each, (rank_0(), *asked)))
+        within = min(seconds, self.patience)  # that of torch ends by itself
+        mine, *results = await asyncio.gather(each(rank_0(), math.inf), *(each(step, within) for step in asked))
         # Who is lost has ended it, however fast the others have noticed.
         causes = [error for error in failed if not isinstance(error, HalfLoaded)] or failed[:1]
         if mine in causes:
-            return [result and mine for result in results]
+            return [mine for _ in results]
         return [_Interrupted(str(error)) if error is not None and error not in causes else error for error in results]
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsm_rollout.engines.adapters import Adapter
-from fsm_rollout.engines.broadcast import Broadcast
+from fsm_rollout.engines.broadcast import Broadcast, BroadcastGroup, Seat
 from fsm_rollout.engines.digests import _sums, digest
 from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
+from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
 from fsm_rollout.errors import EngineError
 
@@ -193,6 +194,82 @@ def test_asked_again_they_are_the_same_or_gone() -> None:
     deliver(pairs, Taker())
     with pytest.raises(WeightsGone, match="give a mapping, or a function"):
         deliver(pairs, Taker())
+
+
+class Gathered(BroadcastGroup):
+    """Of servers in this process: a bucket is there when all have asked for it; ``broken``: rank 0 sends none."""
+
+    broken = False
+
+    async def form(self, engines: Sequence[Any], device: str, seconds: float) -> list[Exception | None]:
+        self.loop, self.size, self.met = asyncio.get_running_loop(), len(engines), 0
+        self.ended, self.failed = asyncio.Event(), False
+        return [None] * len(engines)
+
+    async def meet(self) -> None:
+        self.met += 1
+        if self.met == self.size:
+            self.ended.set()
+        await self.ended.wait()
+        if self.failed:
+            raise HalfLoaded("others have left")
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        if not self.broken:
+            asyncio.run_coroutine_threadsafe(self.ended.wait(), self.loop).result()
+        if self.failed or self.broken:
+            raise RuntimeError("Connection closed by peer\nframe #0")
+
+    def close(self) -> None:
+        self.failed = True
+        self.ended.set()
+
+
+class Server(Taker):
+    """Takes part; fails with each bucket from the one on that it is told."""
+
+    address = ServerAddress("http://127.0.0.1:1", None, 1)
+
+    def __init__(self, group: Gathered, fails: tuple[int, Exception] | None = None) -> None:
+        super().__init__()
+        self.group, self.fault = group, fails
+
+    async def join_group(self, seat: Seat) -> None: ...
+
+    async def leave_group(self, group: str) -> None: ...
+
+    async def receive_bucket(self, bucket: Bucket, group: str) -> None:
+        if self.fault is not None and self.buckets + 1 >= self.fault[0]:
+            if type(self.fault[1]) is ReplicaLost:  # its neighbours notice before its owner does
+                self.group.close()
+                await asyncio.sleep(0.001)
+            raise self.fault[1]
+        await self.group.meet()
+        await self.load_bucket(bucket)
+
+
+FAULT = st.tuples(st.integers(1, 6), st.sampled_from([HalfLoaded("no memory"), ReplicaLost("gone")]))
+
+
+@given(faults=st.lists(st.none() | FAULT, min_size=1, max_size=4))
+def test_who_fails_in_a_broadcast_is_left_out_of_it(faults: list[tuple[int, Exception] | None]) -> None:
+    group, read = Gathered(), Counter[str]()
+    servers = [Server(group, fault) for fault in faults]
+    pairs = ((name, tensor) for name, tensor in ones(5).items() if not read.update([name]))
+    results = deliver(Broadcast(pairs, group, bucket_bytes=16), *servers)
+    assert set(read.values()) == {1}
+    for fault, server, result in zip(faults, servers, results, strict=True):
+        failed = fault if fault is not None and fault[0] <= 5 else None
+        assert result is (failed and failed[1])
+        assert failed or server.tensors.keys() == read.keys()
+
+
+def test_a_broadcast_whose_rank_0_fails_is_nobody_s_loss() -> None:
+    group = Gathered()
+    group.broken = True
+    for error in deliver(Broadcast(ones(2), group), Server(group), Server(group)):
+        assert type(error) is HalfLoaded
+        assert str(error) == "rank 0 could not broadcast: Connection closed by peer"
 
 
 def test_a_broadcast_is_for_servers() -> None:
