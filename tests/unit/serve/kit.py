@@ -13,6 +13,8 @@ import pytest
 import fsm_rollout as fr
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
+from fsm_rollout.engines.scripted.memory import Memory
+from fsm_rollout.engines.scripted.simulated import scripted
 from fsm_rollout.jobs.run_config import ServeConfig
 from fsm_rollout.serve.server import listening
 from fsm_rollout.serve.service import Service
@@ -70,11 +72,11 @@ class Served:
 @asynccontextmanager
 async def served(
     turns: Any, *, agents: str = CHATTING, calls: int = 64, keys: tuple[str, ...] = (), journal: Path | None = None,
-    rollout: dict[str, Any] | None = None, processor: Any = None, **serving: Any,
+    rollout: dict[str, Any] | None = None, processor: Any = None, memory: Memory | None = None, **serving: Any,
 ) -> AsyncIterator[Served]:  # fmt: skip
     """Serve an agent on a scripted engine; at the end its rows must be what the engine has sampled."""
     tokenizer = processor.tokenizer if processor is not None else embedded_tokenizer()
-    engine = ScriptedEngine(turns, tokenizer=tokenizer, processor=processor, log=True)
+    engine = scripted(turns, tokenizer=tokenizer, processor=processor, log=True, memory=memory)
     again = journal is not None and journal.exists()  # noqa: ASYNC240  # a test may
     earlier = list(recordings(journal, unfinished=True)) if journal is not None and again else []
     async with asyncio.timeout(600), fr.Rollout(loads(agents), engine, **(rollout or {})) as own:

@@ -16,6 +16,7 @@ import pytest
 
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.pending import PendingRequest
+from fsm_rollout.engines.scripted.memory import Memory
 from fsm_rollout.engines.scripted.script import Turn
 from fsm_rollout.serve.guarded import digest_of
 from fsm_rollout.states.external import anthropic_dialect, responses_dialect
@@ -380,3 +381,23 @@ async def test_conversations_that_are_not_kept_end_with_the_server() -> None:
         for _ in range(3):
             await server.ask("hello")
     assert [t.stop_reason for t in list(server.trajectories.values())] == ["interaction_done"] * 3
+
+
+async def test_conversations_have_their_places_in_the_engines_memory_as_trajectories_of_a_run_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six, with memory for about two: whose caller is silent gives way to those who wait, and all are answered."""
+    monkeypatch.setattr("fsm_rollout.engines.placing.MARK_LEAST", 0.005)
+    memory = Memory(tokens=450, fill=0, step=1e-4)
+    async with served(lambda request: f"{request.turn} of {request.trajectory_id}", memory=memory) as server:
+        chats: list[Chat] = [[{"role": "user", "content": f"{number} " + "word " * 40}] for number in range(6)]
+        for turn in range(2):
+            await asyncio.gather(*map(server.ask, chats))
+            assert {chat[-1]["content"].split()[0] for chat in chats} == {str(turn)}
+            for chat in chats:
+                chat.append({"role": "user", "content": "And then?"})
+        residency, trajectories = server.service.rollout.engines["policy"].placing.residency, server.trajectories
+        assert residency is not None
+        assert residency.paused > 0
+        assert sum(trajectory.streams[0].tokens.length for trajectory in trajectories.values()) > 2 * memory.tokens
+        assert {trajectory.stop_reason for trajectory in trajectories.values()} == {None}, "nothing is cancelled"
