@@ -10,7 +10,8 @@
 are idle. ``ratio by CPU`` is what as many idle cores as shards would give: the CPU time of one process over that of the
 busiest core, which the shards share with the driver, and behind it of the driver alone, which makes the batch.
 ``driver`` is its CPU time per generation, from the prompts to the padded batch, and without the batch, which costs one
-process the same; ``512 x 0.2 s x 5`` the wall time of 512 trajectories of five generations of 0.2 s each (bound: 1.0).
+process the same; ``a shard`` that of the shards for what they have sampled themselves, to be compared with one process;
+``512 x 0.2 s x 5`` the wall time of 512 trajectories of five generations of 0.2 s each (bound: 1.0).
 
 ``--many`` takes generations of two seconds, and tells how much of a core the driver has needed while they ran, and with
 its batch. One shard is real, and what it says is recorded; the other ends of all links are held by one process, which
@@ -93,6 +94,7 @@ def some_beside_one(reps: int, n: int, shards: list[int]) -> dict[str, float]:
             f"{count} shards, driver, us CPU per generation": driver,
             f"{count} shards, driver, of that without the batch": round(driver - batch, 1),
             f"{count} shards, busiest shard, us CPU per generation": shard,
+            f"{count} shards, a shard, us CPU per its own generation": round(some["us_cpu_per_gen"] - driver, 1),
             f"{count} shards, generations per second": round(1e6 / some["us_wall_per_gen"]),
             f"{count} shards, ratio": round(one["us_wall_per_gen"] / some["us_wall_per_gen"], 2),
             f"{count} shards, ratio by CPU": round(one["us_cpu_per_gen"] / (max(shard, busy / count) + batch), 2),
