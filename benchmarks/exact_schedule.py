@@ -25,7 +25,7 @@ from fsm_rollout.simulation.workload import Life, TurnLengths, Workload
 
 BLOCK = 256  # tokens that are one in these instances
 ROUND = 9  # digits of a second
-SIX = 6  # trajectories, where they are trained on in batches
+BATCHES = {1: (5, 2), 2: (6, 1)}  # by their size: how many trajectories there are, and how old they may be
 
 
 class At(NamedTuple):
@@ -154,7 +154,7 @@ def instance(seed: int, batch: int = 0) -> tuple[Workload, ServerCosts]:
             TurnLengths(random.randint(1, 6), random.randint(1, 2), random.choice([0.0, 0.0, 1.5, 6.0]))
             for _ in range(random.randint(1, 2 if batch else 3))
         )
-        for _ in range(SIX if batch else random.randint(3, 5))
+        for _ in range(BATCHES[batch][0] if batch else random.randint(3, 5))
     )
     ends = [sum(turn.adds + turn.says for turn in life) for life in lives]
     costs = ServerCosts().in_blocks(BLOCK).model_dump(exclude={"tokens", "sessions", "fill_tokens"})
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=40)
     asked = parser.parse_args()
-    for batch, staleness in ((0, 0), (1, 2), (2, 1)):
+    for batch, (_, staleness) in ({0: (0, 0)} | BATCHES).items():
         print(f"in batches of {batch}, at staleness {staleness}:" if batch else "all at once:", flush=True)
         compare(asked.instances, batch, staleness)
 

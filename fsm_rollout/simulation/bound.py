@@ -98,12 +98,11 @@ def bound(workload: Workload, server: ServerCosts, replicas: int) -> LowerBound:
     )
 
 
-def bound_in_turn(workload: Workload, server: ServerCosts, target: int, staleness: int) -> float:
-    """Return the seconds that no schedule can do with, if batches of ``target`` groups are done in turn.
+def bound_in_batches(workload: Workload, server: ServerCosts, target: int, staleness: int) -> float:
+    """Return the seconds that no schedule can do with which trains on batches of ``target`` groups.
 
-    A batch is only begun when the one ``staleness + 1`` before it has ended, or its tokens would be too old; so the
-    longest trajectories of each ``staleness + 1``-th batch follow each other.
+    What has begun is trained on in one of the next ``staleness + 1`` batches, or its tokens are too old. So at most as
+    many groups as these take have begun and are not trained on, each at least for as long as its longest trajectory.
     """
-    batches = [workload.groups[start : start + target] for start in range(0, len(workload.groups), target)]
-    longest = [max(alone(life, server, workload.system) for group in batch for life in group) for batch in batches]
-    return max(sum(longest[first :: staleness + 1]) for first in range(staleness + 1))
+    longest = [max(alone(life, server, workload.system) for life in group) for group in workload.groups]
+    return sum(longest) / (target * (staleness + 1))

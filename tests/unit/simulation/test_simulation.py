@@ -25,7 +25,7 @@ from fsm_rollout.jobs.run_config import load_run
 from fsm_rollout.jobs.runner import execute
 from fsm_rollout.simulation import simulate as simulate_module
 from fsm_rollout.simulation.agent import Lives
-from fsm_rollout.simulation.bound import bound, bound_in_turn, streams
+from fsm_rollout.simulation.bound import bound, bound_in_batches, streams
 from fsm_rollout.simulation.job import Asked, simulations
 from fsm_rollout.simulation.servers import ServerCosts
 from fsm_rollout.simulation.simulate import Policy, Wait, block_of, correlated, simulate
@@ -193,7 +193,7 @@ def test_nothing_is_quicker_than_the_bound(
     least = min(0.9, max(0.0, rounding))
     assert found.ratio >= least
     if policy.tail in ("sync", "paced"):
-        assert found.makespan >= least * bound_in_turn(workload, server, 1, staleness if policy.tail == "paced" else 0)
+        assert found.makespan >= least * bound_in_batches(workload, server, 1, staleness if policy.tail == "paced" else 0)
 
 
 def test_sub_agents_that_nobody_disturbs_compute_nothing_twice_and_are_as_quick_as_the_bound() -> None:
