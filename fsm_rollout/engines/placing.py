@@ -51,6 +51,9 @@ MARK_LEAST = 1.0
 # Seconds after which all replicas are asked how busy they are, whatever they have said: as often as SGLang's are asked
 # what other users' requests take up.
 LOOK_EVERY = 1.0
+# While nobody waits, a trajectory's next turn goes where less than this part of what its own replica holds is held, it
+# included: a token of its context is filled in the time in which some 450 of its steps are quicker without it.
+MUCH_LESS = 0.5
 
 
 class Placing:
@@ -245,8 +248,8 @@ class Placing:
             except EngineError as error:
                 refused.append((pending, error))
                 continue
-            if home is not None and chosen.in_flight >= chosen.allowed:
-                chosen = home = self._elsewhere(pending) or home
+            if home is not None and alone is None:
+                chosen = home = self._elsewhere(pending, home) or home
             if chosen.in_flight < chosen.allowed:
                 batches.setdefault(chosen, []).append(pending)
                 chosen.in_flight += 1
@@ -261,17 +264,28 @@ class Placing:
             self.queue.hold(pending, replica)
         return batches, refused
 
-    def _elsewhere(self, pending: PendingRequest) -> Replica | None:
-        """Move the trajectory of a request whose replica is full to one with room for both, if there is any."""
-        residency, tree = self.residency, pending.tree
+    def _elsewhere(self, pending: PendingRequest, home: Replica) -> Replica | None:
+        """Move the trajectory of a request to another replica, where its context is filled again, if that is better.
+
+        From one that is full to any with room for both; and between two turns, while nobody waits, to one that holds
+        much less.
+        """
+        residency, tree, found = self.residency, pending.tree, None
         if residency is None or tree is None or tree.asking > 1 or not self._fleet.has_room:
             return None
-        takers = self._fleet.among(residency.takers(tree))
-        if not takers.has_room:
-            return None
-        residency.leave(tree)
-        residency.admit(tree, takers.least.name)
-        return takers.least
+        if not home.has_room:
+            takers = self._fleet.among(residency.takers(tree))
+            found = takers.least if takers.has_room else None
+        elif pending.request.turn and residency.first is None:
+            roomiest = self._up[int(residency.rooms().argmax())]
+            memory = residency.memories.get(roomiest.name)
+            held = residency.memories[home.name].held
+            if memory is not None and roomiest.has_room and memory.held + memory.share(tree) < MUCH_LESS * held:
+                found = roomiest
+        if found is not None:
+            residency.leave(tree)
+            residency.admit(tree, found.name)
+        return found
 
     def _keep_waiting(self, replica: Replica) -> None:
         replica.waiting += 1

@@ -137,6 +137,28 @@ def test_engines_need_not_keep_who_was_paused() -> None:
     run(place := Place(lambda _: Sized(1000)), body)
 
 
+def test_who_comes_back_while_nobody_waits_goes_on_where_less_than_half_as_much_is_held() -> None:
+    """And its context is kept no more where it was."""
+    engines: dict[str, Sized] = {}
+
+    def build(name: str) -> Sized:
+        return engines.setdefault(name, Sized(100_000))
+
+    async def body(client: EngineClient) -> None:
+        async def say(name: str, turn: int, tokens: int) -> str:
+            ids, request_id = as_ids([*range(3), *[ord(name)] * tokens]), f"{name}{turn}"
+            await done(pending := client.submit(replace(ask(name, turn), request_id=request_id, group_id="g", ids=ids)))
+            return pending.replica
+
+        siblings = [await say("a", 0, 1000), await say("b", 0, 1500)]
+        later = [await say("a", 1, 1010), await say("b", 1, 1510)]
+        assert (siblings, later) == (["replica-0", "replica-0"], ["replica-1", "replica-0"])
+        ended = [line.what.session for line in engines["replica-0"].log if isinstance(line.what, SessionEnded)]
+        assert ended == ["a"]
+
+    run(Place(build), body, 2)
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_who_is_away_keeps_a_place_for_as_long_as_the_whole_engine_is_worth(shards: int) -> None:
     """A shard's part of the memory takes as long to be filled again as the whole does that serves all of them."""

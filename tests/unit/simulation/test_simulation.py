@@ -193,7 +193,9 @@ def test_nothing_is_quicker_than_the_bound(
     least = min(0.9, max(0.0, rounding))
     assert found.ratio >= least
     if policy.tail in ("sync", "paced"):
-        assert found.makespan >= least * bound_in_batches(workload, server, 1, staleness if policy.tail == "paced" else 0)
+        assert found.makespan >= least * bound_in_batches(
+            workload, server, 1, staleness if policy.tail == "paced" else 0
+        )
 
 
 def test_sub_agents_that_nobody_disturbs_compute_nothing_twice_and_are_as_quick_as_the_bound() -> None:
