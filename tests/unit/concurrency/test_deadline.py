@@ -18,6 +18,7 @@ steps = st.lists(st.tuples(st.sampled_from([0, 1, -1, AWAY]), st.integers(1, 20)
 
 @example([(0, 5), (1, 2), (1, 2), (-1, 2), (-1, 2)], 7, None)
 @example([(1, 5), (AWAY, 2)], 7, 9)
+@example([(1, 20)], 60, 5)
 @given(steps, times, times)
 def test_it_expires_when_it_has_run_for_its_seconds_or_its_wall_has_passed(
     steps: list[tuple[int, int]], seconds: int | None, wall: int | None
