@@ -187,7 +187,12 @@ def _run(root: Path, tests: list[str], plugins: list[object], told: int) -> int:
     assert Path(str(package.__file__)).is_relative_to(root), "the tests would run on another copy of the package"
     # The same examples every time, and no shrinking: that a test fails is all that matters here.
     settings.register_profile(
-        "mutants", max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate]
+        "mutants",
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
     )
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     said = io.StringIO()
