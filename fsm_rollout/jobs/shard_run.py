@@ -24,6 +24,7 @@ from fsm_rollout.scheduler.link import Link
 from fsm_rollout.scheduler.run_counts import RunCounts
 from fsm_rollout.scheduler.run_state import PromptQueue, Watch
 from fsm_rollout.scheduler.scheduler import Scheduler
+from fsm_rollout.scheduler.staleness import trained_versions
 from fsm_rollout.tools.tool_messages import clean
 from fsm_rollout.trajectory.event_bytes import decode, encode, pictures_in
 from fsm_rollout.trajectory.events import AnyEvent, Prompted, Resumed
@@ -200,13 +201,7 @@ class ShardRun:
         part = part_to_bytes(part_of(groups, **known, **self.asked["batch"]))
         headers, filtered = [], self.scheduler.scoring.group_filter
         for group in groups:
-            versions = [
-                span.version
-                for trajectory in group.all
-                for stream in trajectory.streams
-                if stream.engine == POLICY and stream.tokens.trained
-                for span in stream.tokens.sampled()
-            ] if self.scheduler.staleness.most is not None else []  # fmt: skip
+            versions = [] if self.scheduler.staleness.most is None else trained_versions(group.all)
             scores = list(filtered.last_scores) if filtered is not None else []
             kept = self.host.events if self.asked["histories"] else None
             headers.append(said_of(group, kept, min(versions, default=None), scores))

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from fsm_rollout.errors import ConfigError, Problem, did_you_mean
 from fsm_rollout.scheduler.group import Group
 from fsm_rollout.scheduler.run_agents import RunAgents, RunnableAgent
+from fsm_rollout.scheduler.staleness import trained_versions
 from fsm_rollout.trajectory.events import AnyEvent, ToolCall
 from fsm_rollout.trajectory.prompt import Prompt
 from fsm_rollout.trajectory.settings import Limits, Sampling
@@ -68,8 +69,7 @@ def resumed_groups(
             group.add(trajectory)
             group.attempts[trajectory.sample] = _attempt(trajectory)
         group.discard_unread()
-        sampled = [span.version for t in group.all for stream in t.streams for span in stream.tokens.sampled()]
-        group.version = min(sampled, default=group.version)
+        group.version = min(trained_versions(group.all), default=group.version)
         groups.append(group)
     if problems:
         raise ConfigError(problems)

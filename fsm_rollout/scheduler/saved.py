@@ -83,6 +83,8 @@ class SavedRollout:
                 "group_id": group.group_id,
                 "index": group.index,
                 "n": group.n,
+                "place": group.place,
+                "version": group.version,
                 "done": group.state is GroupState.DONE,
                 "drop_reason": None if group.drop_reason is None else str(group.drop_reason),
                 "reward_errors": list(group.reward_errors),
@@ -101,6 +103,7 @@ class SavedRollout:
             "runs": scheduler.starter.run_number + 1,
             "weight_version": scheduler.staleness.version(),
             "prompts_named": scheduler.groups.named,
+            "groups_opened": scheduler.groups.opened,
             "position": self._position.taken,
             "group_ids": sorted(log.groups if log is not None else ()),
             "groups": groups,
@@ -129,7 +132,7 @@ class SavedRollout:
             _restore(scheduler, saved)
         del pictures
         scheduler.starter.run_number = state["runs"] - 1
-        scheduler.groups.named = state["prompts_named"]
+        scheduler.groups.named, scheduler.groups.opened = state["prompts_named"], state["groups_opened"]
         scheduler.groups.earlier = frozenset(state["group_ids"])
         self._position.taken = state["position"]
         self._due = state["weight_version"]
@@ -185,6 +188,7 @@ def _restore(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
     if isinstance(scheduler, LeasedScheduler):  # one that is done, too: a shard makes its rows
         leased = LeasedGroup.of(group_id, saved["index"], prompt, n)
         leased.histories, leased.drop_reason = saved["histories"], drop_reason
+        leased.place, leased.version = saved["place"], saved["version"]
         events = chain([saved["prompt"]], *leased.histories)
         leased.glue_entries[""] = {picture for event in events for picture in pictures_in(event)}  # held
         scheduler.groups.put(leased, GroupState.WAITING)
@@ -200,4 +204,5 @@ def _restore(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
                 for event in history:
                     log.append(trajectory.trajectory_id, event)  # who listens has heard it in the process before
     group.reward_errors, group.drop_reason = list(saved["reward_errors"]), drop_reason
+    group.place, group.version = saved["place"], saved["version"]
     scheduler.groups.put(group, GroupState.DONE if saved["done"] else GroupState.WAITING)

@@ -7,7 +7,7 @@ sample that is too old is in a group that is delivered, unless as dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fsm_rollout.agent.graph import POLICY
@@ -16,6 +16,17 @@ from fsm_rollout.scheduler.group import Group, GroupState
 from fsm_rollout.trajectory.enums import DropReason, Trigger
 from fsm_rollout.trajectory.outcome import Outcome
 from fsm_rollout.trajectory.trajectory import Trajectory
+
+
+def trained_versions(trajectories: Iterable[Trajectory]) -> list[int]:
+    """Return the versions of the weights that have sampled the policy's tokens which are trained."""
+    return [
+        span.version
+        for trajectory in trajectories
+        for stream in trajectory.streams
+        if stream.engine == POLICY and stream.tokens.trained
+        for span in stream.tokens.sampled()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

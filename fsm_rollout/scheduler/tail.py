@@ -100,7 +100,7 @@ class Paced(Tail):
         What was opened at version v is to be in the batch of version v + staleness at the latest (without a bound, in
         the next one). As many younger ones may pass it as that leaves room for, beside all that are as old.
         """
-        found, done = list[Group](), sorted(done, key=attrgetter("place"))
+        found, done = list[Group](), sorted(done, key=attrgetter("version", "place"))
         takes_room = Counter(group.version for group in (*filter(attrgetter("counts"), done), *others))
         spare, old = dict[int, int](), 0
         for version in sorted(takes_room):

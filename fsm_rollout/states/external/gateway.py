@@ -80,8 +80,9 @@ class Gateway:
         for path in DIALECTS:
             app.router.add_post(path, self._chat)
         app.router.add_get("/v1/models", self._models)
-        self._listening = listening_at(app, "127.0.0.1", 0, 1.0)
-        self.url = await self._listening.__aenter__()
+        listening = listening_at(app, "127.0.0.1", 0, 1.0)
+        self.url = await listening.__aenter__()
+        self._listening = listening  # only now: where it could not, or was cancelled, the next visit begins anew
 
     async def _stop(self) -> None:
         async with self._starting:

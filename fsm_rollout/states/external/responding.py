@@ -270,7 +270,8 @@ def able_to_listen(host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"cannot listen at {host}:{port}: {why}; choose another --port") from error
+        hint = "; choose another --port" if port else ""
+        raise ConfigError(f"cannot listen at {host}:{port}: {why}{hint}") from error
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.resume import resumed_groups
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.embedded import tokenizer
@@ -168,6 +169,8 @@ def test_only_tokens_that_are_trained_grow_old(trained: bool, at: float) -> None
     (group,) = bench.go(1, 1, at={at: bench.new_weights})
     assert len(group.discarded) == trained
     assert set(ages(bench, group)) == {0}
+    (resumed,) = resumed_groups(group.all, 1, bench.scheduler.agents, under_way=())
+    assert resumed.version == bench.scheduler.staleness.version()
 
 
 def test_a_sub_agents_tokens_grow_old_too() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 import fsm_rollout as fr
@@ -21,6 +21,7 @@ from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, JournalError
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory import journal
 from fsm_rollout.trajectory.events import AnyEvent
@@ -164,6 +165,17 @@ def test_how_the_long_tail_is_met_changes_when_and_never_what(
             turns = [(at // target, int(group.group_id[1:]) // target) for at, group in enumerate(came)]
             assert all(abs(batch - turn) <= most for batch, turn in turns)
     assert all(rows == found["sync"] for rows in found.values())
+
+
+def test_what_is_done_comes_the_oldest_first_in_whatever_order_it_was_opened() -> None:
+    """After a crash, suspects are opened first: with nobody under way, none may wait behind what waits for it."""
+    graph, prompt = agent(), prompts(1)[0]
+    young, old = (
+        Group(name, 0, prompt, graph, 1, place=place, version=version)  # type: ignore[arg-type]  # nobody runs it
+        for name, place, version in (("young", 0, 1), ("old", 1, 0))
+    )
+    for lacks, found in {1: [old], 2: [old, young]}.items():
+        assert tail_of("paced", 1).ready([young, old], [], 1, lacks, 1) == found
 
 
 def test_a_groups_first_sample_says_when_its_others_begin() -> None:
@@ -387,9 +399,11 @@ def rows_of(batch: fr.TrajectoryBatch) -> dict[str, list[list[int]]]:
     over_sample=st.sampled_from([1.0, 2.0, 3.5]),
     count=st.integers(2, 5),
     named=st.booleans(),
+    paced=st.none() | st.integers(1, 2),
 )
+@example([0.125] * 3 + [4.375], 3, 1, 1.0, 2, False, 2)  # the slow one is due before those that have passed it
 def test_a_loop_that_another_process_goes_on_with_has_the_rows_of_the_undisturbed_one(
-    seconds: list[float], target: int, before: int, over_sample: float, count: int, named: bool
+    seconds: list[float], target: int, before: int, over_sample: float, count: int, named: bool, paced: int | None
 ) -> None:
     """The prompts come again and again, so that groups of later epochs are there, too."""
     of_each = [{"messages": [{"role": "user", "content": f"Question {at}?"}]} for at in range(count)]
@@ -402,8 +416,9 @@ def test_a_loop_that_another_process_goes_on_with_has_the_rows_of_the_undisturbe
             heard = list[object]()
             agent = with_tool(f"{__name__}:again")
             rollout = fr.Rollout(
-                agent, seeded(seconds), seed=5, journal=kept, on_event=[lambda *told: heard.append(told)]
-            )
+                agent, seeded(seconds), seed=5, journal=kept, on_event=[lambda *told: heard.append(told)],
+                tail="carry" if paced is None else "paced", max_staleness=paced,
+            )  # fmt: skip
             if state is not None:
                 rollout.load_state_dict(state)
                 assert heard == [], "what was heard in the process before is not heard again"

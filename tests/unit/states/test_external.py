@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import anthropic
 import openai
 import pytest
+from aiohttp import web
 
 from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Request
@@ -375,3 +376,19 @@ def test_a_fault_of_ours_amid_a_stream_is_said_in_the_stream(monkeypatch: pytest
     monkeypatch.setattr(AgentHistories, "answer", answer)
     (trajectory,), _ = run(hears_of_a_fault, lambda request: Turn(text="Let me see.", chunks=6, delay=0.001))
     assert trajectory.failure is None, trajectory.detail
+
+
+def test_a_server_that_could_not_listen_is_begun_anew_by_the_next_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, tried = web.TCPSite.start, list[web.TCPSite]()
+
+    async def at_the_second_try(self: web.TCPSite) -> None:
+        tried.append(self)
+        if len(tried) == 1:
+            raise OSError(24, "Too many open files")
+        await start(self)
+
+    monkeypatch.setattr(web.TCPSite, "start", at_the_second_try)
+    trajectories, _ = run(hears_how_it_ended, ["one"] * 2, n=2, check=False)
+    failed, answered = sorted(trajectories, key=lambda trajectory: trajectory.stop_reason == "answered")
+    assert "cannot listen at 127.0.0.1:0: Too many open files (at" in str(failed.detail)
+    assert answered.stop_reason == "answered", answered.detail
