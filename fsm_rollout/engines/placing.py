@@ -3,12 +3,13 @@
 Invariant: where engines say how much memory they have, a request goes out only to the replica where its trajectory is
 resident (:mod:`fsm_rollout.engines.residency`), and the router chooses that replica when the trajectory is admitted.
 Where its request would have to wait for others' there, while another replica has room for its context and its request,
-it moves: to compute a context again is quicker. Where engines do not say how much they have, the router chooses for
-each request. No request is sent to a replica without room.
+it moves: to compute a context again is quicker; and between two turns, while nobody waits, to one that holds much less.
+Where engines do not say how much they have, the router chooses for each request. No request is sent to a replica
+without room.
 What an engine keeps for a session is begun by the first request that is sent there, and ended there once: when whoever
 asks has ended it, when its trajectory has lost its place as memory was short (or the engine would evict who has been
-idle for longer, and kept its own), or when its requests go to another engine. The next request that is sent there
-begins it anew. An engine that is gone has ended all of its own.
+idle for longer, and kept its own), or when its trajectory's requests go to another engine. The next request that is
+sent there begins it anew. An engine that is gone has ended all of its own.
 
 A dispatch costs the same with one replica and with a thousand: asked how busy it is is only one that has said
 something since, or has less to do (all are now and then, as other users of a server come and go without a word), and
@@ -102,10 +103,9 @@ class Placing:
             key = label + root_of(request) if known is None else known.key
             most = request.sampling.max_tokens
             pending.tree = self.residency.ask(key, request.group_id or key, request.session, request.ids, most)
-            while self.residency.given_up:
-                session = self.residency.given_up.pop()
-                if (keeper := self._keepers.pop(session, None)) is not None:
-                    _end(keeper, [session])
+            if self.residency.given_up:
+                self._end_kept(self.residency.given_up)
+                self.residency.given_up.clear()
 
     def hold_in_line(self, pending: PendingRequest) -> None:
         """Look at a request that waits when its trajectory has a place, if it has none."""
@@ -140,15 +140,19 @@ class Placing:
 
     def end(self, sessions: Sequence[str]) -> None:
         """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
+        self._end_kept(sessions)
+        if self.residency is not None:
+            self.residency.end(sessions)
+            self._changed()
+
+    def _end_kept(self, sessions: Iterable[str]) -> None:
+        """Have engines keep nothing of what they have for these sessions."""
         by_keeper: dict[int, tuple[SessionKeeper, list[str]]] = {}
         for session in sessions if self._keepers else ():
             if (keeper := self._keepers.pop(session, None)) is not None:
                 by_keeper.setdefault(id(keeper), (keeper, []))[1].append(session)
         for keeper, theirs in by_keeper.values():
             _end(keeper, theirs)
-        if self.residency is not None:
-            self.residency.end(sessions)
-            self._changed()
 
     def look(self, up: Sequence[Replica], alone: bool, now: float) -> None:
         """Learn how much the replicas may have of which there is news; all at once now and then.
@@ -285,6 +289,7 @@ class Placing:
         if found is not None:
             residency.leave(tree)
             residency.admit(tree, found.name)
+            self._end_kept(tree.contexts)  # also those of who waits for a sub-agent that asks
         return found
 
     def _keep_waiting(self, replica: Replica) -> None:

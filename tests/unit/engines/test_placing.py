@@ -138,23 +138,24 @@ def test_engines_need_not_keep_who_was_paused() -> None:
 
 
 def test_who_comes_back_while_nobody_waits_goes_on_where_less_than_half_as_much_is_held() -> None:
-    """And its context is kept no more where it was."""
+    """And its context is kept no more where it was, nor that of who waits for it."""
     engines: dict[str, Sized] = {}
 
     def build(name: str) -> Sized:
         return engines.setdefault(name, Sized(100_000))
 
     async def body(client: EngineClient) -> None:
-        async def say(name: str, turn: int, tokens: int) -> str:
-            ids, request_id = as_ids([*range(3), *[ord(name)] * tokens]), f"{name}{turn}"
-            await done(pending := client.submit(replace(ask(name, turn), request_id=request_id, group_id="g", ids=ids)))
+        async def say(name: str, turn: int, tokens: int, trajectory: str) -> str:
+            asked = replace(ask(name, turn), group_id="g", trajectory_id=trajectory, request_id=f"{name}{turn}")
+            ids = as_ids([*range(3), *[ord(name)] * tokens])
+            await done(pending := client.submit(replace(asked, ids=ids)))
             return pending.replica
 
-        siblings = [await say("a", 0, 1000), await say("b", 0, 1500)]
-        later = [await say("a", 1, 1010), await say("b", 1, 1510)]
-        assert (siblings, later) == (["replica-0", "replica-0"], ["replica-1", "replica-0"])
+        siblings = [await say("a", 0, 500, "g/0"), await say("b", 0, 1500, "g/1"), await say("c", 0, 500, "g/0/helper")]
+        later = [await say("c", 1, 510, "g/0/helper"), await say("b", 1, 1510, "g/1")]
+        assert (siblings, later) == (["replica-0"] * 3, ["replica-1", "replica-0"])
         ended = [line.what.session for line in engines["replica-0"].log if isinstance(line.what, SessionEnded)]
-        assert ended == ["a"]
+        assert ended == ["a", "c"]
 
     run(Place(build), body, 2)
 
