@@ -168,7 +168,7 @@ class BroadcastGroup:
                 failed.append(error)
                 if failed[0] is error:
                     await asyncio.sleep(found_within)
-                self.close()
+                    self.close()
             return error
 
         within = min(seconds, self.patience)  # that of torch ends by itself

@@ -1,6 +1,7 @@
 """Whether weights that are asked for again are the same: what tells a tensor's bytes from all others.
 
-Invariant: it is computed where the tensor is, by reading its memory once; a tensor is not copied for it.
+Invariant: it is computed where the tensor is, by reading its memory once; a tensor is not copied for it, unless its
+numbers lie apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def digest(tensor: torch.Tensor) -> bytes:
     """
     import torch
 
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # torch calls one number contiguous, whatever its stride
     return _sums(flat) if flat.is_cuda else zlib.crc32(flat.view(torch.uint8).numpy().data).to_bytes(4)
 
 

@@ -196,7 +196,7 @@ class Tensors:
         found = self._named or dict(self._pairs())
         if found is not self._named:
             check_finite(found)
-        self._digests = {name: self._same(name, tensor) for name, tensor in found.items()}
+        self._have_read({name: self._same(name, tensor) for name, tensor in found.items()})
         return found
 
     def _same(self, name: str, tensor: torch.Tensor) -> bytes:
@@ -205,6 +205,12 @@ class Tensors:
         if self._digests and self._digests.get(name) != found:
             raise WeightsGone(f"these weights cannot be had again: '{name}' has changed since, as in training")
         return found
+
+    def _have_read(self, digests: dict[str, bytes]) -> None:
+        """Note what a whole pass had; WeightsGone if something that the first one had was not there."""
+        if lacking := self._digests.keys() - digests:
+            raise WeightsGone(f"these weights cannot be had again: '{min(lacking)}' is not among them any more")
+        self._digests = digests
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._once is not None:
@@ -240,7 +246,7 @@ class Tensors:
             digests[name] = self._same(name, bucket.tensors[name])
         if bucket.pieces:
             yield bucket
-        self._digests = digests
+        self._have_read(digests)
 
     # -- on their way ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Tensors on their way: whole in every engine, read once, two buckets at most; what fails leaves nothing half done."""
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsm_rollout.engines.adapters import Adapter
-from fsm_rollout.engines.broadcast import Broadcast, BroadcastGroup, Seat
+from fsm_rollout.engines.broadcast import FOUND_WITHIN, Broadcast, BroadcastGroup, Seat
 from fsm_rollout.engines.digests import _sums, digest
 from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
 from fsm_rollout.engines.updating import ServerAddress
 from fsm_rollout.engines.weight_sources import Bucket, Tensors, WeightsGone, as_source
 from fsm_rollout.errors import EngineError
+from fsm_rollout.testing import run_virtual
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.float8_e5m2, torch.bool]
 
@@ -69,14 +71,16 @@ def deliver(source: Tensors, *takers: Any) -> list[Exception | None]:
     return asyncio.run(source.deliver(takers, 7, 60.0))
 
 
-def drawn(kind: torch.dtype, shape: list[int], turned: bool, seed: int) -> torch.Tensor:
+def drawn(kind: torch.dtype, shape: list[int], step: int, turned: bool, seed: int) -> torch.Tensor:
     values = torch.randint(0, 2 if kind is torch.bool else 9, shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(kind).t() if turned and len(shape) == 2 else values.to(kind)
+    values = values.to(kind)[..., ::step] if shape else values.to(kind)
+    return values.t() if turned and len(shape) == 2 else values
 
 
 TENSOR = st.builds(
-    drawn, st.sampled_from(KINDS), st.lists(st.integers(0, 6), max_size=3), st.booleans(), st.integers(0, 99)
-)
+    drawn, st.sampled_from(KINDS), st.lists(st.integers(0, 6), max_size=3), st.integers(1, 2), st.booleans(),
+    st.integers(0, 99),
+)  # fmt: skip
 
 
 @given(
@@ -190,6 +194,14 @@ def test_asked_again_they_are_the_same_or_gone() -> None:
         tensors["w4"][2] = 4.5
         with pytest.raises(WeightsGone, match="'w4' has changed since, as in training"):
             deliver(source, Taker())
+    left = ones(2)
+    for source, kind in itertools.product((Tensors(left), Tensors(left.items)), (Taker, Whole)):
+        left |= ones(2)
+        weights = PresentWeights().with_update(source, 7)
+        asyncio.run(weights.fill(kind(), 60.0))
+        del left["w1"]
+        with pytest.raises(WeightsGone, match="'w1' is not among them any more"):
+            asyncio.run(weights.fill(kind(), 60.0))
     pairs = Tensors(iter(ones(2).items()))
     deliver(pairs, Taker())
     with pytest.raises(WeightsGone, match="give a mapping, or a function"):
@@ -270,6 +282,29 @@ def test_a_broadcast_whose_rank_0_fails_is_nobody_s_loss() -> None:
     for error in deliver(Broadcast(ones(2), group), Server(group), Server(group)):
         assert type(error) is HalfLoaded
         assert str(error) == "rank 0 could not broadcast: Connection closed by peer"
+
+
+def test_a_group_that_forms_is_given_up_when_all_had_time_to_find_it() -> None:
+    """However many refuse it at once: SGLang looks for half an hour for one that is gone."""
+
+    async def body() -> None:
+        group, over = BroadcastGroup(), asyncio.Event()
+        group.close = over.set  # type: ignore[method-assign]
+        refused = [EngineError("no"), EngineError("neither")]
+
+        async def refuse(error: EngineError) -> None:
+            raise error
+
+        async def find() -> None:
+            await asyncio.sleep(FOUND_WITHIN / 2)
+            if over.is_set():
+                raise HalfLoaded("nobody is there")
+
+        asked = [refuse(refused[0]), find(), refuse(refused[1])]
+        found = await group._together(asked, over.wait(), 60.0, FOUND_WITHIN)  # type: ignore[arg-type]
+        assert found == [refused[0], None, refused[1]]
+
+    run_virtual(body())
 
 
 def test_a_broadcast_is_for_servers() -> None:
