@@ -23,11 +23,10 @@ from fsm_rollout.scheduler.run_counts import SampleKey
 from fsm_rollout.trajectory.events import AnyEvent, Called, Ended, Generated, Prompted, Resumed, Suspended
 from fsm_rollout.trajectory.journal import Journal, JournalFolder, histories, metadata, read
 from fsm_rollout.trajectory.trajectory import Trajectory
-from tests.cases import PROGRAMS
-from tests.kit import ROOT
+from tests.cases import FILES, PROGRAMS
+from tests.kit import CONFIGS, ROOT
 from tests.programs import fsm_rollout, program
 
-CONFIGS = ROOT / "configs"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"left": 1, "operator": "+", "right": 2}}\n</tool_call>'
 RUN: dict[str, Any] = {
     "agent": str(CONFIGS / "agents/tool_agent.yaml"),
@@ -38,6 +37,12 @@ RUN: dict[str, Any] = {
     "reward": "fsm_rollout.rewards:first_answer",
     "out": "OUT",
 }
+
+AS_ONE = (  # what commands say of a run in shards
+    ("rescore", "8 scores, 0 of them changed", "--reward", "fsm_rollout.rewards:first_answer"),
+    ("replay", "8 trajectories replayed, 0 of them differ"), ("show", "ended: answered 8"),
+    ("export", "8 rows of 8 trajectories", "--format", "jsonl"),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -95,8 +100,7 @@ def rows(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the run comes to when nothing happens to it."""
-    run = written(tmp_path_factory.mktemp("whole"))
-    execute(load_run(run), Ear())
+    execute(load_run(run := written(tmp_path_factory.mktemp("whole"))), Ear())
     return rows(run.parent / "out")
 
 
@@ -179,25 +183,16 @@ def test_a_run_in_shards_goes_on_from_all_their_journals(how: signal.Signals, ru
     """It ends while its first group is handed over, and others are at their second turn."""
     late = {"kind": "scripted", "turns": [CALL, {"text": CALL, "delay": 0.3}, "The answer is 3."], "max_running": 2}
     run.write_text(json.dumps(json.loads(run.read_text("utf-8")) | {"workers": 2, "engine": late}), "utf-8")
-    text = PROGRAMS["ends while its first group is handed over"]
-    done = program(text, run, str(int(how)))
+    out, done = run.parent / "out", program(PROGRAMS["ends while its first group is handed over"], run, str(int(how)))
     assert done.returncode != 0
-    out = run.parent / "out"
     assert len(JournalFolder(out).journals()) == 3, done.stderr
     left = list(histories(out))
     assert any(not isinstance(events[-1], Ended) for events in left)
     done = fsm_rollout("resume", out)
     assert done.returncode == 0, done.stderr
     assert rows(out) == whole
-    assert len(list(read(out))) == 8
-    assert json.loads((out / "summary.json").read_text("utf-8"))["trajectories"] == 8
-    for command, says in (
-        ("rescore --reward fsm_rollout.rewards:first_answer", "8 scores, 0 of them changed"),
-        ("replay", "8 trajectories replayed, 0 of them differ"),
-        ("export --format jsonl", "8 rows of 8 trajectories"),
-        ("show", "ended: answered 8"),
-    ):
-        verb, *options = command.split()
+    assert len(list(read(out))) == json.loads((out / "summary.json").read_text("utf-8"))["trajectories"] == 8
+    for verb, says, *options in AS_ONE:
         shown = CliRunner().invoke(app, [verb, str(out), *options])
         assert (shown.exit_code, says in " ".join(shown.output.split())) == (0, True), shown.output
 
@@ -443,15 +438,11 @@ def test_a_full_disk_says_so_and_leaves_what_goes_on(run: Path, whole: dict[str,
 
 def test_a_process_that_a_tool_ends_loses_no_turn(run: Path) -> None:
     """`os._exit` in the first call: the run goes on from there, with all that was sampled before."""
-    (run.parent / "deadly.py").write_text(
-        "import os\ndef calculate(left: int, operator: str, right: int) -> str:\n    '''End.\n\n    Args:\n"
-        "        left: a\n        operator: b\n        right: c\n    '''\n    os._exit(7)\n"
-    )
+    tool, out, text = run.parent / "deadly.py", run.parent / "out", FILES["a calculator that ends its process"]
+    tool.write_text(text)
     deadly = "agent.tools.calculate.use=deadly:calculate"
     assert fsm_rollout("run", run, deadly).returncode == 7
-    out = run.parent / "out"
-    text = (run.parent / "deadly.py").read_text()
-    (run.parent / "deadly.py").write_text(text.replace("os._exit(7)", "return '3'").replace("import os", ""))
+    tool.write_text(text.replace("os._exit(7)", "return '3'"))
     done = fsm_rollout("resume", out, deadly)
     assert done.returncode == 0, done.stderr
     assert rows(out)["stop_reason"] == ["answered"] * 8
