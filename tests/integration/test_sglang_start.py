@@ -59,7 +59,8 @@ def test_the_experts_that_sglang_routed_tokens_to_are_those_of_transformers(expe
     shutil.copy(CONFIGS / "agents/solver.md", experts_folder)
     graph = fr.load_agent(agent, ["states.GENERATING.sampling={max_tokens: 12, top_p: 0.9}"])
     prompts = fr.read_prompts(CONFIGS / "data/arithmetic.jsonl", limit=3)  # the user has more to say after each answer
-    engine = SGLangEngine(experts_folder, threads=1, args={"enable_return_routed_experts": True})
+    args = {"enable_return_routed_experts": True, "admin_api_key": "of somebody else"}  # who samples needs none
+    engine = SGLangEngine(experts_folder, threads=1, args=args)
     said: list[int] = []
 
     def listen(trajectory: Any, event: Any) -> None:
