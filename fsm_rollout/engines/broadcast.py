@@ -1,8 +1,9 @@
 """New weights by broadcast: this process is rank 0 of a process group, and each server has its ranks; on any host.
 
 Invariant: a group is used while the same servers take part, and is formed anew when they change, or when anything in it
-has failed: whoever then waits in the old one hears of its end at once. A server that refuses or dies costs the others
-nothing but time: they are asked for the same bucket again, in a group without it.
+has failed: whoever then waits in the old one hears of its end at once. A server that refuses or dies, or hangs while a
+group forms, costs the others nothing but time: they are asked for the same bucket again, in a group without it. (Who
+hangs with a bucket takes along those to which the backend passes it on from there.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 PATIENCE = 120.0  # seconds that the others have to join, and to take a bucket
 # Seconds in which all find a group that forms. It is not given up before: SGLang looks for one that is gone for 30 min.
 FOUND_WITHIN = 5.0
+HEARD_WITHIN = 5.0  # seconds in which who waits in a group says that it has ended; who hangs does not
 
 
 class _Interrupted(HalfLoaded):
@@ -171,8 +173,14 @@ class BroadcastGroup:
                     self.close()
             return error
 
-        within = min(seconds, self.patience)  # that of torch ends by itself
-        mine, *results = await asyncio.gather(each(rank_0(), math.inf), *(each(step, within) for step in asked))
+        patience = min(seconds, self.patience)
+        # Who waits for one that hangs says so then.
+        over = asyncio.get_running_loop().call_later(patience, self.close)
+        within = patience + HEARD_WITHIN
+        try:
+            mine, *results = await asyncio.gather(each(rank_0(), math.inf), *(each(step, within) for step in asked))
+        finally:
+            over.cancel()
         # Who is lost has ended it, however fast the others have noticed.
         causes = [error for error in failed if not isinstance(error, HalfLoaded)] or failed[:1]
         if mine in causes:

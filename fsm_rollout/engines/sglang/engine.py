@@ -156,7 +156,7 @@ class SGLangEngine(SGLangServer):
         else:
             raise self._process.failure()
         await endpoint.meet()
-        # SGLang asks itself, unless it is too busy for 10 s. Then a flush on a CPU walks through all of its objects. It is
-        # no reason not to start: with an ``admin_api_key`` it is not ours to ask for.
+        # SGLang asks itself, unless it is too busy for 10 s. Then a flush on a CPU walks through all of its objects.
+        # With an ``admin_api_key`` it is not ours to ask for, and it serves without.
         with suppress(EngineError):
             await endpoint.call("/freeze_gc", {})

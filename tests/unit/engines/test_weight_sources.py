@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsm_rollout.engines.adapters import Adapter
-from fsm_rollout.engines.broadcast import FOUND_WITHIN, Broadcast, BroadcastGroup, Seat
+from fsm_rollout.engines.broadcast import FOUND_WITHIN, Broadcast, BroadcastGroup, Seat, _Interrupted
 from fsm_rollout.engines.digests import _sums, digest
 from fsm_rollout.engines.present_weights import PresentWeights
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost
@@ -284,25 +284,48 @@ def test_a_broadcast_whose_rank_0_fails_is_nobody_s_loss() -> None:
         assert str(error) == "rank 0 could not broadcast: Connection closed by peer"
 
 
+class Ending(BroadcastGroup):
+    """Notes that it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = asyncio.Event()
+
+    def close(self) -> None:
+        self.over.set()
+
+    async def found(self, *asked: Coroutine[Any, Any, None]) -> list[Exception | None]:
+        """Return what came of these while it forms."""
+        return await self._together(asked, self.wait(), 60.0, FOUND_WITHIN)
+
+    async def wait(self) -> None:
+        await self.over.wait()
+        raise HalfLoaded("it is over")
+
+
 def test_a_group_that_forms_is_given_up_when_all_had_time_to_find_it() -> None:
     """However many refuse it at once: SGLang looks for half an hour for one that is gone."""
 
     async def body() -> None:
-        group, over = BroadcastGroup(), asyncio.Event()
-        group.close = over.set  # type: ignore[method-assign]
-        refused = [EngineError("no"), EngineError("neither")]
+        group, refused = Ending(), [EngineError("no"), EngineError("neither")]
 
         async def refuse(error: EngineError) -> None:
             raise error
 
         async def find() -> None:
             await asyncio.sleep(FOUND_WITHIN / 2)
-            if over.is_set():
-                raise HalfLoaded("nobody is there")
+            assert not group.over.is_set()
 
-        asked = [refuse(refused[0]), find(), refuse(refused[1])]
-        found = await group._together(asked, over.wait(), 60.0, FOUND_WITHIN)  # type: ignore[arg-type]
-        assert found == [refused[0], None, refused[1]]
+        assert await group.found(refuse(refused[0]), find(), refuse(refused[1])) == [refused[0], None, refused[1]]
+
+    run_virtual(body())
+
+
+def test_who_waits_for_a_server_that_hangs_is_not_taken_for_another() -> None:
+    async def body() -> None:
+        group = Ending()
+        hangs, waits = await group.found(asyncio.Event().wait(), group.wait())  # type: ignore[arg-type]
+        assert (type(hangs), type(waits)) == (ReplicaLost, _Interrupted)
 
     run_virtual(body())
 
