@@ -102,9 +102,8 @@ def on_entry(graph: AgentGraph, trajectory: Trajectory, spends: str | None, at: 
     """Return the first limit that keeps the present state's handler from running, and how many seconds are left."""
     wall, state = float("inf"), trajectory.state
     if trajectory.limits.get(LimitName.WALL_SECONDS) is not None:
-        elapsed = (
-            at - trajectory.started_at - trajectory.suspended_seconds
-        )  # `trajectory.elapsed`, in no call of its own
+        # `trajectory.elapsed(at)`, written out: each visit begins here.
+        elapsed = at - trajectory.started_at - trajectory.suspended_seconds
         wall = remaining(graph, trajectory, LimitName.WALL_SECONDS, elapsed)
     max_visits = graph.states[state].max_visits
     if max_visits is not None and trajectory.entries[state] > max_visits:

@@ -19,7 +19,8 @@ PATIENCE = 30.0
 class Deadline:
     """The timeout of one visit, as a context manager. ``None`` seconds never expire.
 
-    One that expires cancels its block, and the code behind that goes on: ``expired`` says so.
+    One that expires cancels its block, and the cancellation ends with the block: what stands after it runs, and finds
+    ``expired`` true.
 
     ``seconds`` are counted while no hold is in force, those of ``wall`` always. ``unheard`` is called when the block
     has not ended :data:`PATIENCE` seconds after it was cancelled.

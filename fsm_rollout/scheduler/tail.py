@@ -52,11 +52,11 @@ class Tail:
         return math.ceil(target * over_sample)
 
     def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
-        """Return those of the groups that are done which a batch may take, in order.
+        """Return the groups that a batch may take now, in the order in which it takes them.
 
         Args:
-            done: they.
-            others: those that were opened, and are not done.
+            done: the groups to choose from, in the order in which they were done.
+            others: groups that were opened, and are not done.
             target: how many groups are a batch.
             lacks: how many this one still lacks.
             now: the version of the weights; it changes after each batch.
@@ -95,7 +95,7 @@ class Paced(Tail):
         return super().most_groups(target, over_sample if self.staleness is None else 1 + self.staleness)
 
     def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
-        """Return those that no other has to go before.
+        """Return those before which no other has to go, the oldest first.
 
         What was opened at version v is to be in the batch of version v + staleness at the latest (without a bound, in
         the next one). As many younger ones may pass it as that leaves room for, beside all that are as old.

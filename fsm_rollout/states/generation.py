@@ -293,9 +293,8 @@ class Generation:
         history = stream.messages[: stream.glued]
         if chat.history == "split" and chat.must_split(history, new, bound.tools):
             return await visit.open(bound, list(stream.messages), instead_of_glue=True)
-        last = stream.tokens.tail(
-            max(stream.turn_at, stream.tokens.length - 1)
-        )  # of the turn's tokens, all that counts
+        # Of the turn's tokens the last is all that counts; a turn may have none.
+        last = stream.tokens.tail(max(stream.turn_at, stream.tokens.length - 1))
         stopped = stream.finish_reason == FinishReason.STOP and len(last) > 0 and last[0] in bound.stop_ids
         finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         asked = FollowUp(history, new, bound.tools, last, finish_reason, visit.active.date)
