@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from fsm_rollout.agent.loader import dump
@@ -73,13 +74,13 @@ def serve(config: RunConfig, ready: Ready, *, training: bool = False) -> None:
         ordered = with_orders(config, left)
         if training:
             rollout = training_rollout_of(ordered, agents, progress=False, max_staleness=serving.max_staleness)
-            work = _serve_trainer(rollout, serving, serving.out, keys, ready)
+            work = partial(_serve_trainer, rollout, serving, serving.out, keys, ready)
         else:
             concurrency, failures = most_at_once(config.concurrency) + serving.waiting, config.failures
             failures = failures.within_trajectories
             rollout = rollout_of(ordered, agents, concurrency=concurrency, failures=failures)
             waits = list(recordings(serving.out, unfinished=True)) if earlier else []
-            work = _serve_callers(rollout, config, serving.out, keys, waits, ready)
+            work = partial(_serve_callers, rollout, config, serving.out, keys, waits, ready)
         facts = {**rollout.description, what: True, "run": config.to_json(), "file": str(config.file), REPLICAS: left}
         summary, begun = serving.out / SUMMARY, time.monotonic()
         summary.unlink(missing_ok=True)
@@ -122,12 +123,12 @@ def _earlier(folder: Path, what: str, agents: dict[str, object]) -> bool:
 
 
 async def _recorded(
-    rollout: Rollout, journal: Path, facts: Mapping[str, object], work: Awaitable[None], *, append: bool
+    rollout: Rollout, journal: Path, facts: Mapping[str, object], work: Callable[[], Awaitable[None]], *, append: bool
 ) -> None:
     """Do the work of a rollout, whose events go into a journal."""
     try:
         with Journal(journal, metadata=facts, append=append) as rollout.journal:
-            await work
+            await work()
     finally:
         await rollout.aclose()
 

@@ -1,5 +1,6 @@
 """`fsm-rollout serve` as its users start it: the embedded model, both protocols' clients, signals, and what is left."""
 
+import gc
 import json
 import os
 import signal
@@ -8,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from fsm_rollout.cli import app
+from fsm_rollout.errors import JournalError
 from fsm_rollout.jobs.control import Order, ask
 from fsm_rollout.trajectory.journal import read
 from tests.collector import Collector
@@ -106,7 +109,7 @@ def test_replicas_that_orders_left_are_there_until_the_yaml_says_otherwise(tmp_p
     assert counts == [3, 3, 3, 1, 1]
 
 
-def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*overrides: str) -> str:
         done = CliRunner().invoke(app, ["serve", str(DEMO), f"out={tmp_path / 'chat'}", *overrides])
         assert done.exit_code == 2, done.output
@@ -125,3 +128,8 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
         port = busy.getsockname()[1]
         assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in refused("--port", str(port))
     assert set(tmp_path.iterdir()) == there
+    with monkeypatch.context() as patched:
+        patched.setattr("fsm_rollout.serve.command.Journal", Mock(side_effect=JournalError("the disk is full")))
+        done = CliRunner().invoke(app, ["serve", str(DEMO), f"out={tmp_path / 'chat'}", "--port", "0"])
+    assert "the disk is full" in done.output
+    gc.collect()  # of what was to be served nothing is left that complains that nobody awaited it
