@@ -11,9 +11,9 @@ asks has ended it, when its trajectory has lost its place as memory was short (o
 idle for longer, and kept its own), or when its trajectory's requests go to another engine. The next request that is
 sent there begins it anew. An engine that is gone has ended all of its own.
 
-A dispatch costs the same with one replica and with a thousand: asked how busy it is is only one that has said
-something since, or has less to do (all are now and then, as other users of a server come and go without a word), and
-who stands in the line for a place is looked at when he has one.
+A dispatch costs the same with one replica and with a thousand: only one that has said something since, or has less to
+do, is asked how busy it is (all are now and then, as other users of a server come and go without a word), and who
+stands in the line for a place is looked at when he has one.
 """
 
 from __future__ import annotations
