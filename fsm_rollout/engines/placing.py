@@ -140,19 +140,21 @@ class Placing:
 
     def end(self, sessions: Sequence[str]) -> None:
         """Have engines keep nothing more for these sessions, of which no request is under way, and none follows."""
-        self._end_kept(sessions)
-        if self.residency is not None:
-            self.residency.end(sessions)
-            self._changed()
-
-    def _end_kept(self, sessions: Iterable[str]) -> None:
-        """Have engines keep nothing of what they have for these sessions."""
         by_keeper: dict[int, tuple[SessionKeeper, list[str]]] = {}
         for session in sessions if self._keepers else ():
             if (keeper := self._keepers.pop(session, None)) is not None:
                 by_keeper.setdefault(id(keeper), (keeper, []))[1].append(session)
         for keeper, theirs in by_keeper.values():
             _end(keeper, theirs)
+        if self.residency is not None:
+            self.residency.end(sessions)
+            self._changed()
+
+    def _end_kept(self, sessions: Iterable[str]) -> None:
+        """Have engines keep nothing more for these sessions, which go on elsewhere, or later."""
+        for session in sessions:
+            if (keeper := self._keepers.pop(session, None)) is not None:
+                _end(keeper, [session])
 
     def look(self, up: Sequence[Replica], alone: bool, now: float) -> None:
         """Learn how much the replicas may have of which there is news; all at once now and then.
