@@ -87,30 +87,32 @@ class Deadline:
             self.run()
             self._schedule()
 
-    def _schedule(self) -> None:
-        """Make the timer fire no later than the deadline expires, unless it is held, or run, before."""
-        timer = self._timer
+    def _next(self) -> float | None:
+        """Return when it expires unless it is held, or run, before."""
         if self._remaining is None or self._holds:
-            when = self._wall
-        else:
-            end = self._since + self._remaining
-            when = end if self._wall is None or end < self._wall else self._wall
+            return self._wall
+        end = self._since + self._remaining
+        return end if self._wall is None or end < self._wall else self._wall
+
+    def _schedule(self) -> None:
+        """Make the timer fire no later than the deadline expires; one that fires too early sets the next."""
+        when, timer = self._next(), self._timer
         if when is not None and (timer is None or timer.when() > when):
             if timer is not None:
                 timer.cancel()
             self._timer = asyncio.get_running_loop().call_at(when, self._fire)
 
     def _fire(self) -> None:
-        assert self._timer is not None
-        assert self._task is not None
-        loop = asyncio.get_running_loop()
-        now = max(loop.time(), self._timer.when())  # a loop may be early by its clock's resolution
+        # By our own number: uvloop's timers round theirs, so what they say may never be reached.
+        when, now = self._next(), asyncio.get_running_loop().time()
+        if self._timer is not None:
+            now = max(now, self._timer.when())  # a loop may be early by its clock's resolution
         self._timer = None
-        self._schedule()
-        timer: asyncio.TimerHandle | None = self._timer
-        if timer is None or timer.when() > now:  # too early: it was held, or run, since
+        if when is None or when > now:
+            self._schedule()
             return
-        timer.cancel()
+        assert self._task is not None
         self._task.cancel()
-        self.expired, self.walled = True, timer.when() == self._wall
-        self._timer = None if self._unheard is None else loop.call_later(PATIENCE, self._unheard)
+        self.expired, self.walled = True, when == self._wall
+        if self._unheard is not None:
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._unheard)

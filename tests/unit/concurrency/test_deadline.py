@@ -53,3 +53,16 @@ def test_it_expires_when_it_has_run_for_its_seconds_or_its_wall_has_passed(
         return (asyncio.get_running_loop().time(), deadline.walled) if deadline.expired else None
 
     assert run_virtual(main()) == expected
+
+
+def test_a_deadline_expires_on_other_event_loops_too() -> None:
+    """uvloop rounds the times of its timers, and one that is due already is none."""
+    uvloop = pytest.importorskip("uvloop", reason="uvloop comes with SGLang")
+
+    async def expires() -> bool:
+        with Deadline(0.01) as deadline:
+            await asyncio.sleep(60)
+        return deadline.expired
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(expires())
