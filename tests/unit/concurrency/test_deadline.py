@@ -4,6 +4,7 @@ import asyncio
 from contextlib import nullcontext
 from itertools import accumulate
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
