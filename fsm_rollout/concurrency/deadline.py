@@ -35,6 +35,7 @@ class Deadline:
         self._since = 0.0
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when that fires: uvloop's round it, and one that is due at once does not say it
         self._unheard = unheard
         self.expired = False  # whether this deadline ended its block
         self.walled = False  # whether it was its wall that ended the block
@@ -97,16 +98,15 @@ class Deadline:
     def _schedule(self) -> None:
         """Make the timer fire no later than the deadline expires; one that fires too early sets the next."""
         when, timer = self._next(), self._timer
-        if when is not None and (timer is None or timer.when() > when):
+        if when is not None and (timer is None or self._due > when):
             if timer is not None:
                 timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+            self._timer, self._due = asyncio.get_running_loop().call_at(when, self._fire), when
 
     def _fire(self) -> None:
-        # By our own number: uvloop's timers round theirs, so what they say may never be reached.
         when, now = self._next(), asyncio.get_running_loop().time()
         if self._timer is not None:
-            now = max(now, self._timer.when())  # a loop may be early by its clock's resolution
+            now = max(now, self._due)  # a loop may be early by its clock's resolution
         self._timer = None
         if when is None or when > now:
             self._schedule()
@@ -115,4 +115,5 @@ class Deadline:
         self._task.cancel()
         self.expired, self.walled = True, when == self._wall
         if self._unheard is not None:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._unheard)
+            self._due = now + PATIENCE
+            self._timer = asyncio.get_running_loop().call_at(self._due, self._unheard)

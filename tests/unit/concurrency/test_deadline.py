@@ -60,10 +60,12 @@ def test_a_deadline_expires_on_other_event_loops_too() -> None:
     """uvloop rounds the times of its timers, and one that is due already is none."""
     uvloop = pytest.importorskip("uvloop", reason="uvloop comes with SGLang")
 
-    async def expires() -> bool:
-        with Deadline(0.01) as deadline:
-            await asyncio.sleep(60)
+    async def expires(seconds: float) -> bool:
+        async with asyncio.timeout(30):
+            with Deadline(seconds) as deadline:
+                await asyncio.sleep(60)
         return deadline.expired
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(expires())
+    for seconds in (0.01, 0.0):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            assert runner.run(expires(seconds))
