@@ -130,7 +130,7 @@ class Mortal:
         """Have the journal in a folder."""
         path = folder / JOURNAL
         self.scheduler.recorder.journal = journal = fr.Journal(path, append=path.exists())
-        self._life.callback(journal.close)
+        self._life.push_async_callback(asyncio.to_thread, journal.close)  # which waits for a thread of its own
 
     @web.middleware
     async def _losing(self, request: web.Request, handler: Any) -> web.StreamResponse:

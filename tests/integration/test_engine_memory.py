@@ -198,10 +198,12 @@ def test_each_session_that_sglang_is_told_of_is_closed(engine: SGLangEngine, mon
         agent = fr.load_agent(ROOT / "configs/agents/reflect.yaml", ["contexts.critic.engine=policy"])
         rollout = fr.Rollout(agent, engine, seed=1)
         batch = await rollout.arun(fr.read_prompts(ROOT / "configs/data/sums.jsonl", limit=6), n=4)
-        await asyncio.wrap_future(
-            engine._link.do(asyncio.wait(engine._link._ends) if engine._link._ends else asyncio.sleep(0))
-        )
+        await asyncio.wrap_future(engine._link.do(all_ended()))
         return batch
+
+    async def all_ended() -> None:  # on the link's own loop, which has been told of every session's end before
+        while engine._link._ends:
+            await asyncio.wait(engine._link._ends)
 
     batch = asyncio.run(main())
     assert len(set(batch["trajectory_id"])) == 24
