@@ -30,7 +30,7 @@ from fsm_rollout.scheduler.run_state import GroupTable, RunState
 from fsm_rollout.scheduler.scheduler import Scheduler
 from fsm_rollout.scheduler.sharded_engines import check_weights
 from fsm_rollout.scheduler.shards import Shards
-from fsm_rollout.scheduler.staleness import Staleness
+from fsm_rollout.scheduler.staleness import Staleness, trained_versions
 from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.scheduler.trajectory_runner import TrajectoryStarter
 from fsm_rollout.trajectory.enums import DropReason
@@ -167,6 +167,8 @@ class LeasedScheduler(Scheduler):
             n = max(run.n, *(trajectory.sample + 1 for trajectory in samples))
             group = LeasedGroup.of(group_id, number, prompt_of(group_id, samples[0]), n)
             group.histories = [list(map(encode, events)) for events in members]
+            if self.samples.tail.orders:
+                group.version = min(trained_versions(map(Trajectory.fold, members)), default=group.version)
             run.resumed[group_id] = group
             if self.recorder.journal is not None:
                 self.recorder.journal.delivered(group_id, False)

@@ -278,7 +278,7 @@ class RunState:
         """Return the groups to deliver now: the next one; or, at the end, as many as the target takes, or all."""
         done: Collection[Group] = groups.by_state[GroupState.DONE].values()
         if done and self.target is not None and self.tail.orders:
-            waiting = [group for group in groups.by_state[GroupState.WAITING].values() if group.place >= 0]
+            waiting = [group for group in groups.by_state[GroupState.WAITING].values() if group.version >= 0]
             lacks, version = self.target - len(self.counted), groups.version() if groups.version else 0
             done = self.tail.ready(done, [*groups.under_way, *waiting], self.target, lacks, version)
         if not self.deliver_at_end:

@@ -8,7 +8,8 @@ from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.environment.rewards import GroupFilter, Reward
 from fsm_rollout.errors import ConfigError, JournalError
+from fsm_rollout.scheduler.failure_policy import ENDS
 from fsm_rollout.scheduler.group import Group
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
+from fsm_rollout.scheduler.run_state import RunState
 from fsm_rollout.scheduler.tail import tail_of
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory import journal
@@ -176,6 +180,26 @@ def test_what_is_done_comes_the_oldest_first_in_whatever_order_it_was_opened() -
     )
     for lacks, found in {1: [old], 2: [old, young]}.items():
         assert tail_of("paced", 1).ready([young, old], [], 1, lacks, 1) == found
+
+
+def test_what_is_resumed_is_passed_no_further_than_it_may_be_before_it_is_opened_either() -> None:
+    """One at a time: the younger ones are done while the oldest, which this batch is the last for, waits its turn."""
+
+    def set_aside(version: int, number: int) -> list[list[AnyEvent]]:
+        bench = Bench(agent(), slow())
+        for _ in range(version):
+            run_virtual(bench.new_weights())
+        bench.go(1, prompts(1, start=number), at={0.45: bench.stop})
+        return histories(bench.log)
+
+    bench = Bench(agent(), slow(), concurrency=1, tail="paced", max_staleness=1)
+    run_virtual(bench.new_weights())
+    resume = [*set_aside(1, 0), *set_aside(1, 1), *set_aside(0, 2)]
+    assert [group.group_id for group in bench.go(1, 0, resume=resume, target_groups=1)] == ["p2"]
+    shards: Any = SimpleNamespace(count=1, servers=None, version=1)
+    leased = LeasedScheduler(shards, concurrency=1, failures=ENDS, max_staleness=1, tail="paced")
+    leased._resume(cast(RunState, SimpleNamespace(n=1, resumed={})), [*resume])
+    assert [group.version for group in leased.groups.values()] == [1, 1, 0]
 
 
 def test_a_groups_first_sample_says_when_its_others_begin() -> None:
