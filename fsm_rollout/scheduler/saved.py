@@ -27,7 +27,7 @@ from fsm_rollout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2  # goes up with each change of what a state holds, so that none is read halfway
 _unpack = unpacker()
 
 
@@ -122,7 +122,8 @@ class SavedRollout:
         """
         scheduler = self.scheduler
         if state.get("format") != FORMAT:
-            raise ConfigError(f"this is no state of a rollout, or of another version of it: {sorted(state)}")
+            saved = f"its format is {state['format']}, not {FORMAT}" if "format" in state else f"it has {sorted(state)}"
+            raise ConfigError(f"this is no state of a rollout, or another version of fsm_rollout has saved it: {saved}")
         if scheduler.under_way or scheduler.starter.run_number >= 0:
             raise ConfigError("this rollout has run already; load the state into a new one")
         if state["seed"] != (seed := self._common["seed"]):

@@ -415,6 +415,14 @@ def rows_of(batch: fr.TrajectoryBatch) -> dict[str, list[list[int]]]:
     }
 
 
+# What a state of format 2 holds, and each of its groups.
+STATE = {
+    "format", "group_ids", "groups", "groups_opened", "pictures", "position", "prompts_named", "runs", "seed",
+    "weight_version",
+}  # fmt: skip
+GROUP = {"done", "drop_reason", "group_id", "histories", "index", "n", "place", "prompt", "reward_errors", "version"}
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     seconds=st.lists(st.integers(1, 40).map(lambda tenths: tenths / 8), min_size=1, max_size=7),
@@ -465,5 +473,16 @@ def test_a_loop_that_another_process_goes_on_with_has_the_rows_of_the_undisturbe
         torch.save(state, Path(folder, "state"))
         state = torch.load(Path(folder, "state"), weights_only=True)
         rest, _ = run_virtual(steps(before, before + 2, Path(folder, "rest"), state))
+    assert state["format"] == 2
+    assert state.keys() == STATE
+    assert all(group.keys() == GROUP for group in state["groups"])
     assert [*begun, *rest] == whole
     assert all(len(step) >= 2 * target for step in whole)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [({"format": 1}, "has saved it: its format is 1, not 2"), ({"model": 0}, "it has \\['model'\\]")]
+)
+def test_a_state_of_another_version_is_refused(state: dict[str, Any], said: str) -> None:
+    with fr.Rollout(agent(), seeded([1.0])) as rollout, pytest.raises(ConfigError, match=said):
+        rollout.load_state_dict(state)
