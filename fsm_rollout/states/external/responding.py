@@ -278,8 +278,8 @@ def able_to_listen(host: str, port: int) -> Iterator[None]:
 async def listening_at(app: web.Application, host: str, port: int, shutdown_seconds: float) -> AsyncIterator[str]:
     """Listen, and yield the address; ConfigError if it cannot listen there. Long calls have so long to end."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_seconds)
-    await runner.setup()
     try:
+        await runner.setup()
         with able_to_listen(host, port):
             await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         name = f"[{host}]" if ":" in host else host

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import anthropic
@@ -13,8 +14,10 @@ from fsm_rollout.agent.loader import loads
 from fsm_rollout.engines.protocol import Chunk, Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine
 from fsm_rollout.engines.scripted.script import Turn
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.states.external.agent_histories import AgentHistories
 from fsm_rollout.states.external.handler import ForeignVisit
+from fsm_rollout.states.external.responding import listening_at
 from fsm_rollout.testing.simulation.simulate import embedded_tokenizer
 from tests.foreign import CALCULATOR, CALL, SEEN, YAML, Visitor, agent, chat, client, run, visited_by
 from tests.laws.test_thinking import PREFILLED
@@ -392,3 +395,22 @@ def test_a_server_that_could_not_listen_is_begun_anew_by_the_next_visit(monkeypa
     failed, answered = sorted(trajectories, key=lambda trajectory: trajectory.stop_reason == "answered")
     assert "cannot listen at 127.0.0.1:0: Too many open files (at" in str(failed.detail)
     assert answered.stop_reason == "answered", answered.detail
+
+
+async def test_what_a_server_had_begun_is_ended_where_it_cannot_be_set_up() -> None:
+    ended = []
+
+    async def begun(_: web.Application) -> AsyncIterator[None]:
+        yield
+        ended.append("begun")
+
+    async def failing(_: web.Application) -> None:
+        raise ConfigError("no")
+
+    app = web.Application()
+    app.cleanup_ctx.append(begun)
+    app.on_startup.append(failing)
+    with pytest.raises(ConfigError, match="no"):
+        async with listening_at(app, "127.0.0.1", 0, 1.0):
+            pass
+    assert ended == ["begun"]
