@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fsm_rollout.engines.protocol import facts_of
 from fsm_rollout.errors import EngineError
-from fsm_rollout.testing.conformance.engine_subject import Dispatch, EngineSubject, RequestAnswer, check_good
+from fsm_rollout.testing.conformance.engine_subject import LONG, Dispatch, EngineSubject, RequestAnswer, check_good
 from fsm_rollout.testing.conformance.runner import ConformanceError, demand
 from fsm_rollout.trajectory.enums import FinishReason
 from fsm_rollout.trajectory.tokens import as_ids
@@ -129,7 +129,7 @@ async def ignore_eos(subject: EngineSubject) -> None:
 
 
 async def refusals(subject: EngineSubject) -> None:
-    """Send a prompt that is too long: it fails, and nothing else."""
+    """Send a prompt that is too long: it fails, and nothing else. One that leaves room for one token gets that."""
     window = subject.engine.max_context
     long = replace(subject.request(0, 4), ids=as_ids([subject.prompts[0][0]]) * window)
     try:
@@ -141,6 +141,9 @@ async def refusals(subject: EngineSubject) -> None:
     ended = f"{len(long.ids)} tokens in a window of {window} ended with '{bad.finish_reason}', error {bad.error!r}"
     demand((bad.error or "").startswith("PromptTooLong: "), 1, f"{ended}; expected 'PromptTooLong: …'")
     check_good([good])
+    if window <= LONG:  # one that costs little to fill: there is room for one token, and no more
+        last = subject.request(0, 4, ignore_eos=True)
+        check_good(await subject.collect(replace(last, ids=long.ids[1:])))
 
 
 async def admission(subject: EngineSubject) -> None:
