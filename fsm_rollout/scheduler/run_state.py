@@ -212,7 +212,7 @@ class RunState:
     carried: frozenset[str]  # the groups that earlier runs carried over
     watch: Watch  # says when too much has failed
     journal: Journal | None
-    cut_off: Stop  # how trajectories are stopped when the run is closed or fails
+    cut_off: Stop  # how trajectories are stopped when the run is closed or fails: as the scheduler says
     tail: Tail  # says how many groups are open, and which of those that are done make a batch
     max_groups: float = math.inf  # at most so many groups are open, done or delivered (dropped ones do not count)
     most_filtered: float = math.inf  # at most so many groups may be turned down by the filter

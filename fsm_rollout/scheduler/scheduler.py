@@ -130,7 +130,11 @@ class Scheduler(SchedulerOrders):
         # Held while weights change, and while it is checked whether what is delivered is too old for them.
         self.changing = asyncio.Lock()
         self._run: RunState | None = None
-        self._cut_off: Stop = Outcome(Trigger.CANCELLED)
+
+    @property
+    def _cut_off(self) -> Stop:
+        """How trajectories are stopped when a run is closed or fails: with a journal they may go on later."""
+        return Outcome(Trigger.CANCELLED) if self.recorder.journal is None else INTERRUPTED
 
     async def acheck(self, prompts: Sequence[Prompt]) -> None:
         """Do what :meth:`check` does, wherever agents are bound to engines."""
@@ -185,8 +189,6 @@ class Scheduler(SchedulerOrders):
         if self._delivered:
             self._mark_delivered()
         journal = self.recorder.journal
-        # How trajectories are stopped when it is closed or fails: with a journal they may go on later.
-        self._cut_off = Outcome(Trigger.CANCELLED) if journal is None else INTERRUPTED
         run = RunState(
             iter(prompts), n, target_groups, over_sample, max_filtered, deliver_at_end, frozenset(self.groups),
             watch or Watch(self.failures), journal, self._cut_off, self.samples.tail,
