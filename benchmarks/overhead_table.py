@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from overhead import commands, in_turn, parsed
+from overhead import parsed
+from overhead_beside import commands, in_turn
 
 
 @dataclass(frozen=True)
