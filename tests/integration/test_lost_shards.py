@@ -94,8 +94,13 @@ async def test_a_run_and_an_evaluation_beside_it_have_their_own_groups_also_when
     async with Rollout(agent(), spec(delay=0.3), seed=7, workers=2, concurrency=8) as rollout:
         running = asyncio.create_task(rollout.arun(prompts(4)))
         beside = asyncio.create_task(rollout.aevaluate(prompts(3)))
-        runs = shards_of(rollout).runs
-        await until(lambda: sum(len(lease.groups) for run in runs.values() for lease in run._open.values()) == 7)  # type: ignore[attr-defined]
+        runs, first = shards_of(rollout).runs, shards_of(rollout).all[0]
+
+        def both_are_there() -> bool:  # all seven are at work at once only where nobody is slow
+            leases = [run._open.get(first) for run in runs.values()]  # type: ignore[attr-defined]
+            return len(leases) == 2 and all(lease is not None and lease.groups for lease in leases)
+
+        await until(both_are_there)
         shards_of(rollout).kill(0)
         of_run, of_evaluation = await asyncio.gather(running, beside)
         assert sorted(of_run["group_id"]) == [prompt.prompt_id for prompt in prompts(4)]

@@ -1,6 +1,7 @@
 """The time in which the process stood still is nobody's; the time in which it worked is."""
 
 import asyncio
+import re
 import threading
 from types import SimpleNamespace
 
@@ -35,10 +36,12 @@ def test_time_in_which_the_process_stood_still_is_not_counted_and_said(
     clocks: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def twice() -> float:
-        return await within(60, clocks, 3_600, 0) + await within(60, clocks, 3_600, 0)
+        return await within(60, clocks, 3_630, 0) + await within(60, clocks, 3_630, 0)
 
     assert run_to_end(twice(), SteadyLoop()) < 60
-    assert ["the process stood still for 3599 s" in message for message in caplog.messages] == [True, True]
+    said = [re.search(r"the process stood still for 36\d\d s", message) for message in caplog.messages]
+    assert len(said) == 2, "and a little longer, where the machine is busy"
+    assert all(said)
 
 
 @pytest.mark.parametrize(("passed", "computed"), [(3_600, 3_600), (STILL - 1, 0)])

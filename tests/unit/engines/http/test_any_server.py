@@ -240,11 +240,11 @@ def test_a_server_that_stands_still_does_not_keep_requests_or_the_engine(
 async def test_a_server_is_asked_whether_it_is_well(
     kind: Kind, server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_link, "HEALTHY_WITHIN", 0.2)
     async with aclosing(kind.engine(server.url)) as engine:
         await engine.ping()
         health = server.asked[-1][0]
         server.never = {health}
+        monkeypatch.setattr(http_link, "HEALTHY_WITHIN", 0.2)
         with pytest.raises(ReplicaLost, match=rf"cannot be reached \(no answer to {health} within 0\.2 s\)"):
             await engine.ping()
 

@@ -234,13 +234,18 @@ def test_a_token_that_the_model_does_not_have_fails_its_request_alone(model: Any
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # rows of the project's own, and transformers'
 async def test_a_paused_engine_is_silent_and_sleep_frees_its_cache(dtype: torch.dtype, tokenizer: Any):
-    engine = TransformersEngine(make_model(0).to(dtype), tokenizer, send_every=1)
+    own, permits = make_model(0).to(dtype), threading.Semaphore(5)  # of a hundred steps: it cannot be done before
+    own.register_forward_pre_hook(lambda *_: permits.acquire() and None)
+    engine = TransformersEngine(own, tokenizer, send_every=1)
     stream = engine.generate([request("r", 100, seed=1)])
     while not (await anext(stream)).ids:
         pass
+    early, paused = asyncio.create_task(engine.sleep()), asyncio.create_task(engine.pause())
+    await asyncio.sleep(0)  # both orders are in the queue now
+    permits.release(1000)
     with pytest.raises(EngineError, match=r"1 request\(s\) are under way; pause"):
-        await engine.sleep()
-    await engine.pause()
+        await early
+    await paused
     held = engine.load()
     cache = weakref.ref(engine._thread.decode._cache)
     await engine.sleep()
