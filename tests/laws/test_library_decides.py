@@ -140,7 +140,26 @@ def the_library_decides(graph: AgentGraph, plan: Plan, workers: int = 1) -> Kept
     return recorded
 
 
-@given(st.one_of(drawn(agents()), drawn(graphs(max_states=6, max_limit=4, plain=True), max_prompts=1)), WORKERS)
+@st.composite
+def forks(draw: st.DrawFn) -> AgentGraph:
+    """Draw an agent whose every step is a choice among rows that hold and rows that do not, in some order."""
+    names = ["A", "B", "C"]
+    visits = st.builds(lambda most: {"name": "visits_over", "argument": most}, st.integers(0, 2))
+    said = st.builds(lambda text: {"name": "text_contains", "argument": text}, st.sampled_from("ae"))
+    dests, kinds = st.sampled_from([*names, "TERMINATED"]), st.sampled_from(["conditions", "unless"])
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for trigger in ("generated", "limit_reached", "failed"):
+            for kind in draw(st.lists(kinds, min_size=1, max_size=2)):
+                asked = draw(st.lists(visits | said, min_size=1, max_size=2))
+                rows.append({"source": name, "trigger": trigger, "dest": draw(dests), kind: asked})
+            rows.append({"source": name, "trigger": trigger, "dest": draw(dests)})
+    state = {"handler": "generate", "prompt": "Go on.", "timeout": 5.0, "max_visits": draw(st.integers(1, 3))}
+    limits = {"assistant_turns": draw(st.integers(3, 9))}
+    return AgentGraph(agent="forks", initial="A", limits=limits, states=dict.fromkeys(names, state), transitions=rows)
+
+
+@given(st.one_of(drawn(agents()), drawn(forks()), drawn(graphs(max_states=6, plain=True), max_prompts=1)), WORKERS)
 def test_the_library_decides_every_transition_and_the_stock_one_agrees(
     case: tuple[AgentGraph, Plan], workers: int
 ) -> None:
