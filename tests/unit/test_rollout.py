@@ -163,12 +163,14 @@ async def test_async_run_and_stream(made: Made) -> None:
 
 def test_it_closes_what_it_built_and_only_that() -> None:
     mine = fr.ScriptedEngine(["yes"], tokenizer=tokenizer())
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with fr.Rollout(agent(), mine, engines={"judge": SCRIPTED}) as rollout:
         rollout.run(["one"])
         built = rollout.engines["judge"]
     rollout.close()
-    assert threading.active_count() <= before  # those of earlier tests may have ended
+    for thread in set(threading.enumerate()) - before:  # it is about to end
+        thread.join(60)
+        assert not thread.is_alive()
     assert len(fr.Rollout(agent(), mine).run(["again"])) == 1
     assert built.replicas[0].engine is None
 

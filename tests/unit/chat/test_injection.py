@@ -243,9 +243,12 @@ def test_others_run_while_a_long_text_is_encoded() -> None:
     encoder, turns, found = GUARD.reference.deriver.encoder, [0], list[int]()
 
     def encode() -> None:
-        before = turns[0]
-        encoder.encode("12 + 34 = " * 20_000)
-        found.append(turns[0] - before)
+        for _ in range(100):  # on a busy machine the other may have no core meanwhile
+            before = turns[0]
+            encoder.encode("12 + 34 = " * 20_000)
+            found.append(turns[0] - before)
+            if found[-1]:
+                return
 
     thread, interval = threading.Thread(target=encode), sys.getswitchinterval()
     sys.setswitchinterval(100)  # who has the GIL is not asked for it
@@ -256,7 +259,7 @@ def test_others_run_while_a_long_text_is_encoded() -> None:
             thread.join(1e-6)
     finally:
         sys.setswitchinterval(interval)
-    assert found[0] > 0
+    assert found[-1] > 0
 
 
 async def test_samples_of_a_long_prompt_share_its_ids_also_when_the_first_of_them_is_cancelled(

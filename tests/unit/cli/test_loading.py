@@ -16,6 +16,7 @@ def test_packages_that_take_long_are_worth_a_word(monkeypatch: pytest.MonkeyPatc
         told.set()
 
     monkeypatch.setattr(terminal.typer, "echo", echo)
+    monkeypatch.setattr(terminal, "SLOW_AFTER", 600.0)
     with terminal.loading():
         ticking = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     for thread in ticking:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,12 +267,15 @@ async def test_an_api_is_left_alone_for_as_long_as_it_wants(
         waits.append(seconds)
         engine._not_before = 0.0
 
-    monkeypatch.setattr(asyncio, "sleep", waited)
+    # Of that module alone: a package that is first imported meanwhile would keep this for good.
+    patched = SimpleNamespace(**{**vars(asyncio), "sleep": waited})
+    monkeypatch.setattr("fsm_rollout.engines.chat.engine.asyncio", patched)
     server = standing(error(429), openai_answer("42"))
     server.headers["Retry-After"] = "77"
     engine._api.base_url = f"{server.url}/v1"
     assert (await trajectory(engine)).stop_reason == "answered"
-    assert [round(wait) for wait in waits] == [77]
+    (wait,) = waits
+    assert 60 < wait <= 77, "a slow machine has spent some of it"
 
 
 async def test_a_request_that_is_aborted_before_it_has_begun_ends() -> None:
