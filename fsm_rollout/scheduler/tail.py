@@ -51,12 +51,12 @@ class Tail:
         """Return how many groups may be open, done or delivered in a run with a target."""
         return math.ceil(target * over_sample)
 
-    def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
+    def ready(self, done: Iterable[Group], not_done: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
         """Return the groups that a batch may take now, in the order in which it takes them.
 
         Args:
             done: the groups to choose from, in the order in which they were done.
-            others: groups that were opened, and are not done.
+            not_done: groups that were opened, or are resumed, and are not done.
             target: how many groups are a batch.
             lacks: how many this one still lacks.
             now: the version of the weights; it changes after each batch.
@@ -94,14 +94,14 @@ class Paced(Tail):
         """Return those of this batch, and of as many more as may be late."""
         return super().most_groups(target, over_sample if self.staleness is None else 1 + self.staleness)
 
-    def ready(self, done: Iterable[Group], others: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
+    def ready(self, done: Iterable[Group], not_done: Iterable[Group], target: int, lacks: int, now: int) -> list[Group]:
         """Return those before which no other has to go, the oldest first.
 
         What was opened at version v is to be in the batch of version v + staleness at the latest (without a bound, in
         the next one). As many younger ones may pass it as that leaves room for, beside all that are as old.
         """
         found, done = list[Group](), sorted(done, key=attrgetter("version", "place"))
-        takes_room = Counter(group.version for group in (*filter(attrgetter("counts"), done), *others))
+        takes_room = Counter(group.version for group in (*filter(attrgetter("counts"), done), *not_done))
         spare, old = dict[int, int](), 0
         for version in sorted(takes_room):
             old += takes_room[version]
