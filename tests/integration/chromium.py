@@ -38,6 +38,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
+def ready(browser: Any) -> None:
+    """Wait until the page's script ran: where machines are busy, the driver may be back before."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    script = "return document.documentElement.dataset.ready"
+    WebDriverWait(browser, 600, poll_frequency=0.05).until(lambda page: page.execute_script(script) == "1")
+
+
 def emulate(browser: Any, width: int, *, dark: bool, height: int = 900) -> None:
     """Have a window of that size, in that colour scheme."""
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -73,7 +81,7 @@ def chat_page(browser: Any, turns: Any, **options: Any) -> Iterator[Any]:
         wait.until(lambda _: address)
         browser.get_log("browser")
         browser.get(address[0])
-        wait.until(lambda _: browser.execute_script("return document.documentElement.dataset.ready") == "1")
+        ready(browser)
         yield wait
     finally:
         browser.get("about:blank")

@@ -23,7 +23,7 @@ from fsm_rollout.trajectory.journal import events as events_of
 from fsm_rollout.trajectory.trajectory import Trajectory
 from tests.cases import SCRIPTS
 from tests.embedded import tokenizer
-from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, unfolded
+from tests.integration.chromium import NEEDED, chat_page, emulate, quiet, ready, unfolded
 from tests.unit.diagrams.sixty_states import sixty_states
 from tests.unit.report.recorded_runs import CONFIGS, NASTY, ODD, history, write_run
 
@@ -56,9 +56,7 @@ def opened(browser: Any, page: Path, *, width: int = 1280, dark: bool = False) -
     emulate(browser, width, dark=dark)
     browser.get_log("browser")
     browser.get(page.resolve().as_uri())
-    WebDriverWait(browser, 600).until(  # where machines are busy, the driver may be back before the page's script ran
-        lambda page: page.execute_script("return document.documentElement.dataset.ready") == "1"
-    )
+    ready(browser)
     return browser
 
 
@@ -306,7 +304,7 @@ def test_a_notebook_frame_draws_its_tokens(browser: Any, tmp_path: Path) -> None
     (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{trajectory_frame(trajectory)}", "utf-8")
     browser.get((tmp_path / "notebook.html").as_uri())
     browser.switch_to.frame(browser.find_element("tag name", "iframe"))
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
+    ready(browser)
     unfolded(browser)
     ids = browser.execute_script("return [...document.querySelectorAll('.ribbon i.id')].map((i) => +i.textContent)")
     assert ids == trajectory.streams[0].tokens.ids.tolist()

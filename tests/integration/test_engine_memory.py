@@ -168,8 +168,9 @@ def test_the_simulated_server_keeps_and_evicts_what_sglang_does(
         prompts, cached, also_cached = prompts + talk.prompts, cached + talk.cached, also_cached + other.cached
         gone, also_gone = gone + here, also_gone + there
     assert also_cached == pytest.approx(cached, rel=0.1, abs=50)
-    # Of twelve at once, who comes back when is the machine's matter too: 8 % apart on a quiet one, 16 on a busy one.
-    assert also_gone == pytest.approx(gone, rel=0.2 if how == "twelve" else 0.1)
+    # Of several at once, who comes back when is the machine's matter too, and a server is ahead of what is heard of it:
+    # twelve are 8 % apart on a quiet one and 16 on a busy one, nine there 12.
+    assert also_gone == pytest.approx(gone, rel=0.1 if how == "one_by_one" else 0.2)
     if how == "one_by_one":  # what sessions are for
         assert cached > 0.7 * prompts if sessions else cached < 0.05 * prompts
 

@@ -13,7 +13,7 @@ from fsm_rollout.trajectory.events import AnyEvent, Generated
 from fsm_rollout.trajectory.journal import Journal
 from fsm_rollout.view.runs import Runs
 from fsm_rollout.view.server import serve_view
-from tests.integration.chromium import NEEDED, emulate, quiet, unfolded
+from tests.integration.chromium import NEEDED, emulate, quiet, ready, unfolded
 from tests.unit.report.recorded_runs import NASTY, history, write_run
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra `dev` has it)")
@@ -50,7 +50,7 @@ def go(browser: Any, url: str, *, width: int = 1280, dark: bool = False) -> None
     browser.get("about:blank")  # a page of an earlier test asks a server that has ended
     browser.get_log("browser")
     browser.get(url)
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"
+    ready(browser)
 
 
 def until(browser: Any, holds: Callable[[], object]) -> None:
@@ -134,6 +134,7 @@ def test_a_list_is_filtered_ordered_and_leads_to_two_side_by_side(browser: Any, 
             box.click()
         browser.find_element("css selector", ".pages button").click()
         until(browser, lambda: "side-1" in browser.page_source)
+        ready(browser)
         # What both did stands once, and a click leads to the token at which they part.
         assert texts(browser, "h1") == ["0/2 and 0/0"]
         assert len(texts(browser, "#same article")) == 1
@@ -158,9 +159,11 @@ def test_two_runs_are_compared_and_lead_to_what_differs(browser: Any, tmp_path: 
             box.click()
         browser.find_element("css selector", "form button").click()
         until(browser, lambda: texts(browser, "#flips bdi"))
+        ready(browser)
         assert "early → final" in texts(browser, ".crumbs")[0]
         browser.find_element("link text", "side by side").click()
         until(browser, lambda: texts(browser, "#sides i"))
+        ready(browser)
         assert texts(browser, ".crumbs a") == ["early", "final"]
         assert len(texts(browser, "td code")) == 2
         quiet(browser)
