@@ -129,7 +129,8 @@ class Mortal:
     def _keep(self, folder: Path) -> None:
         """Have the journal in a folder."""
         path = folder / JOURNAL
-        self.scheduler.recorder.journal = journal = fr.Journal(path, append=path.exists())
+        # What it is asked to persist, it does on the loop, and would be waited for there while its thread does so.
+        self.scheduler.recorder.journal = journal = fr.Journal(path, append=path.exists(), interval=3600.0)
         self._life.push_async_callback(asyncio.to_thread, journal.close)  # which waits for a thread of its own
 
     @web.middleware
