@@ -247,21 +247,25 @@ class Placing:
             if placed and pending.tree is not None and pending.tree.home is None and self._stands_in_line(pending):
                 held.append((pending, None))  # its replica has gone
                 continue
+            if alone is not None:
+                batches.setdefault(alone, []).append(pending)
+                alone.in_flight += 1
+                room = alone.in_flight < alone.allowed
+                continue
             avoids = pending.failures and self._avoids(pending)
             home = None if pending.tree is None or avoids else fleet.named(pending.tree.home)
             try:
-                chosen = home or alone or choose(self._router, pending.request, fleet, avoids or "")
+                chosen = home or choose(self._router, pending.request, fleet, avoids or "")
             except EngineError as error:
                 refused.append((pending, error))
                 continue
-            if home is not None and alone is None:
+            if home is not None:
                 chosen = home = self._elsewhere(pending, home) or home
             if chosen.in_flight < chosen.allowed:
                 batches.setdefault(chosen, []).append(pending)
                 chosen.in_flight += 1
-                if alone is None:
-                    fleet.changed(chosen)
-                room = chosen.in_flight < chosen.allowed or (alone is None and fleet.has_room)
+                fleet.changed(chosen)
+                room = chosen.in_flight < chosen.allowed or fleet.has_room
             elif home is not None:
                 held.append((pending, home))
             else:

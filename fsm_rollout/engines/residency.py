@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -103,11 +103,13 @@ class RecentMean:
 
     value: float = 0.0
     count: int = 0
+    """How many count, at most."""
 
     def add(self, number: int) -> None:
         """Take in one more."""
-        self.count += 1
-        self.value += (number - self.value) / min(LATELY, self.count)
+        if self.count < LATELY:
+            self.count += 1
+        self.value += (number - self.value) / self.count
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class ReplicaMemory:
     place: int = 0
     """That of its replica among all."""
     residents: dict[Tree, None] = field(default_factory=dict)
-    groups: Counter[TreeGroup] = field(default_factory=Counter)
+    groups: dict[TreeGroup, int] = field(default_factory=dict)
     """How many residents each group has."""
     held: int = 0
     """The tokens of its residents, each once."""
@@ -144,7 +146,7 @@ class ReplicaMemory:
     def share(self, tree: Tree) -> int:
         """Return how many tokens of a tree, a resident or not, no other resident has."""
         here = tree in self.residents
-        if self.groups[tree.group] > here:
+        if self.groups.get(tree.group, 0) > here:
             return tree.tokens
         return tree.tokens + len(tree.group.opening) - (len(self.known.beginning) if len(self.groups) > here else 0)
 
@@ -160,15 +162,14 @@ class ReplicaMemory:
         """Have one resident more."""
         self.held += self.share(tree)
         self.residents[tree] = None
-        self.groups[tree.group] += 1
+        self.groups[tree.group] = self.groups.get(tree.group, 0) + 1
 
     def remove(self, tree: Tree) -> None:
         """Have one resident less."""
         self.held -= self.share(tree)
         del self.residents[tree]
-        self.groups[tree.group] -= 1
-        if not self.groups[tree.group]:
-            del self.groups[tree.group]
+        if others := self.groups.pop(tree.group) - 1:
+            self.groups[tree.group] = others
 
     def smallest_first(self, trees: Iterable[Tree]) -> Iterator[Tree]:
         """Return some residents by their shares as of now, the smallest first; of equals the latest."""
@@ -363,10 +364,11 @@ class Residency:
         self._places[name] = place  # the last to be forgotten
         if len(self._places) > REMEMBERED:
             del self._places[next(iter(self._places))]
-        if self._groups:
-            self._begin_alike(common_length(self._known.beginning, ids))
-        else:
+        beginning = self._known.beginning
+        if not self._groups:
             self._known.beginning = ids
+        elif ids[: len(beginning)] != beginning:
+            self._begin_alike(common_length(beginning, ids))
         group = self._groups[name] = TreeGroup(name, place, ids)
         return group
 
@@ -400,7 +402,8 @@ class Residency:
 
     def _grow(self, tree: Tree, session: str, tokens: int) -> None:
         """Let a session of a tree have so many tokens."""
-        own = max(0, tokens - tree.begins[session])
+        if (own := tokens - tree.begins[session]) < 0:
+            own = 0
         more = own - tree.contexts[session]
         tree.contexts[session] = own
         tree.tokens += more

@@ -96,11 +96,10 @@ class Fleet(Sequence[V]):
 
     def among(self, which: NDArray[np.bool_]) -> Fleet[V]:
         """Return some of them, as they are now, by their places."""
-        count = int(np.count_nonzero(which))
-        if count == len(self._replicas):
+        (places,) = which.nonzero()
+        if len(places) == len(self._replicas):
             return self
-        places = np.flatnonzero(which).tolist() if count else []
-        return Fleet([self._replicas[place] for place in places], self._loads[places])
+        return Fleet([self._replicas[place] for place in places.tolist()], self._loads[places])
 
 
 @runtime_checkable
