@@ -40,6 +40,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.agent.loader import load_agent
 from fsm_rollout.batch.rows import TrainingRow, rows
 from fsm_rollout.concurrency.loop_thread import LoopThread
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.environment.rewards import Reward
 from fsm_rollout.errors import BatchError, RolloutError
@@ -64,7 +65,7 @@ class SharedRollout:
     response_length: int
     reward: Reward | None
     _asked: list[tuple[Prompt, int, asyncio.Future[Group]]] = field(default_factory=list)
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _running: Tasks = field(default_factory=Tasks)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
@@ -94,9 +95,7 @@ class SharedRollout:
     def _begin(self) -> None:
         asked, self._asked = self._asked, []
         for n in {n for _, n, _ in asked}:
-            task = asyncio.get_running_loop().create_task(self._run([each for each in asked if each[1] == n], n))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._running.begin(self._run([each for each in asked if each[1] == n], n))
 
     async def _run(self, asked: Sequence[tuple[Prompt, int, asyncio.Future[Group]]], n: int) -> None:
         futures = {str(prompt.prompt_id): done for prompt, _, done in asked}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Coroutine, Iterable
+from collections.abc import Callable, Container, Iterable
 
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class EngineIds(dict[str, Replica]):
         super().__init__()
         self._failed = failed
         self._aborts: list[str] = []  # what is to be ended in this pass of the loop
-        self.tasks: set[asyncio.Task[None]] = set()  # the calls that wait for an answer
+        self.tasks = Tasks()  # the calls that wait for an answer
 
     def unused(self, request_id: str, attempt: int, sent: Container[str]) -> str:
         """Return an id for another try that no request under way has (``sent``), and none that is still aborted."""
@@ -43,13 +44,7 @@ class EngineIds(dict[str, Replica]):
 
     def _flush(self) -> None:
         request_ids, self._aborts = self._aborts, []
-        self.start(self.abort(request_ids))
-
-    def start(self, call: Coroutine[object, object, None]) -> None:
-        """Begin a call that nobody waits for."""
-        task = asyncio.get_running_loop().create_task(call)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks.begin(self.abort(request_ids))
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Tell the replicas to end these requests, each its own."""

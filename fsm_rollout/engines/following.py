@@ -24,7 +24,7 @@ class FollowingReplicas(Replicas):
         """See there."""
         super().begin(loop)
         self._not_come = 0  # how many in a row have not come up
-        self._spawn(self._follow())
+        self._tasks.begin(self._follow())
 
     async def _follow(self) -> None:
         waited = frozenset[str]()
@@ -46,7 +46,8 @@ class FollowingReplicas(Replicas):
             # 2. Those for which there is one: those that wait take theirs first, those that fall again keep theirs.
             kept = len(waiting) + sum(replica.state == "dead" for replica in self.all)
             for _ in range(room - kept):
-                self._spawn(self._add_one())  # the room may be that of a node which has just died: it is not waited for
+                # It is not waited for: the room may be that of a node which has just died.
+                self._tasks.begin(self._add_one())
         logger.error("no replica is added any more: %d in a row did not come up", self._not_come)
 
     async def _add_one(self) -> None:

@@ -11,14 +11,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from fsm_rollout.concurrency.durations import Durations
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, Sleeper, TokenSource, WeightSink
 from fsm_rollout.engines.replica import Placement, PoolTimes, Replica, RequestHolder, describe, failure_of
 from fsm_rollout.errors import EngineError
-
-T = TypeVar("T")
 
 Order = Literal["pause", "resume", "sleep", "wake"]
 
@@ -42,7 +41,7 @@ class Orders(ABC):
         self._holder = holder
         self._asleep = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         # Of the present loop: the lock of all orders, and what is set whenever a replica comes or goes, or all wake.
         self._change: asyncio.Lock
         self._news: asyncio.Event
@@ -122,7 +121,7 @@ class Orders(ABC):
             async with self._change:
                 await order
 
-        await asyncio.shield(self._spawn(give()))
+        await asyncio.shield(self._tasks.begin(give()))
 
     async def _order(self, order: Order) -> None:
         plane = WeightSink if order in ("pause", "resume") else Sleeper
@@ -171,14 +170,6 @@ class Orders(ABC):
                 if isinstance(result, ReplicaLost) or not isinstance(result, EngineError):
                     self.lose(replica, engine, describe(result), half=isinstance(result, HalfLoaded))
         return failed
-
-    def _spawn(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        """Run something until it is done or the pool is closed."""
-        assert self._loop is not None
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def look_again(self) -> None:
         """Have whoever waits for something of the replicas look whether it has come."""

@@ -109,7 +109,7 @@ class EnginePool:
         self._begin_anew()
         self._lives.begin(loop)
         if left_over:
-            self._engine_ids.start(left_over.abort([*left_over]))
+            self._engine_ids.tasks.begin(left_over.abort([*left_over]))
         return self._lives
 
     async def add(self, url: str | None = None) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fsm_rollout.concurrency.ray_session import Remote, answer_to, import_ray
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.adapters import Adapter, load_adapter
 from fsm_rollout.engines.chunk_stream import ChunkStream
 from fsm_rollout.engines.protocol import (
@@ -53,7 +54,7 @@ class ReplicaActor:
         self._news = asyncio.Event()
         self._flushed = 0
         self._latest: asyncio.Task[bytes] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def start(self, with_tokenizer: bool) -> tuple[EngineFacts, int]:
         """Build the engine; return its facts (without its tokenizer, where that is not wanted) and weight version."""
@@ -72,11 +73,9 @@ class ReplicaActor:
             message = self._early.pop(self._next_number)
             self._next_number += 1
             if isinstance(message, bytes):
-                task = asyncio.ensure_future(self._serve(unpack_requests(message, self._contexts)))
+                self._tasks.begin(self._serve(unpack_requests(message, self._contexts)))
             else:
-                task = asyncio.ensure_future(self._end(*message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+                self._tasks.begin(self._end(*message))
 
     async def flush(self, received: int) -> bytes:
         """Wait until there is something to send, and return all of it.

@@ -83,9 +83,9 @@ class Replicas(Orders):
         for replica in self.all:
             replica.begin(loop.time())
             if replica.state == "starting":
-                replica.task = self._spawn(self._revive(replica))
+                replica.task = self._tasks.begin(self._revive(replica))
         if self.placement.restarts:
-            self._spawn(self._watch())
+            self._tasks.begin(self._watch())
 
     async def update_weights(self, source: WeightSource, version: int | None) -> int:
         """Hold all, load weights everywhere, release; return the version.
@@ -98,7 +98,7 @@ class Replicas(Orders):
             EngineError: no replica took them; those that are still there go on with what they had.
         """
         # Shielded: an update that is given up half-way would leave replicas with different weights.
-        return await asyncio.shield(self._spawn(self._update(source, version)))
+        return await asyncio.shield(self._tasks.begin(self._update(source, version)))
 
     async def _update(self, source: WeightSource, version: int | None) -> int:
         phases = Phases(self.update_times)
@@ -255,10 +255,10 @@ class Replicas(Orders):
         replica.restarts += not half
         self.look_again()
         if not self.closed:
-            replica.task = self._spawn(self._revive(replica, half=half))
+            replica.task = self._tasks.begin(self._revive(replica, half=half))
             if self.up:
                 self.looks += 1
-                self._spawn(self._look_at_others())
+                self._tasks.begin(self._look_at_others())
         self._holder.replica_lost(replica, why)
 
     async def _look_at_others(self) -> None:
@@ -328,7 +328,7 @@ class Replicas(Orders):
         self.placement.admit(url)
         replica = Replica(f"replica-{len(self.all)}")
         self.all.append(replica)
-        return await self._spawn(self._come(replica))
+        return await self._tasks.begin(self._come(replica))
 
     async def _come(self, replica: Replica) -> str:
         models = {model_of(other.engine) for other in self.all if other.engine is not None}
@@ -382,7 +382,7 @@ class Replicas(Orders):
             self._holder.replicas_changed()
             raise
         # 2. The rest goes on elsewhere, from the last token that it has said. Nobody can give that up half-way.
-        await asyncio.shield(self._spawn(self._leave(replica)))
+        await asyncio.shield(self._tasks.begin(self._leave(replica)))
 
     async def _leave(self, replica: Replica) -> None:
         async with self._change:

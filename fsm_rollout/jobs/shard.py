@@ -22,6 +22,7 @@ from fsm_rollout.agent.graph import POLICY
 from fsm_rollout.concurrency.garbage_collection import calm_collection
 from fsm_rollout.concurrency.loop_lag import LoopLag
 from fsm_rollout.concurrency.steady_loop import SteadyLoop
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.errors import EngineError, GlueMismatchError
 from fsm_rollout.jobs.shard_run import KeptEvents, ShardCounts, ShardRun, packed_error
 from fsm_rollout.model.folders import plain_tokenizers
@@ -46,7 +47,7 @@ class Shard:
         self.events: dict[str, list[bytes]] = {}
         """The events of trajectories that are to come back with their groups."""
         self.gone = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         self._numbers, self._asked = itertools.count(), dict[int, asyncio.Future[int]]()  # what the driver is asked
         scheduler, client, pool = rollout.scheduler, rollout.clients[POLICY], rollout.engines[POLICY]
         self._calls: Mapping[str, Callable[..., Any]] = {
@@ -74,17 +75,11 @@ class Shard:
             case "end" if run is not None:
                 run.end(*parts)
             case "call":
-                self._do(self._call(number, *parts))
+                self._tasks.begin(self._call(number, *parts))
             case "whole":
                 self._is_whole(number, *parts)
             case "bye":
                 self.gone.set()
-
-    def _do(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _begin(self, number: int, asked: Mapping[str, Any]) -> None:
         scheduler = self.rollout.scheduler
@@ -110,7 +105,7 @@ class Shard:
             run.send("dropped", [each for each in dropped if each[0] in before])
 
         scheduler.starter.report_mismatch = mismatch
-        run.task = self._do(run.run())
+        run.task = self._tasks.begin(run.run())
         run.task.add_done_callback(lambda _: setattr(scheduler.starter, "report_mismatch", report))
 
     async def _call(self, number: int, name: str, *arguments: Any) -> None:

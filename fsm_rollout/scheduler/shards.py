@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsm_rollout.concurrency.cancellation import to_its_end
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.errors import EngineError
 from fsm_rollout.scheduler.shard_handle import ShardHandle
 from fsm_rollout.scheduler.shard_placement import ShardLost, Start, Started, error_of, log
@@ -77,7 +78,7 @@ class Shards:
         self._starting: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holds: asyncio.Task[None] | None = None
-        self._looks: set[asyncio.Task[None]] = set()
+        self._looks = Tasks()
         self.idle = asyncio.Event()
         """Whether no run is under way."""
         self.idle.set()
@@ -385,9 +386,7 @@ class Shards:
             with suppress(EngineError):
                 await work
 
-        task = asyncio.get_running_loop().create_task(done())
-        self._looks.add(task)
-        task.add_done_callback(self._looks.discard)
+        self._looks.begin(done())
 
     async def _look_at(self, shard: ShardHandle, number: int, url: str) -> None:
         assert self.servers is not None

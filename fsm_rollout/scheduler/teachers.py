@@ -13,11 +13,12 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.client import EngineClient
 from fsm_rollout.engines.protocol import Request, SamplingParams
 from fsm_rollout.errors import ConfigError, RolloutError, RunStopped, describe
@@ -118,7 +119,7 @@ class Teachers:
             teacher.check(clients[POLICY])
         # What is being asked, by trajectory, then by number of the stream and teacher; and all tasks that go on.
         self._asking: defaultdict[str, dict[tuple[int, str], asyncio.Task[None]]] = defaultdict(dict)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._sessions: defaultdict[str, dict[str, EngineClient]] = defaultdict(dict)  # by trajectory, those begun
         self._warned = False
 
@@ -136,13 +137,7 @@ class Teachers:
             asking = list(self._asking.pop(trajectory.trajectory_id, {}).values())
             sessions = self._sessions.pop(trajectory.trajectory_id, {})
             if asking or sessions:
-                self._spawn(self._set_aside(asking, sessions))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+                self._tasks.begin(self._set_aside(asking, sessions))
 
     async def _set_aside(self, asking: Sequence[asyncio.Task[None]], sessions: Mapping[str, EngineClient]) -> None:
         for task in asking:
@@ -160,7 +155,7 @@ class Teachers:
             for teacher in self._teachers if stream.tokens.trained_length else ():
                 task = asked.get(key := (number, teacher.name))
                 if (task is None or task.done()) and _unsaid(teacher, trajectory, stream):
-                    task = asked[key] = self._spawn(self._score(teacher, trajectory, number))
+                    task = asked[key] = self._tasks.begin(self._score(teacher, trajectory, number))
                 if task is not None and not task.done():
                     asking.append(task)
         return asking

@@ -29,6 +29,7 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.chunk_stream import ChunkStream, hand_over, refusal
 from fsm_rollout.engines.http.endpoint import NO_NUMBER, AnswerPart, Endpoint, Entry
 from fsm_rollout.engines.pending import settled
@@ -89,7 +90,7 @@ class ServerLink(threading.Thread):
         prefix = secrets.token_hex(4)
         self._rids = (f"{prefix}-{number:012d}" for number in itertools.count())
         self._sent: dict[Entry, asyncio.Task[None]] = {}  # what the server has at present
-        self._tasks, self._ends = set[asyncio.Task[None]](), set[asyncio.Task[None]]()  # the latter end sessions
+        self._tasks, self._ends = Tasks(), Tasks()  # the latter end sessions
         # Gives up what is under way when the process has not ended by then.
         self._ending: asyncio.TimerHandle | None = None
         self._enough = asyncio.Event()
@@ -160,15 +161,9 @@ class ServerLink(threading.Thread):
 
     async def _serve(self) -> None:
         if self._process is not None:
-            self._spawn(self._await_exit(self._process))
+            self._tasks.begin(self._await_exit(self._process))
         await self._enough.wait()
         await self._endpoint.aclose()
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +176,7 @@ class ServerLink(threading.Thread):
                 self._end(entry, FinishReason.STOP if entry.stopped else FinishReason.LENGTH)
                 continue
             entry.rid = next(self._rids)
-            self._sent[entry] = self._spawn(self._run_entry(entry))
+            self._sent[entry] = self._tasks.begin(self._run_entry(entry))
 
     async def _run_entry(self, entry: Entry) -> None:
         """Send one request, once the server knows which sessions have left it room, and pass on what comes."""
@@ -295,7 +290,7 @@ class ServerLink(threading.Thread):
         if entries := [entry for entry in entries if not entry.aborted]:
             for entry in entries:
                 entry.aborted = True
-            self._spawn(self._end_aborted(entries))
+            self._tasks.begin(self._end_aborted(entries))
 
     async def _end_aborted(self, entries: Collection[Entry]) -> None:
         await self._recall(entries)
@@ -305,9 +300,7 @@ class ServerLink(threading.Thread):
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def _end_soon(self, sessions: list[str]) -> None:
-        task = self._spawn(self._end_sessions(sessions))
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+        self._ends.begin(self._end_sessions(sessions))
 
     async def _end_sessions(self, sessions: list[str]) -> None:
         with suppress(EngineError):  # a server that is gone keeps nothing

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from fsm_rollout.agent.graph import POLICY
+from fsm_rollout.concurrency.tasks import Tasks
 from fsm_rollout.engines.protocol import Weights, WeightSource
 from fsm_rollout.jobs.shard import Shard
 from fsm_rollout.scheduler.link import PairedLink
@@ -63,7 +64,7 @@ class PairedShards(Shards):
     def __init__(self, number: int, make: Callable[[Callable[[], bool]], Scheduler]) -> None:
         self._make = make
         self.paired: list[Shard] = []
-        self._lives: set[asyncio.Task[None]] = set()
+        self._lives = Tasks()
         super().__init__(number, self._connect, lambda place: b"")
 
     @property
@@ -107,15 +108,13 @@ class PairedShards(Shards):
 class _PairedStart(Started):
     """A shard that begins to live on the driver's own event loop."""
 
-    def __init__(self, *of: Any, live: Callable[[], Coroutine[Any, Any, None]], lives: set[asyncio.Task[None]]) -> None:
+    def __init__(self, *of: Any, live: Callable[[], Coroutine[Any, Any, None]], lives: Tasks) -> None:
         super().__init__(*of)
         self._live, self._lives = live, lives
 
     async def attach(self) -> None:
         """Begin to live."""
-        task = asyncio.get_running_loop().create_task(self._live())
-        self._lives.add(task)
-        task.add_done_callback(self._lives.discard)
+        self._lives.begin(self._live())
 
     def end(self) -> None:
         """End at once."""
