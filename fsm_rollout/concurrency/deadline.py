@@ -98,7 +98,7 @@ class Deadline:
     def _schedule(self) -> None:
         """Make the timer fire no later than the deadline expires; one that fires too early sets the next."""
         when, timer = self._next(), self._timer
-        if when is not None and (timer is None or self._due > when):
+        if when is not None and not self.expired and (timer is None or self._due > when):
             if timer is not None:
                 timer.cancel()
             self._timer, self._due = asyncio.get_running_loop().call_at(when, self._fire), when

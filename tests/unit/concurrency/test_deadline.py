@@ -56,6 +56,24 @@ def test_it_expires_when_it_has_run_for_its_seconds_or_its_wall_has_passed(
     assert run_virtual(main()) == expected
 
 
+def test_who_is_away_after_it_has_expired_is_not_cancelled_once_more() -> None:
+    """Else the second cancellation would count as somebody else's, and end the trajectory."""
+
+    async def main() -> tuple[bool, int]:
+        with Deadline(1.0, 60.0) as deadline:
+            try:
+                await asyncio.sleep(9)
+            finally:  # a handler that asks its user once more
+                with deadline.away():
+                    await asyncio.sleep(1)
+                await asyncio.sleep(1)
+        task = asyncio.current_task()
+        assert task is not None
+        return deadline.expired, task.cancelling()
+
+    assert run_virtual(main()) == (True, 0)
+
+
 def test_a_deadline_expires_on_other_event_loops_too() -> None:
     """uvloop rounds the times of its timers, and one that is due already is none."""
     uvloop = pytest.importorskip("uvloop", reason="uvloop comes with SGLang")
