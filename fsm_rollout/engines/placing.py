@@ -292,10 +292,11 @@ class Placing:
             held = residency.memories[home.name].held
             if memory is not None and roomiest.has_room and memory.held + memory.share(tree) < MUCH_LESS * held:
                 found = roomiest
-        if found is not None:
-            residency.leave(tree)
-            residency.admit(tree, found.name)
-            self._end_kept(tree.contexts)  # also those of who waits for a sub-agent that asks
+        if found is None or not residency.memories[found.name].fits(tree):
+            return None
+        residency.leave(tree)
+        residency.admit(tree, found.name)
+        self._end_kept(tree.contexts)  # also those of who waits for a sub-agent that asks
         return found
 
     def _keep_waiting(self, replica: Replica) -> None:

@@ -158,6 +158,10 @@ class ReplicaMemory:
         """Whether a tree may be admitted: it fits, or is alone."""
         return self.needs(tree) <= self.room
 
+    def fits(self, tree: Tree) -> bool:
+        """Whether there is room for a tree's contexts, also where it would be alone."""
+        return self.held + self.share(tree) <= ADMIT * self.capacity
+
     def add(self, tree: Tree) -> None:
         """Have one resident more."""
         self.held += self.share(tree)

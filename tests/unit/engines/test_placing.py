@@ -160,6 +160,23 @@ def test_who_comes_back_while_nobody_waits_goes_on_where_less_than_half_as_much_
     run(Place(build), body, 2)
 
 
+@pytest.mark.parametrize(("room", "goes_to"), [(50, "replica-0"), (1000, "replica-1")])
+def test_nobody_moves_to_a_replica_that_has_no_room_for_his_context(room: int, goes_to: str) -> None:
+    """Others take up that one's memory: nothing of ours is held there, and what is alone is admitted anywhere."""
+
+    async def body(client: EngineClient) -> None:
+        async def say(name: str, turn: int, tokens: int) -> str:
+            asked = replace(ask(name, turn), group_id="g", trajectory_id=f"g/{name}", request_id=f"{name}{turn}")
+            ids = as_ids([*range(3), *[ord(name)] * tokens])
+            await done(pending := client.submit(replace(asked, ids=ids)))
+            return pending.replica
+
+        assert [await say("a", 0, 1500), await say("b", 0, 500)] == ["replica-0"] * 2
+        assert await say("b", 1, 510) == goes_to
+
+    run(Place(lambda name: Sized(100_000 if name == "replica-0" else room)), body, 2)
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_who_is_away_keeps_a_place_for_as_long_as_the_whole_engine_is_worth(shards: int) -> None:
     """A shard's part of the memory takes as long to be filled again as the whole does that serves all of them."""
