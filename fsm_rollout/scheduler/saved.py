@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.scheduler.group import Group, GroupState
-from fsm_rollout.scheduler.leased_group import LeasedGroup
+from fsm_rollout.scheduler.leased_group import LeasedGroup, furthest
 from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
 from fsm_rollout.scheduler.resume import resumed_groups
 from fsm_rollout.scheduler.scheduler import Scheduler
@@ -164,6 +164,9 @@ def _events_of(scheduler: Scheduler) -> dict[str, list[list[bytes]]]:
     for trajectory, events in journal.recordings(log.path):
         if trajectory.group_id in begun:
             found[trajectory.group_id].append(list(map(encode, events)))
+    for group in scheduler.carried:
+        if isinstance(group, LeasedGroup) and group.histories:  # which are in no journal before a shard goes on with it
+            found[group.group_id] = furthest(group.histories, found[group.group_id])
     return found
 
 

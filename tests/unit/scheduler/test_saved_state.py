@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ import fsm_rollout as fr
 from fsm_rollout.engines.protocol import Request
 from fsm_rollout.engines.scripted.engine import ScriptedEngine, Turn
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.scheduler.failure_policy import ENDS
+from fsm_rollout.scheduler.leased_scheduler import LeasedScheduler
+from fsm_rollout.scheduler.saved import SavedRollout
 from fsm_rollout.testing import run_virtual
 from fsm_rollout.trajectory import journal
 from tests.embedded import tokenizer
@@ -122,6 +126,26 @@ def test_a_loop_that_another_process_goes_on_with_has_the_rows_of_the_undisturbe
     assert all(group.keys() == GROUP for group in state["groups"])
     assert [*begun, *rest] == whole
     assert all(len(step) >= 2 * target for step in whole)
+
+
+async def test_a_state_that_was_loaded_is_saved_again_before_shards_have_gone_on_with_it(tmp_path: Path) -> None:
+    with journal.Journal(tmp_path / "first") as kept:
+        rollout = fr.Rollout(with_tool(f"{__name__}:again"), seeded([0.125, 4.0, 9.0]), seed=5, journal=kept)
+        source: Any = cycle(prompts(4))
+        await rollout.arun(source, n=2, target_groups=1, over_sample=3)
+        state = rollout.state_dict()
+        await rollout.aclose()
+    shards: Any = SimpleNamespace(servers=None, count=2, version=0)
+    with journal.Journal(tmp_path / "next") as kept:
+        of_shards = SavedRollout()
+        of_shards._common = {"seed": 5}
+        of_shards.scheduler = LeasedScheduler(shards, concurrency=4, failures=ENDS)
+        of_shards.scheduler.recorder.journal = kept
+        of_shards.load_state_dict(state)
+        again = of_shards.state_dict()
+    begun = [group["histories"] for group in state["groups"]]
+    assert all(map(len, begun))
+    assert [group["histories"] for group in again["groups"]] == begun
 
 
 @pytest.mark.parametrize(
