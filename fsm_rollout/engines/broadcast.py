@@ -179,6 +179,9 @@ class BroadcastGroup:
         within = patience + HEARD_WITHIN
         try:
             mine, *results = await asyncio.gather(each(rank_0(), math.inf), *(each(step, within) for step in asked))
+        except asyncio.CancelledError:
+            self.close()  # rank 0 still sends what the next update would take for its own
+            raise
         finally:
             over.cancel()
         # Who is lost has ended it, however fast the others have noticed.

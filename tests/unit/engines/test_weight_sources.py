@@ -389,3 +389,18 @@ def test_an_adapter_whose_folder_has_changed_is_gone_and_replaces_the_one_before
     save_file({name: tensor * 2 for name, tensor in HALVES.items()}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(WeightsGone, match="give each version a folder of its own"):
         asyncio.run(adapter.deliver([], 1))
+
+
+def test_who_gives_an_update_up_leaves_its_group() -> None:
+    """A trainer may, whose servers are a service's: the next update's first bucket would be what is still sent."""
+
+    async def body() -> None:
+        group = Ending()
+        sending = asyncio.create_task(group.found(asyncio.Event().wait()))  # type: ignore[arg-type]
+        await asyncio.sleep(1)
+        sending.cancel()
+        await asyncio.wait({sending})
+        assert sending.cancelled()
+        assert group.over.is_set()
+
+    run_virtual(body())
