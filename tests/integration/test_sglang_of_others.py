@@ -17,6 +17,7 @@ from openai import BadRequestError
 import fsm_rollout as fr
 from fsm_rollout.engines.openai.engine import OpenAIEngine
 from fsm_rollout.engines.sglang import process as sglang_process
+from fsm_rollout.engines.sglang.forms import KEPT_BY_SGLANG
 from fsm_rollout.engines.sglang.http import SGLangHTTPEngine
 from fsm_rollout.model import embedded_model
 from fsm_rollout.testing import check_engine
@@ -142,7 +143,8 @@ async def test_it_scores_given_ids_as_a_forward_pass_does(elsewhere: dict[str, A
 
 
 async def test_a_prompt_that_it_cuts_fails_with_the_reason(openai: OpenAIEngine) -> None:
-    """As told to by ``allow_auto_truncate``: it says that its window is longer than the prompts that it takes."""
+    """As told to by ``allow_auto_truncate``, where the window is thought longer than the prompts that it takes."""
+    openai._endpoint.max_context += KEPT_BY_SGLANG
     whole = request(openai, next(names), 1)
     long = replace(whole, ids=as_ids((whole.ids.tolist() * 500)[: openai.max_context - 2]))
     (got,) = await ask(openai, long)

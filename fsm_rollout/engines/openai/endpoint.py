@@ -34,6 +34,7 @@ from fsm_rollout.engines.http.endpoint import (
 )
 from fsm_rollout.engines.http.lora import AdaptedEndpoint, half_loaded_if, name_of
 from fsm_rollout.engines.protocol import HalfLoaded, ReplicaLost, SamplingParams, Weights
+from fsm_rollout.engines.sglang.forms import KEPT_BY_SGLANG
 from fsm_rollout.engines.weights import check_folder
 from fsm_rollout.errors import EngineError
 from fsm_rollout.model.folders import model_folder
@@ -86,6 +87,7 @@ class _Event(msgspec.Struct):
 
 class _Card(msgspec.Struct):
     id: str
+    owned_by: str = ""
     max_model_len: int | None = None
 
 
@@ -140,7 +142,10 @@ class CompletionsEndpoint(AdaptedEndpoint):
                 f"has no model '{self._model}'" if self._model else "has several models, so name one by `served_as`"
             )
             raise EngineError(f"{self.url} {wanted}; it has {', '.join(names) or 'none'}")
-        window = cards[names.index(self._model)].max_model_len
+        card = cards[names.index(self._model)]
+        window = card.max_model_len
+        if window is not None and card.owned_by == "sglang":  # which cuts longer prompts, and answers those
+            window -= KEPT_BY_SGLANG
         if max_context is None and window is None:
             raise EngineError(f"{self.url} does not say how long its window is; give `max_context`")
         self.max_context = min(size for size in (max_context, window) if size is not None)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fsm_rollout.concurrency.cancellation import wait_for
 from fsm_rollout.engines.sglang.endpoint import SGLangEndpoint
+from fsm_rollout.engines.sglang.forms import KEPT_BY_SGLANG
 from fsm_rollout.engines.sglang.weights import SGLangServer
 from fsm_rollout.engines.weights import check_weights_there
 from fsm_rollout.errors import EngineError
@@ -33,7 +34,6 @@ OWN_ARGUMENTS = {"model_path", "weight_version"} | ADDRESS | STREAMING
 PICTURES = {"enable_multimodal": True, "mm_preprocess_cache_size_mb": 512, "trust_mm_content_hashes": True}
 # Those that choose a cache which knows no sessions.
 OTHER_CACHES = {"disable_radix_cache", "radix_cache_backend", "enable_flexkv", "enable_lmcache"}
-KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
 READY_EVERY = 0.1  # seconds between two looks whether a server that starts is ready
 PROGRESS_EVERY = 15.0  # seconds between two lines in the log while SGLang starts
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+KEPT_BY_SGLANG = 6  # tokens of the window that SGLang does not use
+
 
 class Finish(msgspec.Struct):
     """Why a request has ended."""

@@ -229,7 +229,7 @@ class VLLMStandIn(StandIn):
         self.says_usage = self.says_prompt_ids = True
         self.next_events: list[dict[str, Any]] = []
         """Said instead of the next answer."""
-        self.models = ["tiny"]
+        self.models, self.owner = ["tiny"], "vllm"
         self.development: dict[str, Any] | None = None
         """What its own routes answer, by their paths, in its development mode (vLLM at 0100a2129224)."""
         super().__init__()
@@ -239,7 +239,9 @@ class VLLMStandIn(StandIn):
             if path == "/update_weight_version":
                 self.development["/weight_info"] = {"weight_version": body["new_version"]}
             return self.development.get(path, (404, {"detail": "Not Found"}))
-        cards = [{"id": name, "object": "model", "owned_by": "vllm", "max_model_len": WINDOW} for name in self.models]
+        cards = [
+            {"id": name, "object": "model", "owned_by": self.owner, "max_model_len": WINDOW} for name in self.models
+        ]
         return {"object": "list", "data": cards}
 
     def events(self, body: Any) -> Iterator[dict[str, Any]]:

@@ -168,6 +168,10 @@ def test_a_model_is_found_or_named(server: VLLMStandIn, monkeypatch: pytest.Monk
     assert engine.max_context == WINDOW
     assert server.bodies(server.generate)[-1]["model"] == "b"
     asyncio.run(engine.aclose())
+    server.owner = "sglang"  # which cuts prompts that are longer, or refuses them
+    engine = OpenAIEngine(server.url, served_as="b")
+    assert engine.max_context == WINDOW - 6
+    asyncio.run(engine.aclose())
     with pytest.raises(EngineError, match="api_key: the environment has no OTHER_KEY"):
         OpenAIEngine(server.url, api_key="$OTHER_KEY")
 
